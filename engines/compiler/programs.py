@@ -16,7 +16,7 @@ from engines.compiler.specialise import compiled
 from engines.compiler.subject import Seen, Subject, read_subject
 from engines.errors import CompilerFault, ConfigError, EngineError, UnknownValueError
 from engines.frontend.cutting.both import with_both_branches
-from engines.frontend.cutting.cut import Cut, cut, inputs_of
+from engines.frontend.cutting.cut import Partition, cut, inputs_of
 from engines.frontend.cutting.facts import may_need_cuts
 from engines.frontend.cutting.unrolling import with_steps_unrolled
 from engines.frontend.extents import likely_extents
@@ -62,7 +62,8 @@ def plan_of(builder: Builder, source: OnnxModel, seen: Seen = lambda inputs: Non
             found = cut(source, by_host, builder.selects)
 
 
-def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, found: Cut, watched: Watched | None) -> Plan:
+def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, found: Partition,
+           watched: Watched | None) -> Plan:
     """The plan of a program; its segments are compiled for what they are fed when it runs on the data, or on likely
     numbers."""
     config = builder.config
@@ -89,7 +90,7 @@ def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, found: Cut
     return replace(plan, outputs=outputs, program=replace(part, segments=segments), extents=usual)
 
 
-def _declared(builder: Builder, source: OnnxModel, found: Cut) -> Plan:
+def _declared(builder: Builder, source: OnnxModel, found: Partition) -> Plan:
     """The plan of a program of which nothing is compiled yet."""
     config = builder.config
     precision = "fp32" if config.precision == "int8" else config.precision      # what is not calibrated stays float

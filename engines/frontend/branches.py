@@ -1,4 +1,4 @@
-"""If: where its condition is known, it is the branch that is taken, a part of the graph around it like any other."""
+"""If nodes of known condition: the branch taken is inlined into the graph around the node."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -14,9 +14,14 @@ def is_if(node: onnx.NodeProto) -> bool:
 
 
 def branch_taken(node: onnx.NodeProto, condition: Array | None) -> onnx.GraphProto:
-    """The graph that an If of this condition stands for, made in its own scope.
+    """Return the branch that an If takes for a condition.
 
-    Raises UnknownTensorError: the condition is not known. GraphError: it is no truth, or the branch does not fit.
+    Raises
+    ------
+    UnknownTensorError
+        If the condition is not known at import.
+    GraphError
+        If the condition is not a single bool, or the branch is missing or has another number of outputs.
     """
     if condition is None or condition.dtype == object:
         raise UnknownTensorError(f"which branch it takes depends on '{node.input[0]}'", node.input)
@@ -32,14 +37,14 @@ def branch_taken(node: onnx.NodeProto, condition: Array | None) -> onnx.GraphPro
     return branch
 
 
-def made_in(graph: onnx.GraphProto) -> set[str]:
-    """The tensors that are of this graph, and not of one around it or in it."""
+def defined_in(graph: onnx.GraphProto) -> set[str]:
+    """Return the tensors that a graph defines itself: its initializers, inputs and node outputs."""
     return {*(tensor.name for tensor in graph.initializer), *(value.name for value in graph.input),
             *(name for node in graph.node for name in node.output if name)}
 
 
 def with_names(graph: onnx.GraphProto, names: Mapping[str, str]) -> onnx.GraphProto:
-    """A copy in which tensors have other names, in the graphs inside of it too."""
+    """Return a copy of a graph with tensors renamed, in its subgraphs too."""
     copy = onnx.GraphProto()
     copy.CopyFrom(graph)
     rename(copy, names)
@@ -47,7 +52,7 @@ def with_names(graph: onnx.GraphProto, names: Mapping[str, str]) -> onnx.GraphPr
 
 
 def rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Give tensors other names, in the graphs inside of it too."""
+    """Rename tensors of a graph in place, in its subgraphs too."""
     for tensor in graph.initializer:
         tensor.name = names.get(tensor.name, tensor.name)
     for value in (*graph.input, *graph.output):

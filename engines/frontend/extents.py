@@ -1,10 +1,10 @@
-"""Open extents: what a model leaves open beside its batch, each by a name.
+"""Symbolic extents of a model's inputs: every open extent other than the batch gets a name.
 
-ONNX's own name of an extent (dim_param) stands for one number wherever inputs have it. An extent without a name gets
-one of its own, "x.2" for axis 2 of the input x: nothing is known of it.
+An extent's name in ONNX (dim_param) stands for one number in all inputs. An extent without a name gets a unique one,
+"x.2" for axis 2 of the input x.
 
-The batch is the leading extent of the inputs that have an open one, if it is the same for all of them and no input has
-it at another place: then a plan takes any number of items. Other leading extents are open extents like the rest.
+The batch is the open leading extent of the inputs if it is equal for all of them and is no other axis of any input:
+then a plan takes any number of items. Other leading extents are symbolic extents like the rest.
 """
 from __future__ import annotations
 
@@ -17,17 +17,30 @@ from engines.frontend.inputs import IMAGE_SIDE, LENGTH, Declared, checked_shapes
 from engines.frontend.symbols import known_extents
 from engines.ir.graph import BATCH, Dim, TensorType
 
-Shape = Sequence[Dim | None]        # None: unknown, or, where a user gives it, the batch
-SOME = 16                           # earlier tokens, in a guess for a decoder
-SINGLE = "items"                    # what a symbol of the name of the batch is called if it is not that
+Shape = Sequence[Dim | None]        # None: unknown; in a shape that the user gives, the batch
+SOME = 16                           # default number of cached tokens of a decoder
+SINGLE = "items"                    # name of a symbol that is called BATCH but is not the batch
 
 
 def open_types(model: str, declared: Mapping[str, Declared], shapes: Mapping[str, Shape],
                keep_batch: bool = False) -> dict[str, TensorType]:
-    """The type of each input with a name for every open extent, which is BATCH for the batch's.
+    """Return the type of each input, with a name for every open extent and BATCH for the batch.
 
-    shapes: as graph_from_onnx takes them; what they leave out stays open. Raises ModelError: a shape that does not fit,
-    or an input of unknown rank without one.
+    Parameters
+    ----------
+    model : str
+        The model's name, for errors.
+    declared : mapping of str to Declared
+        The inputs as the file declares them.
+    shapes : mapping of str to sequence
+        Shapes of inputs as in `graph_from_onnx`; extents that they leave out stay open.
+    keep_batch : bool
+        Keep an open leading extent open even if `shapes` has a number for it.
+
+    Raises
+    ------
+    ModelError
+        If a shape does not fit the declared one, or an input of unknown rank has none.
     """
     given = checked_shapes(model, declared, shapes)
     numbers = {name: (None, *shape[1:]) if keep_batch else shape for name, shape in given.items()}
@@ -51,13 +64,13 @@ def open_types(model: str, declared: Mapping[str, Declared], shapes: Mapping[str
 
 
 def without_batch(types: Mapping[str, TensorType]) -> dict[str, TensorType]:
-    """The same where the batch is an open extent like the others."""
+    """Return the types with the batch as the symbolic extent SINGLE."""
     return {name: replace(kind, shape=tuple(SINGLE if extent == BATCH else extent for extent in kind.shape))
             for name, kind in types.items()}
 
 
 def open_extents(types: Mapping[str, TensorType]) -> tuple[str, ...]:
-    """Their names, in the order of the inputs."""
+    """Return the names of the symbolic extents other than the batch, in the order of the inputs."""
     return tuple(dict.fromkeys(extent for kind in types.values() for extent in kind.shape
                                if isinstance(extent, str) and extent != BATCH))
 
@@ -75,12 +88,12 @@ def likely_extents(types: Mapping[str, TensorType], past: int = SOME) -> dict[st
     types : mapping
         The types of the inputs.
     past : int
-        How many earlier tokens the inputs of a decoder hold.
+        The number of cached tokens in the inputs of a decoder.
 
     Returns
     -------
     dict
-        224 x 224 for pictures, 128 for sequences, 1 for items; for a decoder one token beside the past ones.
+        224 x 224 for pictures, 128 for sequences, 1 for items; for a decoder one token in addition to the past ones.
     """
     if is_decoder(types):
         return _extents_of_decoder(types, past)
@@ -94,7 +107,7 @@ def likely_extents(types: Mapping[str, TensorType], past: int = SOME) -> dict[st
 
 
 def _extents_of_decoder(types: Mapping[str, TensorType], past: int) -> dict[str, int]:
-    """The past for what caches leave open, one token for other inputs, and both together for masks."""
+    """Return `past` for open extents of caches, 1 for those of other inputs, and past + 1 for those of masks."""
     numbers: dict[str, int] = {}
     for wanted, number in ((_is_past, past), (lambda name: not _is_mask(name), 1), (_is_mask, past + 1)):
         for name, kind in types.items():
@@ -113,15 +126,13 @@ def _is_mask(name: str) -> bool:
 
 
 def shapes_for(types: Mapping[str, TensorType], extents: Mapping[str, Any]) -> dict[str, tuple[int | None, ...]]:
-    """The shapes of the inputs for these numbers, as graph_from_onnx takes them: None is the batch."""
+    """Return the inputs' shapes for these extents, in the form of `graph_from_onnx`: None is the batch."""
     return {name: tuple(extent if isinstance(extent, int) else None if extent == BATCH else extents[extent]
                         for extent in kind.shape) for name, kind in types.items()}
 
 
 def _name(name: str, axis: int, symbol: Dim | None, given: Dim | None, known: Mapping[str, int]) -> Dim:
-    """What an extent is called: a number that is given or declared, the declared symbol, or a name of its own.
-
-    known: numbers of symbols."""
+    """Return a given or declared number, the declared symbol or its number in `known`, or a unique name."""
     if is_size(given):
         return given                # type: ignore[return-value]
     if is_size(symbol):
@@ -132,7 +143,7 @@ def _name(name: str, axis: int, symbol: Dim | None, given: Dim | None, known: Ma
 
 
 def _batches(shapes: Iterable[Sequence[Dim]], said: Set[Dim]) -> Set[str]:
-    """The names that stand for the batch: those that the user said, else the one that leads and is nowhere else."""
+    """Return the symbols of the batch: leading ones that the user gave, else the only one that is just leading."""
     inner = {extent for shape in shapes for extent in shape[1:] if isinstance(extent, str)}
     leading = {shape[0] for shape in shapes if shape and isinstance(shape[0], str)} - inner
     if said:

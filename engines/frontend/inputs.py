@@ -1,5 +1,4 @@
-"""The inputs of a model: what the file declares, what the user says beyond that, and what is asked where both leave
-something open."""
+"""Inputs of a model: declarations of the file combined with shapes and constants of the user."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +18,18 @@ from engines.ir.shapes import MOST_AXES, text
 IMAGE_SIDE, LENGTH = 224, 128       # likely extents of pictures and of sequences
 _ANY_IMAGE = (None, 3, "height", "width")
 
-Shape = Sequence[Dim | None]        # None: unknown, or, where a user gives it, the batch
+Shape = Sequence[Dim | None]        # None: unknown; in a shape that the user gives, the batch
 
 
 def input_types(model: str, declared: Mapping[str, Declared], shapes: Mapping[str, Shape],
                 keep_batch: bool) -> dict[str, TensorType]:
-    """The type of each input, with numbers for all extents but that of the batch; see graph_from_onnx.
+    """Return the type of each input, with numbers for all extents other than the batch; see `graph_from_onnx`.
 
-    Raises ModelError: a shape for an input that does not exist or that does not fit what is declared, extents that
-    nobody told (all inputs that have such are listed), an input that is no tensor of numbers or that no machine holds.
+    Raises
+    ------
+    ModelError
+        If a shape is for an unknown input or does not fit the declared one, an extent is not known (the error lists
+        all such inputs), or an input is too large or has too many axes.
     """
     shapes = checked_shapes(model, declared, shapes)
     extents = {name: list(given.extents or ()) for name, given in declared.items()}
@@ -48,7 +50,7 @@ def input_types(model: str, declared: Mapping[str, Declared], shapes: Mapping[st
 
 
 def checked_shapes(model: str, declared: Mapping[str, Declared], shapes: Mapping[str, Shape]) -> Mapping[str, Shape]:
-    """The shapes that a user gives. Raises ModelError: for an input that does not exist, or that do not fit it."""
+    """Return the shapes that a user gives. Raise ModelError for one of an unknown input, or that does not fit it."""
     if unknown := set(shapes) - set(declared):
         raise ModelError(f"{model} has no input '{min(unknown)}'; its inputs are {', '.join(declared)}")
     for name, given in shapes.items():
@@ -59,11 +61,11 @@ def checked_shapes(model: str, declared: Mapping[str, Declared], shapes: Mapping
     return shapes
 
 
-Value = Array | bool | int | float | Sequence[Any]      # of an input: numbers become what the model declares
+Value = Array | bool | int | float | Sequence[Any]      # of an input: numbers are converted to the declared dtype
 
 
 def constant_inputs(model: str, inputs: Sequence[onnx.ValueInfoProto], given: Mapping[str, Value]) -> dict[str, Array]:
-    """The values of inputs, which must be of the types that the model declares."""
+    """Return values for inputs as arrays. Raise ModelError for an unknown input, or another type than the declared."""
     declared = {value.name: Declared.of(model, value) for value in inputs if value.name in given}
     if unknown := set(given) - set(declared):
         raise ModelError(f"{model} has no input '{min(unknown)}'; its inputs are "
@@ -78,13 +80,13 @@ def constant_inputs(model: str, inputs: Sequence[onnx.ValueInfoProto], given: Ma
 
 
 def is_of_numbers(value: onnx.ValueInfoProto) -> bool:
-    """Whether a value is declared as a tensor of numbers: no sequence, and no strings."""
+    """Return True if a value is declared as a tensor of a numeric type: no sequence, no strings."""
     return value.type.HasField("tensor_type") and value.type.tensor_type.elem_type not in (0, onnx.TensorProto.STRING)
 
 
 @dataclass(frozen=True)
 class Declared:
-    """An input as the file declares it. `extents` None: of unknown rank; an extent None: unknown, without a name."""
+    """Input as the file declares it. `extents` is None for an unknown rank; an extent without a name is None."""
     name: str
     dtype: np.dtype[Any]
     extents: tuple[Dim | None, ...] | None
@@ -102,11 +104,14 @@ class Declared:
         return Declared(value.name, dtype, extents_of(tensor))
 
     def with_known(self, known: Mapping[str, int]) -> Declared:
-        """With numbers for symbols."""
+        """Return the input with the symbols in `known` replaced by their numbers."""
         return self if self.extents is None else replace(self, extents=tuple(with_known(self.extents, known)))
 
     def value(self, given: Value) -> Array:
-        """An array as it is; numbers in the declared type, if it has them, and one of them in the declared shape."""
+        """Convert numbers to the declared dtype, unless that loses a fraction; arrays are returned unchanged.
+
+        A single number gets the declared shape if that has one element.
+        """
         if isinstance(given, np.ndarray | np.generic):
             return np.asarray(given)
         array = np.asarray(given)
@@ -117,13 +122,13 @@ class Declared:
         return typed.reshape([1] * len(self.extents or ())) if of_one else typed
 
     def shape(self, given: Shape | None, keep_batch: bool) -> tuple[Dim, ...] | None:
-        """The shape to compile for: of sizes behind what may be the batch. None: some are not known."""
+        """Return the shape to compile for, numbers after a leading number or batch; None if an extent is unknown."""
         given = self.extents if given is None else given
         if given is None:
             return None
         if keep_batch and self.extents and not is_size(self.extents[0]):
             given = (None, *given[1:])
-        if self.extents:        # what is given as open behind the batch may be known by its name
+        if self.extents:        # an extent given as open may have a declared size
             given = (*given[:1], *(extent if is_size(extent) else declared
                                    for extent, declared in zip(given[1:], self.extents[1:], strict=True)))
         shape = [BATCH if axis == 0 and not is_size(d) else d for axis, d in enumerate(given)]
@@ -151,7 +156,7 @@ def _ask_for_shapes(model: str, inputs: Sequence[Declared]) -> str:
 
 
 def extents_of(tensor: onnx.TypeProto.Tensor) -> tuple[Dim | None, ...] | None:
-    """As the file declares them; None: of unknown rank, or, of an extent, unknown and without a name."""
+    """Return the declared extents, None for those without a name; None in place of all for an unknown rank."""
     return tuple(map(_extent, tensor.shape.dim)) if tensor.HasField("shape") else None
 
 
@@ -162,15 +167,15 @@ def _extent(d: onnx.TensorShapeProto.Dimension) -> Dim | None:
 
 
 def _is_symbol(name: str) -> bool:
-    """Whether the name stands for one extent wherever it is: some exporters write "?", "-1" or "None" for any."""
+    """Return True if a dim_param names one extent: some exporters write "?", "-1" or "None" for an unknown one."""
     return any(map(str.isalpha, name)) and name.casefold() not in ("none", "null", "nan")
 
 
 def is_size(d: Dim | None) -> bool:
-    """Whether an extent is a number; None, -1 and names stand for one that is open."""
+    """Return True if an extent is a number; None, -1 and names stand for open ones."""
     return isinstance(d, int) and d >= 0
 
 
 def _fits(given: Shape, declared: Shape) -> bool:
-    """Declared sizes must be met; a model of fixed batch is not made symbolic by asking."""
+    """Return True if a given shape has the declared rank and sizes; a fixed batch cannot be made symbolic."""
     return len(given) == len(declared) and all(g == d for g, d in zip(given, declared, strict=True) if is_size(d))

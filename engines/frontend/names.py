@@ -1,4 +1,4 @@
-"""The names in a model file: text that can be read, each tensor made once, and what branches read made somewhere."""
+"""Check the names in a model file: valid UTF-8, one producer per tensor, and no undefined reads in subgraphs."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
@@ -9,25 +9,24 @@ from engines.errors import ModelError
 
 
 def check_names(model: str, graph: onnx.GraphProto) -> None:
-    """Raises ModelError: a name that is no UTF-8, a tensor that is made twice, a graph without outputs, a tensor that
-    the graph of a branch or a loop takes from around it, where there is none."""
+    """Raise ModelError for a name that is not UTF-8, a tensor with two producers, or a graph without outputs."""
     _refuse_unreadable(model, graph)
     if not graph.output:
         raise ModelError(f"{model} has no outputs")
     made: dict[str, str] = {}
-    for name, maker in _made(graph):
+    for name, maker in _definitions(graph):
         if name in made:
             raise ModelError(f"{model}: tensor '{name}' is made twice: by {made[name]} and by {maker}")
         made[name] = maker
 
 
 def check_branches(model: str, graph: onnx.GraphProto) -> None:
-    """Of a whole model: raises ModelError if a graph in it reads what neither it nor what is around it produces."""
-    _refuse_unmade(model, graph, {name for name, _ in _made(graph)})
+    """Raise ModelError if a subgraph reads a tensor that neither it nor a graph around it defines."""
+    _refuse_unmade(model, graph, {name for name, _ in _definitions(graph)})
 
 
 def graphs_in(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """The branches of an If, the bodies of a Loop or a Scan."""
+    """Yield the subgraphs of a node: branches of an If, the body of a Loop or Scan."""
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.g
@@ -35,7 +34,7 @@ def graphs_in(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def nodes_in(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """These, and those of the graphs in them."""
+    """Yield the nodes and those of their subgraphs."""
     for node in nodes:
         yield node
         for graph in graphs_in(node):
@@ -43,23 +42,23 @@ def nodes_in(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def _refuse_unmade(model: str, graph: onnx.GraphProto, known: Set[str]) -> None:
-    """A branch that no trial takes is checked, too; what the graph itself reads is said when it is imported."""
+    """Check the reads of all subgraphs, including branches never taken. The importer checks those of the main graph."""
     for node in graph.node:
         for inner in graphs_in(node):
-            inside = known | {name for name, _ in _made(inner)}
+            inside = known | {name for name, _ in _definitions(inner)}
             for reader in inner.node:
                 if missing := next((name for name in reader.input if name and name not in inside), None):
-                    raise ModelError(f"{model}: {_said(reader)} in graph '{inner.name}' of {_said(node)} reads "
+                    raise ModelError(f"{model}: {_describe(reader)} in graph '{inner.name}' of {_describe(node)} reads "
                                      f"'{missing}', which nothing produces")
             _refuse_unmade(model, inner, inside)
 
 
-def _said(node: onnx.NodeProto) -> str:
+def _describe(node: onnx.NodeProto) -> str:
     return f"node '{node.name or next(iter(node.output), '')}' ({node.op_type})"
 
 
-def _made(graph: onnx.GraphProto) -> Iterator[tuple[str, str]]:
-    """(tensor, what makes it); a constant that is the default of an input is that input."""
+def _definitions(graph: onnx.GraphProto) -> Iterator[tuple[str, str]]:
+    """Yield (tensor, description of its producer); an initializer that is the default of an input is left out."""
     inputs = {value.name for value in graph.input}
     yield from ((value.name, "an input") for value in graph.input)
     yield from ((tensor.name, "a constant") for tensor in graph.initializer if tensor.name not in inputs)
@@ -69,7 +68,7 @@ def _made(graph: onnx.GraphProto) -> Iterator[tuple[str, str]]:
 
 
 def _refuse_unreadable(model: str, graph: onnx.GraphProto) -> None:
-    """The protobuf runtime hands text that is no UTF-8 over as bytes, which no table knows."""
+    """Raise ModelError for a name that is not UTF-8, which the protobuf runtime returns as bytes."""
     for node in graph.node:
         texts = (node.name, node.op_type, node.domain, *node.input, *node.output, *(a.name for a in node.attribute))
         _refuse_bytes(model, f"node '{node.name}' ({node.op_type})", texts)

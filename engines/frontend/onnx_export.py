@@ -1,8 +1,8 @@
-"""Graph -> ONNX model: bodies unfolded, images channels first, Q/DQ pairs where tensors are stored quantised.
+"""Export a graph as an ONNX model: Fused bodies unfolded, images channels first, Q/DQ pairs for quantised tensors.
 
-A graph in channels-last form is written channels first without moving data: `Writer.names` says for each tensor which
-ONNX tensor holds it, and whether that one is the same array or its channels-first form. A Transpose between the two
-forms is then only another name. Where an operator cannot work on the other form, a Transpose is written.
+A channels-last graph is written channels first without moving data: `OnnxWriter.names` maps each tensor to the ONNX
+tensor that holds it and says if that one is channels first. A Transpose between the two layouts is then only another
+name. A Transpose is written only for an operator that cannot work on the other layout.
 """
 from __future__ import annotations
 
@@ -31,27 +31,31 @@ from engines.version import COMPILER_VERSION
 
 
 def _to_first(rank: int) -> tuple[int, ...]:
-    """The perm NHWC -> NCHW, of images or volumes."""
+    """Return the perm NHWC -> NCHW of images or volumes."""
     return (0, rank - 1, *range(1, rank - 1))
 
 
 def _to_last(rank: int) -> tuple[int, ...]:
-    """The perm NCHW -> NHWC; and for each axis of NHWC the same one of NCHW."""
+    """Return the perm NCHW -> NHWC, which also maps an axis of NHWC to its index in NCHW."""
     return (0, *range(2, rank), 1)
 
 
 def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
-    """The graph as a checked ONNX model of opset 20, with the graph's input and output names.
+    """Return the graph as a checked ONNX model of opset 20, with the graph's input and output names.
 
-    A quantised activation is QuantizeLinear -> DequantizeLinear behind its producer; a quantised constant is an integer
-    initialiser and a DequantizeLinear. A recurrent layer is in float, for ONNX has no other; those whose states are
-    multiplied as integers are named in the model's properties. Raises ModelError for what ONNX cannot say (two symbolic
-    extents in a Reshape).
+    A quantised activation becomes QuantizeLinear -> DequantizeLinear after its producer, a quantised constant an
+    integer initializer and a DequantizeLinear. Recurrent layers are written in float, since ONNX has no quantised
+    ones; a property of the model names those whose states are multiplied as integers.
+
+    Raises
+    ------
+    ModelError
+        If ONNX cannot express a node, such as a Reshape with two symbolic extents.
     """
     graph = _by_floats(graph)
-    writer = Writer(graph)
+    writer = OnnxWriter(graph)
     for name in graph.inputs:
-        writer.names[name] = Position(name)
+        writer.names[name] = OnnxTensor(name)
         writer.requantise(name)
     for node in graph.nodes:
         for part in node.body or (node,):
@@ -66,7 +70,7 @@ def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
     opsets = [helper.make_opsetid(domain, version) for domain, version in sorted(writer.opsets.items())]
     model = helper.make_model(proto, opset_imports=opsets, producer_name="infer-server",
                               producer_version=COMPILER_VERSION)
-    model.ir_version = 9        # what opset 20 came with, so that older runtimes read it
+    model.ir_version = 9        # the version of opset 20, for older runtimes
     if writer.integer_states:
         helper.set_model_props(model, {INTEGER_STATES: json.dumps(writer.integer_states)})
     onnx.checker.check_model(model)
@@ -74,8 +78,10 @@ def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
 
 
 def _by_floats(graph: Graph) -> Graph:
-    """Products by weights of four bits as products by what those mean: this opset has no scales for blocks. That their
-    rows may be rounded is left to who runs it."""
+    """Replace products by 4-bit weights by float products, since this opset has no block scales.
+
+    Rounding of their rows in blocks is dropped.
+    """
     nodes, constants, types = [], {}, {}
     for node in graph.nodes:
         if node.op in ("QuantizeBlocks", "FakeQuantizeBlocks"):
@@ -98,27 +104,27 @@ def _value_info(name: str, kind: TensorType) -> onnx.ValueInfoProto:
 
 
 @dataclass(frozen=True)
-class Position:
-    """Where a tensor of the graph is in the ONNX model; `first`: there it is channels first, in the graph last."""
+class OnnxTensor:
+    """ONNX tensor that holds a tensor of the graph; `first`: channels first, while the graph's is channels last."""
     name: str
     first: bool = False
 
 
 @dataclass
-class Writer:
-    """The growing ONNX graph."""
+class OnnxWriter:
+    """Builder of the ONNX graph."""
     graph: Graph
-    names: dict[str, Position] = field(default_factory=dict)
-    integers: dict[str, Position] = field(default_factory=dict)        # where a quantised tensor is as it is stored
+    names: dict[str, OnnxTensor] = field(default_factory=dict)
+    integers: dict[str, OnnxTensor] = field(default_factory=dict)        # quantised tensor -> its integers
     nodes: list[onnx.NodeProto] = field(default_factory=list)
-    named: set[str] = field(default_factory=set)        # the nodes
+    named: set[str] = field(default_factory=set)        # names of nodes
     initialisers: dict[str, onnx.TensorProto] = field(default_factory=dict)
     opsets: dict[str, int] = field(default_factory=lambda: {"": OPSET})
-    integer_states: list[str] = field(default_factory=list)     # the recurrent layers of integers
+    integer_states: list[str] = field(default_factory=list)     # recurrent layers with int8 states
 
     def emit(self, op: str, inputs: Sequence[str], outputs: Sequence[str], name: str = "", **attrs: Any) -> str:
         attrs = without_defaults(op, attrs)
-        name = outputs[0] if not name or name in self.named else name       # of a node that became several
+        name = outputs[0] if not name or name in self.named else name       # one node may become several
         self.named.add(name)
         self.nodes.append(helper.make_node(op, list(inputs), list(outputs), name=name, **attrs))
         return outputs[0]
@@ -129,11 +135,11 @@ class Writer:
 
     # ---- nodes
     def write(self, node: Node) -> None:
-        """One canonical node, in the layout that its inputs are in."""
+        """Write a canonical node, in the layout of its inputs if possible."""
         perm = tuple(node.attrs.get("perm", ()))
         place = self.names.get(node.inputs[0]) if node.inputs else None
         if node.op == "Transpose" and place and perm == (_to_first if place.first else _to_last)(len(perm)):
-            self.names[node.outputs[0]] = Position(place.name, not place.first)
+            self.names[node.outputs[0]] = OnnxTensor(place.name, not place.first)
             return
         if self._joins_integers(node):
             self._write_joined(node)
@@ -150,23 +156,25 @@ class Writer:
             inputs = [self.tensor(name) for name in node.inputs]
         held = tuple(f"{name}.held" if name in self.graph.outputs else name for name in node.outputs)
         self._write_parts(node, inputs, held, first)
-        self.names.update((name, Position(other, first)) for name, other in zip(node.outputs, held, strict=True))
+        self.names.update((name, OnnxTensor(other, first)) for name, other in zip(node.outputs, held, strict=True))
 
     def _joins_integers(self, node: Node) -> bool:
-        """Whether it is a Concat of tensors that are stored as it is."""
+        """Return True for a Concat of tensors with the quantisation of its output."""
         quant = self.graph.types[node.outputs[0]].quant
         return (node.op == "Concat" and quant is not None and quant.axis is None and
                 all(self.graph.types[name].quant == quant and name in self.integers for name in node.inputs))
 
     def _write_joined(self, node: Node) -> None:
-        """A Concat of integers, which is exact. OpenVINO 2026.4 crashes on a quantised Concat in float that is
-        quantised once more behind it."""
+        """Write a Concat of integers, which is exact.
+
+        OpenVINO 2026.4 crashes on a Concat of dequantised tensors that is quantised again.
+        """
         output, first = node.outputs[0], self._channels_first(node)
-        inputs = [self._turned(f"{name}.stored", self.integers[name], first) for name in node.inputs]
+        inputs = [self._transposed(f"{name}.stored", self.integers[name], first) for name in node.inputs]
         axis = node.attrs["axis"]
         axis = _to_last(len(self.graph.shape(output)))[axis] if first else axis
         stored = self.emit("Concat", inputs, [f"{output}.stored"], node.name, axis=axis)
-        self._dequantise(output, Position(stored, first))
+        self._dequantise(output, OnnxTensor(stored, first))
 
     def _write_parts(self, node: Node, inputs: list[str], held: tuple[str, ...], first: bool) -> None:
         output = node.outputs[0]
@@ -191,25 +199,25 @@ class Writer:
             self.emit(op, names, outputs, node.name if op == node.op else "", **attrs, **domain)
 
     def _channels_first(self, node: Node) -> bool:
-        """Whether a node without a layout of its own can follow its inputs into channels first."""
+        """Return True if a layout-agnostic node reads channels-first inputs and can work on them."""
         if not any(self.names[name].first for name in node.inputs if name in self.names):
             return False
         if node.op == "Gather":
             return len(self.graph.shape(node.inputs[1])) == 1
         ranks = {len(self.graph.shape(name)) for name in (*node.inputs, *node.outputs)
                  if name and name not in self.graph.constants}
-        return op_of(node.op).along is not None and len(ranks - {0}) == 1       # 0: a number beside an image
+        return op_of(node.op).along is not None and len(ranks - {0}) == 1       # 0: a scalar operand
 
     # ---- tensors
     def tensor(self, name: str, first: bool = False) -> str:
-        """The ONNX tensor that holds it, channels first if so wanted."""
+        """Return the ONNX tensor that holds a tensor, channels first or as in the graph."""
         if not name:
             return ""
         if name not in self.names:
-            self.names[name] = Position(self._constant(name))
-        return self._turned(name, self.names[name], first)
+            self.names[name] = OnnxTensor(self._constant(name))
+        return self._transposed(name, self.names[name], first)
 
-    def _turned(self, name: str, place: Position, first: bool) -> str:
+    def _transposed(self, name: str, place: OnnxTensor, first: bool) -> str:
         if place.first == first:
             return place.name
         turned = f"{name}.{'nchw' if first else 'nhwc'}"
@@ -219,7 +227,7 @@ class Writer:
         return turned
 
     def operand(self, name: str, rank: int) -> str:
-        """An operand of a node that works channels first: images are turned, constants per channel become [C, 1, 1]."""
+        """Return an operand of a channels-first node: images transposed, constants per channel as [C, 1, 1]."""
         constant = self.graph.constants.get(name)
         if constant is None or self.graph.types[name].quant:
             return self.tensor(name, first=len(self.graph.shape(name)) == rank) if name else ""
@@ -236,26 +244,27 @@ class Writer:
         return self._convert("DequantizeLinear", stored, name, quant, name)
 
     def requantise(self, name: str) -> None:
-        """Readers of a quantised tensor see it after rounding."""
+        """Insert a Q/DQ pair after the producer of a quantised tensor."""
         quant, place = self.graph.types[name].quant, self.names[name]
         if quant is None or name in self.integers:
             return
-        stored = self._convert("QuantizeLinear", place.name, name, self._placed(name, place), f"{name}.stored")
-        self._dequantise(name, Position(stored, place.first))
+        stored = self._convert("QuantizeLinear", place.name, name, self._quantisation(name, place), f"{name}.stored")
+        self._dequantise(name, OnnxTensor(stored, place.first))
 
-    def _dequantise(self, name: str, stored: Position) -> None:
-        """Its readers find it where its integers are made real numbers again."""
-        rounded = self._convert("DequantizeLinear", stored.name, name, self._placed(name, stored), f"{name}.rounded")
-        self.integers[name], self.names[name] = stored, Position(rounded, stored.first)
+    def _dequantise(self, name: str, stored: OnnxTensor) -> None:
+        """Write a DequantizeLinear of the integers, which readers of the tensor read."""
+        quant = self._quantisation(name, stored)
+        rounded = self._convert("DequantizeLinear", stored.name, name, quant, f"{name}.rounded")
+        self.integers[name], self.names[name] = stored, OnnxTensor(rounded, stored.first)
 
-    def _placed(self, name: str, place: Position) -> QParams:
-        """How it is quantised, for the tensor as it is written there."""
+    def _quantisation(self, name: str, place: OnnxTensor) -> QParams:
+        """Return the tensor's quantisation, its axis in the layout of the ONNX tensor."""
         quant, rank = self.graph.types[name].quant, len(self.graph.shape(name))
         assert quant is not None
         return replace(quant, axis=_to_last(rank)[quant.axis]) if quant.axis is not None and place.first else quant
 
     def _convert(self, op: str, source: str, name: str, quant: QParams, output: str) -> str:
-        """Adds a QuantizeLinear or DequantizeLinear of the tensor `name`."""
+        """Write a QuantizeLinear or DequantizeLinear with the parameters of the tensor `name`."""
         scale, zero_point = np.array(quant.scale, np.float32), np.array(quant.zero_point, quant.dtype)
         if quant.axis is None:
             scale, zero_point = scale.reshape(()), zero_point.reshape(())
@@ -264,7 +273,7 @@ class Writer:
         return self.emit(op, inputs, [output], **attrs)
 
     def name_outputs(self) -> None:
-        """Give what holds a graph output the output's name; an input or constant, or a second output, is copied."""
+        """Rename the tensors that hold graph outputs; an input, a constant or a second output needs an Identity."""
         for name in self.graph.outputs:
             held = self.tensor(name)
             if held in self.graph.inputs or held in self.initialisers or held in self.graph.outputs:
@@ -281,5 +290,5 @@ class Writer:
 
 
 def _per_channel(array: Array, node: Node) -> bool:
-    """Whether an attribute that becomes an input has a value for each channel."""
+    """Return True for a bound of a Clip with one value per channel."""
     return node.op == "Clip" and array.ndim == 1 and array.size > 1

@@ -1,9 +1,9 @@
-"""An ONNX model as it was read, before its inputs have types: what a graph for any shapes is imported of.
+"""Read ONNX models, before their inputs have types, so that graphs for any shapes can be imported from one.
 
-    model = read_model("m.onnx")                # or what is in such a file
+    model = read_model("m.onnx")                # or the bytes of such a file
     graph_from_onnx(model, shapes=...)          # any number of times
 
-The weights stand beside the rest, so that graphs and plans share them.
+The weights are kept apart from the rest, so that graphs and plans share them.
 """
 from __future__ import annotations
 
@@ -24,17 +24,24 @@ from engines.frontend.names import check_branches, check_names, graphs_in, nodes
 from engines.frontend.opsets import check_opset, with_functions_of_its_opset
 from engines.ir.graph import Array, Dim, Node, TensorType
 
-MOST_IN_MEMORY = 1 << 30    # bytes of a model that is handed on in memory: a message may have 2 GiB
-INTEGER_STATES = "infer_server.integer_states"      # the property of a model that names recurrent layers
+MOST_IN_MEMORY = 1 << 30    # largest model serialised in memory, in bytes: a protobuf message may have 2 GiB
+INTEGER_STATES = "infer_server.integer_states"      # property of a model: recurrent layers with int8 states
 
 
 @dataclass(frozen=True, eq=False)
 class OnnxModel:
-    """A model without functions, in an opset that the importer knows.
+    """Model without functions, in an opset that the onnx package knows.
 
-    proto       the model without its initialisers; nobody changes it
-    weights     these, by name
-    nodes       of the file, as the importer reads them: it fills this in once, for no shape or constant changes them
+    Attributes
+    ----------
+    name : str
+        The name of the model in errors and plans.
+    proto : onnx.ModelProto
+        The model without its initializers; never changed.
+    weights : mapping of str to array
+        The initializers by name.
+    nodes : list of Node
+        The nodes before normalisation. The importer fills the list once, since shapes and constants do not change it.
     """
     name: str
     proto: onnx.ModelProto
@@ -43,25 +50,24 @@ class OnnxModel:
 
     @property
     def inputs(self) -> tuple[onnx.ValueInfoProto, ...]:
-        """What a run is fed."""
+        """The inputs without an initializer."""
         return tuple(value for value in self.proto.graph.input if value.name not in self.weights)
 
     def declared(self) -> dict[str, Declared]:
-        """The inputs as the file declares them. Raises ModelError: one that is no tensor of numbers."""
+        """Return the inputs as the file declares them. Raise ModelError for one that is no tensor of numbers."""
         return {value.name: Declared.of(self.name, value) for value in self.inputs}
 
     def output_shapes(self) -> dict[str, tuple[Dim | None, ...]]:
-        """What the file says of the outputs' extents, of which it need not say anything nor be right."""
+        """Return the declared shapes of the outputs, which may be missing or wrong in a file."""
         return {value.name: shape for value in self.proto.graph.output
                 if (shape := extents_of(value.type.tensor_type)) is not None}
 
     def with_constants(self, constants: Mapping[str, Value]) -> OnnxModel:
-        """The model with these values in place of inputs. Raises ModelError: no such input, or another type."""
+        """Return the model with constants in place of inputs. Raise ModelError for an unknown input or another type."""
         return replace(self, weights={**self.weights, **constant_inputs(self.name, self.proto.graph.input, constants)})
 
     def with_optional(self, names: Sequence[str]) -> OnnxModel:
-        """The model with these inputs that have a value in the file (an initialiser of their name) as inputs, without
-        it. Raises ModelError: they have none."""
+        """Return the model without the initializers of these inputs. Raise ModelError for a name without one."""
         for name in names:
             if name not in {value.name for value in self.proto.graph.input} & self.weights.keys():
                 raise ModelError(f"{self.name}: the optional input '{name}' has no value in the file, an initialiser "
@@ -70,9 +76,11 @@ class OnnxModel:
         return replace(self, weights={name: array for name, array in self.weights.items() if name not in names})
 
     def with_ragged(self, names: Sequence[str]) -> OnnxModel:
-        """The model for these inputs, each of one open extent, to hold what several items have, one behind the other.
-        Open leading extents have no names then: exporters give all of them one, whatever they count. Raises ModelError:
-        they are not such inputs."""
+        """Return the model for ragged inputs, which hold the elements of several items one after the other.
+
+        Open leading extents lose their names, because exporters give all of them one name whatever they count. Raise
+        ModelError for an input that does not have exactly one, open extent.
+        """
         if not names:
             return self
         declared = self.declared()
@@ -91,7 +99,7 @@ class OnnxModel:
         return self.with_proto(proto)
 
     def with_inputs(self, types: Mapping[str, TensorType]) -> OnnxModel:
-        """The model with inputs of these element types, of any extents."""
+        """Return the model with inputs of these dtypes and ranks, and of unknown extents."""
         proto = onnx.ModelProto()
         proto.CopyFrom(self.proto)
         for value in proto.graph.input:
@@ -101,12 +109,12 @@ class OnnxModel:
         return self.with_proto(proto)
 
     def with_proto(self, proto: onnx.ModelProto) -> OnnxModel:
-        """Another model of the same weights."""
+        """Return a model of `proto` with the same weights."""
         return replace(self, proto=proto, nodes=[])
 
     @property
     def integer_states(self) -> frozenset[str]:
-        """The recurrent layers, by their nodes' names, that an engine multiplied in integers when it was exported."""
+        """Names of the recurrent nodes whose states the exported engine multiplied as integers."""
         said = next((entry.value for entry in self.proto.metadata_props if entry.key == INTEGER_STATES), "[]")
         try:
             names = json.loads(said)
@@ -117,12 +125,12 @@ class OnnxModel:
         return frozenset(map(str, names))
 
     def document(self) -> bytes:
-        """All but the weights, for `from_document`."""
+        """Serialise the model without its weights, for `from_document`."""
         return bytes(self.proto.SerializeToString(deterministic=True))
 
     @staticmethod
     def from_document(name: str, document: bytes, weights: Mapping[str, Array]) -> OnnxModel:
-        """The inverse. Raises PlanCorruptError."""
+        """Return the model of a document and its weights. Raise PlanCorruptError if the document cannot be read."""
         try:
             return OnnxModel(name, onnx.load_model_from_string(document), weights)
         except Exception as error:      # whatever the protobuf runtime at hand raises
@@ -133,8 +141,18 @@ Model = str | Path | bytes | onnx.ModelProto | OnnxModel        # a file, its co
 
 
 def read_model(model: Model) -> OnnxModel:
-    """The model that a file or its content holds. Raises ModelError: none that can be read, or an opset that the onnx
-    package does not know."""
+    """Read a model.
+
+    Parameters
+    ----------
+    model : str, Path, bytes, onnx.ModelProto or OnnxModel
+        The path of a file, its content, or the result of an earlier call, which is returned unchanged.
+
+    Raises
+    ------
+    ModelError
+        If the model cannot be read, has invalid names, or its opset is newer than the onnx package.
+    """
     if isinstance(model, OnnxModel):
         return model
     proto, name = _load(model)
@@ -147,8 +165,7 @@ def read_model(model: Model) -> OnnxModel:
 
 
 def declared_inputs(path: Path) -> dict[str, Declared]:
-    """What `read_model(path).declared()` says of tensors of numbers, for less: weights stay in the files beside it, and
-    become no arrays. Raises ModelError."""
+    """Return `read_model(path).declared()` for numeric inputs, without reading weights. Raise ModelError."""
     graph = _parsed(path).graph
     weights = _names_of_weights(graph)
     return {value.name: Declared.of(path.stem, value) for value in graph.input
@@ -156,21 +173,21 @@ def declared_inputs(path: Path) -> dict[str, Declared]:
 
 
 class DeclaredTensor(NamedTuple):
-    """An input or output of any type as the ONNX file declares it."""
+    """Input or output of any type as the ONNX file declares it."""
     name: str
     dtype: str                                  # NumPy's name, "object" of strings; "": no tensor, or unknown
     extents: tuple[Dim | None, ...] | None      # as of Declared
 
 
 class Outline(NamedTuple):
-    """The inputs and outputs that an ONNX file declares."""
-    inputs: tuple[DeclaredTensor, ...]          # that have no initialiser
-    defaulted: tuple[DeclaredTensor, ...]       # that have one: their value unless another is given
+    """Inputs and outputs that an ONNX file declares."""
+    inputs: tuple[DeclaredTensor, ...]          # without an initializer
+    defaulted: tuple[DeclaredTensor, ...]       # with an initializer, which is their default
     outputs: tuple[DeclaredTensor, ...]
 
 
 def outline_of(path: Path) -> Outline:
-    """What an ONNX file declares. Weights in files beside it are not read. Raises ModelError."""
+    """Return the inputs and outputs that an ONNX file declares, without reading external weights. Raise ModelError."""
     graph = _parsed(path).graph
     weights = _names_of_weights(graph)
     inputs = [_declared(value) for value in graph.input]
@@ -195,14 +212,13 @@ def _names_of_weights(graph: onnx.GraphProto) -> set[str]:
 
 
 def weights_of(model: str, graph: onnx.GraphProto) -> dict[str, Array]:
-    """The initialisers, sparse ones written out. Raises ModelError: one that cannot be read."""
+    """Return the initializers by name, sparse ones as dense arrays. Raise ModelError for one that cannot be read."""
     dense = {tensor.name: array_of(model, tensor) for tensor in graph.initializer}
     return dense | {sparse.values.name: dense_of(model, sparse) for sparse in graph.sparse_initializer}
 
 
 def dense_of(model: str, sparse: onnx.SparseTensorProto) -> Array:
-    """A sparse tensor with its zeros: its indices are of the elements in row-major order, or one for each axis.
-    Raises ModelError."""
+    """Return a sparse tensor, with linear indices or one column per axis, as an array. Raise ModelError if invalid."""
     values, indices = array_of(model, sparse.values), array_of(model, sparse.indices)
     array = np.zeros(sparse.dims, values.dtype)
     try:
@@ -216,11 +232,11 @@ def dense_of(model: str, sparse: onnx.SparseTensorProto) -> Array:
 
 
 def array_of(model: str, tensor: onnx.TensorProto) -> Array:
-    """The values of a tensor. Raises ModelError."""
-    if tensor.data_location == onnx.TensorProto.EXTERNAL:     # onnx.load has read what lies beside a file
+    """Return the values of a tensor. Raise ModelError if they cannot be read."""
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:     # onnx.load reads external data
         raise ModelError(f"{model}: tensor '{tensor.name}' is in a file of its own, which only the path of the model "
                          "leads to: give the path, or what onnx.load reads from there")
-    if any(extent < 0 for extent in tensor.dims):       # NumPy would take -1 for "as many as there are"
+    if any(extent < 0 for extent in tensor.dims):       # NumPy's reshape would infer an extent of -1
         raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: it is of shape {list(tensor.dims)}")
     try:
         return np.asarray(numpy_helper.to_array(tensor))
@@ -229,16 +245,16 @@ def array_of(model: str, tensor: onnx.TensorProto) -> Array:
 
 
 def _load(model: str | Path | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
-    """The model, and what errors and plans call it."""
+    """Return the model and its name in errors and plans."""
     proto = _parsed(model)
     if isinstance(model, str | Path):
-        _load_weights_beside(str(model), proto)
+        _load_external_weights(str(model), proto)
         return proto, Path(model).stem
     return proto, proto.graph.name or "model"
 
 
 def _parsed(model: str | Path | bytes | onnx.ModelProto) -> onnx.ModelProto:
-    """The model without what lies beside its file. Raises ModelError: it is none."""
+    """Return the model without its external data. Raise ModelError if it cannot be read."""
     where = str(model) if isinstance(model, str | Path) else "the model"
     try:
         proto = (model if isinstance(model, onnx.ModelProto) else
@@ -257,18 +273,18 @@ def _parsed(model: str | Path | bytes | onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _start(model: str | Path | bytes | onnx.ModelProto) -> bytes:
-    """The first bytes of a file or its content."""
+    """Return the first 8 bytes of a file or of its content."""
     if isinstance(model, str | Path):
         with open(model, "rb") as file:
             return file.read(8)
     return model[:8] if isinstance(model, bytes) else b""
 
 
-def _load_weights_beside(path: str, proto: onnx.ModelProto) -> None:
-    """Those that are in files of their own. Raises ModelError."""
+def _load_external_weights(path: str, proto: onnx.ModelProto) -> None:
+    """Load the external weights of a model. Raise ModelError if a file is missing, too short or outside the folder."""
     try:
         onnx.load_external_data_for_model(proto, str(Path(path).parent))
-    except Exception as error:      # the onnx package raises several kinds: no such file, too short, not below here
+    except Exception as error:      # the onnx package raises several kinds: no such file, too short, outside the folder
         raise ModelError(f"{path}: weights that are in files of their own cannot be read: {error}; these files came "
                          "with the model and belong beside it, under the names that they had") from error
 
@@ -280,12 +296,12 @@ def _without_functions(name: str, proto: onnx.ModelProto) -> onnx.ModelProto:
     proto = with_functions_of_its_opset(name, proto)
     try:
         return inliner.inline_local_functions(proto)
-    except Exception as error:      # one that is not there, or that is given what it does not take
+    except Exception as error:      # an unknown function, or one with wrong arguments
         raise ModelError(f"{name}: its functions cannot be written out: {error}") from error
 
 
 def _check_calls(name: str, proto: onnx.ModelProto) -> None:
-    """Raises ModelError: a function calls itself, by way of others perhaps. onnx 1.19's inliner ends the process."""
+    """Raise ModelError if a function calls itself, perhaps through others, which crashes the inliner of onnx 1.19."""
     calls = {(function.domain, function.name, function.overload):
              {(node.domain, node.op_type, node.overload) for node in nodes_in(function.node)}
              for function in proto.functions}
@@ -297,9 +313,9 @@ def _check_calls(name: str, proto: onnx.ModelProto) -> None:
 
 
 def _with_defaults(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy in which every call of a function says all its attributes: the inliner takes them from calls only.
+    """Return a copy in which every function call has all attributes, since the inliner ignores defaults.
 
-    Calls in a graph that is such a default stay as they are: there may be one of the same function.
+    Calls in a subgraph that is a default stay as they are, because it may call the same function.
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
@@ -315,8 +331,7 @@ def _with_defaults(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _without_initializers(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """What the importer reads of it but the weights; the caller's own is left as it is. An output that is listed twice
-    is one: results have names."""
+    """Return a copy of the parts that the importer reads, without weights, and with duplicate outputs listed once."""
     outputs = {value.name: value for value in proto.graph.output}
     model = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import)
     model.graph.name = proto.graph.name
@@ -329,8 +344,11 @@ def _without_initializers(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def in_order(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """Each behind those that make what it reads, as ONNX asks for and ONNX Runtime does not; else as the file has them.
-    Where they go in a circle they stay as they are, and the first of it reads what nothing before it produces."""
+    """Sort nodes topologically, stable with respect to the file's order.
+
+    ONNX requires the order, but ONNX Runtime also takes other files. Nodes of a cyclic graph are returned unchanged;
+    the importer then reports a read of an undefined tensor.
+    """
     maker = {name: index for index, node in enumerate(nodes) for name in node.output if name}
     reads = [{maker[name] for name in _read_by(node) if name in maker} for node in nodes]
     order: dict[int, None] = {}
@@ -349,7 +367,7 @@ def in_order(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
 
 
 def _read_by(node: onnx.NodeProto) -> Iterator[str]:
-    """The tensors that a node reads, and those that the graphs inside of it do."""
+    """Yield the tensors that a node and its subgraphs read."""
     yield from node.input
     for graph in graphs_in(node):
         yield from (value.name for value in graph.output)

@@ -1,4 +1,4 @@
-"""ONNX file -> Graph: canonical nodes, every tensor typed, the batch symbolic."""
+"""Import an ONNX file as a Graph of canonical nodes, with a type for every tensor and a symbolic batch."""
 from __future__ import annotations
 
 import logging
@@ -14,11 +14,11 @@ from onnx import helper
 
 from engines.errors import EngineError, GraphError, ModelError, UnknownTensorError, UnknownValueError
 from engines.faults import faults_named
-from engines.frontend.branches import branch_taken, is_if, made_in, with_names
+from engines.frontend.branches import branch_taken, defined_in, is_if, with_names
 from engines.frontend.inputs import Value, constant_inputs, input_types
 from engines.frontend.names import check_names
 from engines.frontend.onnx_file import Model, OnnxModel, array_of, dense_of, in_order, read_model
-from engines.frontend.operators import (  # noqa: F401  (they fill the tables)
+from engines.frontend.operators import (  # noqa: F401  (they register rules)
     attention,
     axes,
     composed,
@@ -43,8 +43,9 @@ from engines.ops.fallback import as_onnx
 from engines.ops.recurrent import GATES
 
 log = logging.getLogger(__name__)
-_ENSEMBLES = ("TreeEnsembleClassifier", "TreeEnsembleRegressor")        # whose lists of numbers are read as arrays: ...
-_OF_NODES = ("nodes_", "class_", "target_")                             # ... those by node may have millions
+# Lists of numbers that are read as arrays, because they may have millions of entries.
+_ENSEMBLES = ("TreeEnsembleClassifier", "TreeEnsembleRegressor")
+_OF_NODES = ("nodes_", "class_", "target_")
 _BY_ONNX = "%s: %s '%s' is evaluated by the onnx package: %s"
 
 
@@ -53,17 +54,28 @@ def graph_from_onnx(model: Model, *,
                     shapes: Mapping[str, Sequence[Dim | None]] | None = None,
                     constants: Mapping[str, Value] | None = None, keep_batch: bool = False,
                     notices: list[str] | None = None) -> Graph:
-    """The model as a Graph in canonical form; tensors keep their names.
+    """Import a model as a Graph in canonical form; tensors keep their names.
 
-    A symbolic leading extent of an input becomes "batch". Every other extent must be known: `shapes` gives whole input
-    shapes, {"x": (None, 3, 224, 224)}, where None (or -1, or "batch") stands for the batch. keep_batch: a leading
-    extent that the model leaves open is the batch whatever number `shapes` has there.
-    constants: inputs that have this value in every run; the graph has no such input. notices: takes what the user
-    should know of the import.
+    Parameters
+    ----------
+    model : Model
+        See `read_model`.
+    shapes : mapping, optional
+        Whole shapes of inputs, as {"x": (None, 3, 224, 224)}; None, -1 or "batch" stands for the batch. A symbolic
+        leading extent is the batch in any case; every other extent must be known.
+    constants : mapping, optional
+        Inputs with one value in every run; they are no inputs of the graph.
+    keep_batch : bool
+        Let an open leading extent be the batch whatever number `shapes` has for it.
+    notices : list of str, optional
+        Receives notices of the import for the user.
 
-    Raises ModelError: no readable ONNX model, an opset that the onnx package does not know,
-    operators that nobody can evaluate (all are listed), a symbolic extent without a value, or a node whose attributes
-    or inputs do not fit. UnknownValueError: shapes follow from the values of inputs, which `constants` could tell.
+    Raises
+    ------
+    ModelError
+        If the model cannot be read, or has unsupported operators, unknown extents or nodes that break their schema.
+    UnknownValueError
+        If shapes depend on the values of inputs, which `constants` could give.
     """
     source = read_model(model)
     name = source.name
@@ -76,7 +88,7 @@ def graph_from_onnx(model: Model, *,
         trace.constant(tensor_name, array)
     for tensor_name, kind in input_types(name, source.declared(), shapes or {}, keep_batch).items():
         trace.input(tensor_name, kind)
-    file = _File(name, opsets, made_in(source.proto.graph) | set(source.weights), [] if notices is None else notices)
+    file = _File(name, opsets, defined_in(source.proto.graph) | set(source.weights), [] if notices is None else notices)
     for proto, node in zip(source.proto.graph.node, nodes, strict=True):
         _add(file, trace, proto, node)
 
@@ -91,21 +103,21 @@ def graph_from_onnx(model: Model, *,
 
 
 def recurs_in_float16(model: Path) -> bool:
-    """Whether the file has recurrent layers and weights of float16."""
+    """Return True if a file has recurrent layers and float16 weights."""
     graph = onnx.load(str(model), load_external_data=False).graph
     return (any(node.op_type in GATES for node in graph.node)
             and any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer))
 
 
 def values_of_inputs(model: Path, given: Mapping[str, Value]) -> dict[str, Array]:
-    """`given`, in the types that the file declares for these inputs."""
+    """Return values of inputs converted to the types that the file declares. Raise ModelError as `constant_inputs`."""
     return constant_inputs(model.stem, onnx.load(str(model), load_external_data=False).graph.input, given)
 
 
 # ---- nodes
 @dataclass(frozen=True)
 class _File:
-    """What is the same for all nodes. `names`: of tensors, so far; `notices`: takes what the user should know."""
+    """Context of an import: model name, opsets by domain, tensor names used so far, and notices for the user."""
     model: str
     opsets: Mapping[str, int]
     names: set[str]
@@ -113,7 +125,7 @@ class _File:
 
 
 def _nodes(source: OnnxModel, opsets: Mapping[str, int]) -> Sequence[Node]:
-    """The nodes of the file, which meet their schemas. Raises ModelError."""
+    """Return the nodes of the file, checked against their schemas. Raise ModelError for those that do not meet them."""
     if not source.nodes:
         refuse(source.name, source.proto.graph, opsets)
         source.nodes[:] = [node_of(source.name, proto) for proto in source.proto.graph.node]
@@ -140,7 +152,7 @@ def _add(file: _File, trace: Trace, proto: onnx.NodeProto, node: Node) -> None:
             f"{model}: {describe(node)}: {error}; {' and '.join(map(repr, sources))} must be known when the engine is "
             f"built, as by {' '.join(f'--constant {name}=VALUE' for name in sources)}", sources,
             next(iter(proto.output), "")) from error
-    except (EngineError, Undecided, ArithmeticError) as error:      # the last: 0 groups, infinite scales, blocks of 0
+    except (EngineError, Undecided, ArithmeticError) as error:      # Arithmetic: 0 groups, infinite scales, ...
         where = "" if describe(node) in str(error) else f"{describe(node)}: "
         raise ModelError(f"{model}: {where}{error}") from error
     if branch is not None:
@@ -148,14 +160,14 @@ def _add(file: _File, trace: Trace, proto: onnx.NodeProto, node: Node) -> None:
 
 
 def _branch(file: _File, proto: onnx.NodeProto, node: Node, trace: Trace) -> onnx.GraphProto:
-    """The branch that an If takes; a tensor of it has another name where its own is that of another."""
+    """Return the branch that an If takes, with tensors renamed whose names are in use."""
     trace.inputs(node)
     branch = branch_taken(proto, trace.values.get(proto.input[0]))
     check_names(file.model, branch)
     refuse(file.model, branch, file.opsets)
-    taken = made_in(branch) & file.names
+    taken = defined_in(branch) & file.names
     branch = with_names(branch, {name: f"{node.name}.{name}" for name in taken})
-    file.names.update(made_in(branch))
+    file.names.update(defined_in(branch))
     return branch
 
 
@@ -171,7 +183,7 @@ def _add_branch(file: _File, trace: Trace, branch: onnx.GraphProto, node: Node) 
 
 
 def _canonical(file: _File, trace: Trace, proto: onnx.NodeProto, node: Node) -> Iterator[Node]:
-    """The canonical nodes of one that meets its schema, one by one: what those before it make is in the trace."""
+    """Yield the canonical nodes of a node, each after those before it were added to the trace."""
     model, domain = file.model, domain_of(proto)
     opset = file.opsets.get(domain, UNSAID_OPSET)
     schema = schema_for(proto, opset)
@@ -197,7 +209,7 @@ def _canonical(file: _File, trace: Trace, proto: onnx.NodeProto, node: Node) -> 
 
 
 def _of_one(file: _File, trace: Trace, schema: Schema, node: Node, opset: int, domain: str = "") -> Sequence[Node]:
-    """The canonical nodes of one; or the node as it is, for the onnx package, where it says more than these could."""
+    """Return a node's canonical nodes, or a fallback on the onnx package if these do not cover its attributes."""
     call = _call(trace, schema, node, opset)
     reason = "there is no operator of our own"
     if not domain and (node.op in OPS or node.op in RULES):
@@ -218,19 +230,19 @@ def _notify(file: _File, call: Call) -> None:
 
 
 def _call(trace: Trace, schema: Schema, node: Node, opset: int) -> Call:
-    """Raises GraphError: inputs that do not exist, or of types that the schema does not have."""
+    """Return the arguments of a rule. Raise GraphError for undefined inputs or dtypes outside the schema."""
     types = trace.inputs(node)
     check_types(schema, types)
     return Call(node, opset, types, trace.known(node))
 
 
 def _lost(call: Call, schema: Schema) -> list[str]:
-    """The attributes that the rule did not ask for, and that say something."""
+    """Return the attributes that the rule did not read and that differ from their defaults."""
     return [name for name in call.unread if not same_as_default(schema, name, call.node.attrs[name])]
 
 
 def node_of(model: str, proto: onnx.NodeProto) -> Node:
-    """The node as the file has it: attributes as ints, floats, strings, tuples or arrays."""
+    """Convert a NodeProto; attributes become ints, floats, strings, tuples or arrays."""
     attrs = {} if is_if(proto) else {a.name: _attribute(model, proto, a) for a in proto.attribute}
     outputs = trimmed(proto.output)
     name = proto.name or next(filter(None, outputs), proto.op_type)

@@ -1,4 +1,4 @@
-"""The opset of a model: any that the onnx package here knows. Functions may be of another one than their model."""
+"""Check the opset of a model, and convert functions that are written in another one."""
 from __future__ import annotations
 
 from functools import cache
@@ -8,14 +8,14 @@ import onnx
 from engines.errors import ModelError
 from engines.frontend.names import nodes_in
 
-UNSAID_OPSET = 9        # of a domain that the file names none of
-_DOMAINS = ("", "ai.onnx")      # ONNX's own
-# By a default that is not what was done before, by other shapes (broadcast slopes, scales of channels), another type.
+UNSAID_OPSET = 9        # of a domain without an opset_import
+_DOMAINS = ("", "ai.onnx")      # names of ONNX's default domain
+# Operators that a later opset redefined: another default, other shapes (slopes, scales) or types.
 _REDEFINED = frozenset({"Dropout", "GroupNormalization", "PRelu", "RoiAlign"})
 
 
 def check_opset(model: str, proto: onnx.ModelProto) -> None:
-    """Raises ModelError: an opset newer than the onnx package."""
+    """Raise ModelError for an opset below 1, or newer than the onnx package."""
     opset = opset_of(proto)
     if opset > onnx.defs.onnx_opset_version():
         raise ModelError(f"{model}: opset {opset} is newer than what the onnx package {onnx.__version__} here knows, "
@@ -25,13 +25,15 @@ def check_opset(model: str, proto: onnx.ModelProto) -> None:
 
 
 def opset_of(proto: onnx.ModelProto) -> int:
-    """That of ONNX's own domain."""
+    """Return the model's opset of ONNX's default domain."""
     return next((entry.version for entry in proto.opset_import if entry.domain in _DOMAINS), UNSAID_OPSET)
 
 
 def with_functions_of_its_opset(model: str, proto: onnx.ModelProto) -> onnx.ModelProto:
-    """The model, or a copy whose functions say that they are of its opset, which they may where their operators mean
-    the same there. Raises ModelError for an operator that does not."""
+    """Set the opset of all functions to the model's, in a copy if any differs.
+
+    Raise ModelError for an operator in a function whose meaning differs between the two opsets.
+    """
     opset = opset_of(proto)
     if all(entry.version == opset for function in proto.functions for entry in _own(function)):
         return proto
@@ -55,8 +57,10 @@ def _own(function: onnx.FunctionProto) -> list[onnx.OperatorSetIdProto]:
 
 @cache
 def _means_the_same(op: str, one: int, other: int) -> bool:
-    """Whether a node of one opset is valid in another one, and no other operator. The later version may have taken
-    more types, and more inputs and attributes that may be left out."""
+    """Return True if a node of one opset is valid and has the same meaning in the other.
+
+    The later version may allow more types and have more optional inputs and attributes.
+    """
     try:
         before, after = (onnx.defs.get_schema(op, opset) for opset in sorted((one, other)))
     except onnx.defs.SchemaError:

@@ -1,4 +1,4 @@
-"""What a file's nodes alone tell that cannot be built: all of it is said at once, before anything is computed."""
+"""Find unsupported and invalid nodes of a file, and report all of them in one error before the import."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -14,16 +14,16 @@ from engines.frontend.opsets import UNSAID_OPSET
 from engines.frontend.schema import Schema, check_node, schema_of
 from engines.ops import OPS
 
-MOST_FAULTS = 20        # that are written out
+MOST_FAULTS = 20        # most faults that an error lists
 
 
 def domain_of(node: onnx.NodeProto | onnx.OperatorSetIdProto) -> str:
-    """"" is ONNX's own."""
+    """Return the domain of a node or opset import; "" is ONNX's default domain."""
     return "" if node.domain == "ai.onnx" else node.domain
 
 
 def refuse(model: str, graph: onnx.GraphProto, opsets: Mapping[str, int]) -> None:
-    """Raises ModelError: operators that neither we nor the onnx package know; nodes that do not meet their schema."""
+    """Raise ModelError for unknown operators, and for nodes that do not meet their schema."""
     faults = [*_unknown_operators(graph), *_misfits(graph, opsets)]
     if len(faults) == 1:
         raise ModelError(f"{model}: {faults[0]}")
@@ -33,11 +33,11 @@ def refuse(model: str, graph: onnx.GraphProto, opsets: Mapping[str, int]) -> Non
 
 
 def schema_for(node: onnx.NodeProto, opset: int) -> Schema | None:
-    """The schema that a node has to meet; None if the opset has no such operator."""
+    """Return the schema of a node's operator; None if the opset has no such operator."""
     domain = domain_of(node)
     schema = schema_of(node.op_type, opset, domain)
     if schema and (domain, node.op_type) in EXTENSIONS:
-        return replace(schema, no_tensors=frozenset())      # which rule writes out as tensors
+        return replace(schema, no_tensors=frozenset())      # a rule turns them into tensors
     return schema
 
 
@@ -51,7 +51,7 @@ def _is_known(node: onnx.NodeProto) -> bool:
 def _unknown_operators(graph: onnx.GraphProto) -> Iterator[str]:
     unknown: dict[str, str] = {}
     for node in graph.node:
-        if not is_if(node) and not _is_known(node):     # of an If only what is in the branch that it takes counts
+        if not is_if(node) and not _is_known(node):     # an If is checked when its branch is known
             domain = domain_of(node)
             unknown.setdefault(f"{domain}.{node.op_type}" if domain else node.op_type,
                                node.name or next(iter(node.output), ""))

@@ -1,6 +1,6 @@
-"""What a node may be: its operator's schema in the opset of the model, which every node must meet.
+"""Check nodes against the schemas of their operators in the model's opset.
 
-ONNX says that of its operators; of others what engines.frontend.operators has of them does.
+The onnx package has the schemas of ONNX's operators; SIGNATURES in engines.frontend.operators.extension has others.
 """
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from engines.errors import GraphError, did_you_mean
 from engines.frontend.operators.extension import SIGNATURES, Signature
 from engines.ir.graph import TensorType, trimmed
 
-# Attributes that are 0 or 1 wherever they occur; what another number would mean differs from one runtime to the next.
+# Attributes that are 0 or 1 in every operator; runtimes differ in how they read other numbers.
 FLAGS = frozenset({"allowzero", "antialias", "ceil_mode", "count_include_pad", "detect_negative", "detect_positive",
                    "exclude_outside", "exclusive", "fmod", "input_forget", "interleaved", "inverse", "is_causal",
                    "keepdims", "largest", "layout", "linear_before_reset", "noop_with_empty_axes", "onesided",
                    "periodic", "reverse", "saturate", "select_last_index", "sorted", "storage_order", "training_mode",
                    "transA", "transB", "upper"})
-# Attributes that are counts wherever they occur: at least 1.
+# Attributes that are counts, at least 1, in every operator.
 COUNTS = frozenset({"blocksize", "group", "hidden_size", "kv_num_heads", "num_groups", "num_heads", "num_outputs",
                     "q_num_heads", "size"})
-# Attributes that are words, of which schemas do not tell: "operator.attribute", or the attribute of whatever operator.
+# Values of string attributes, which schemas lack, by "operator.attribute", or by attribute for any operator.
 _DIRECTIONS = ("forward", "reverse", "bidirectional")
 WORDS: Mapping[str, Collection[str]] = {
     "auto_pad": ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"),
@@ -58,7 +58,7 @@ _OPTION = onnx.defs.OpSchema.FormalParameterOption
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A formal input. `variable`: inputs of the same variable have the same type."""
+    """Formal input of an operator. Inputs of one type `variable` have one type."""
     name: str
     required: bool
     types: frozenset[str]
@@ -67,16 +67,16 @@ class _Parameter:
 
 @dataclass(frozen=True)
 class Schema:
-    """An operator in one opset."""
+    """Schema of an operator in one opset."""
     op: str
     since: int
     attributes: Mapping[str, int]       # name -> AttributeProto.AttributeType
     required: frozenset[str]            # attributes
     defaults: Mapping[str, Any]         # of attributes that have one
-    inputs: tuple[_Parameter, ...]      # the last may stand for several: in one type, or `mixed`
-    mixed: bool
-    counts: tuple[int, int]             # of inputs: least, most
-    outputs: tuple[int, int]            # least, most
+    inputs: tuple[_Parameter, ...]      # the last one may be variadic
+    mixed: bool                         # variadic inputs may differ in type
+    counts: tuple[int, int]             # number of inputs: least, most
+    outputs: tuple[int, int]            # number of outputs: least, most
     no_tensors: frozenset[int]          # outputs that are sequences, optionals or maps
 
     def parameter(self, index: int) -> _Parameter:
@@ -85,7 +85,7 @@ class Schema:
 
 @cache
 def schema_of(op: str, opset: int, domain: str = "") -> Schema | None:
-    """None if the opset has no such operator."""
+    """Return the schema of an operator in an opset; None if the opset has no such operator."""
     try:
         found = onnx.defs.get_schema(op, opset, domain)
     except onnx.defs.SchemaError:
@@ -118,8 +118,7 @@ def _of_signature(op: str, known: Signature) -> Schema:
 
 
 def check_node(schema: Schema, node: onnx.NodeProto) -> None:
-    """Raises GraphError: an attribute that the operator does not have, or not of that kind; one that is missing; too
-    many or too few inputs or outputs."""
+    """Raise GraphError for an unknown, missing or invalid attribute, or a wrong number of inputs or outputs."""
     _check_attributes(schema, node)
     inputs, outputs = trimmed(node.input), list(node.output)
     least, most = schema.counts
@@ -138,7 +137,7 @@ def check_node(schema: Schema, node: onnx.NodeProto) -> None:
 
 
 def _range(least: int, most: int) -> str:
-    if most > 1000:         # ONNX's infinity is the greatest integer
+    if most > 1000:         # ONNX writes unlimited as the greatest integer
         return f"{least} or more"
     return str(least) if least == most else f"{least} to {most}"
 
@@ -175,13 +174,13 @@ def _check_value(schema: Schema, attribute: onnx.AttributeProto) -> None:
 
 
 def check_types(schema: Schema, inputs: Sequence[TensorType | None]) -> None:
-    """Raises GraphError: an input of a dtype that the operator does not take, alone or beside another."""
+    """Raise GraphError for an input dtype that the operator does not allow, alone or with those of other inputs."""
     bound: dict[str, str] = {}
     for index, kind in enumerate(inputs):
         if kind is None:
             continue
         formal, name = schema.parameter(index), _type_name(kind.dtype)
-        # Operators came to take bfloat16 one opset after the other; exporters do not wait for it.
+        # Operators allow bfloat16 since various opsets; exporters use it in earlier ones.
         if name not in formal.types and not (name == "tensor(bfloat16)" and "tensor(float16)" in formal.types):
             raise GraphError(f"its input {index} ('{formal.name}') is {kind.dtype}, which {schema.op} of opset "
                              f"{schema.since} does not take")
@@ -194,12 +193,12 @@ def check_types(schema: Schema, inputs: Sequence[TensorType | None]) -> None:
 
 @cache
 def _type_name(dtype: np.dtype[Any]) -> str:
-    """As schemas write it: "tensor(float)"."""
+    """Return the type string of schemas, as "tensor(float)"."""
     return f"tensor({onnx.TensorProto.DataType.Name(helper.np_dtype_to_tensor_dtype(dtype)).lower()})"
 
 
 def same_as_default(schema: Schema, name: str, value: Any) -> bool:
-    """Whether an attribute says what its absence would."""
+    """Return True if an attribute's value is its default."""
     default = schema.defaults.get(name)
     if isinstance(default, bytes) and isinstance(value, str):
         default = default.decode()

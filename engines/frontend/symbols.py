@@ -1,7 +1,7 @@
-"""What the symbols of a model's input shapes say: one symbol is one extent, and different ones are different.
+"""Resolve the symbols of a model's input shapes: one symbol is one extent.
 
-ONNX gives an open extent a name (dim_param) or none. Inputs that share a name share its extent; of names that differ
-nothing is known, so that two of them cannot both count the batch unless somebody says so.
+ONNX gives an open extent a name (dim_param) or none. Inputs that share a name share its extent. Extents of different
+names may differ, so two of them are both the batch only if the user says so.
 """
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engines.errors import ModelError
 from engines.ir.graph import BATCH, Dim
 from engines.ir.shapes import text
 
-Shape = Sequence[Dim | None]        # None or BATCH: the batch, or not known; other strings are symbols
+Shape = Sequence[Dim | None]        # None or BATCH: the batch, or unknown; other strings are symbols
 
 
 def known_extents(model: str, declared: Mapping[str, Shape], given: Mapping[str, Shape]) -> dict[str, int]:
-    """The number of each symbol to which one of the `given` shapes gives any. Raises ModelError for two numbers."""
+    """Return the number of each symbol that the `given` shapes fix. Raise ModelError if they give it two numbers."""
     known: dict[str, int] = {}
     for name, shape in given.items():
         for symbol, extent in zip(declared[name], shape, strict=False):
@@ -27,15 +27,20 @@ def known_extents(model: str, declared: Mapping[str, Shape], given: Mapping[str,
 
 
 def with_known(shape: Shape, known: Mapping[str, int]) -> tuple[Dim | None, ...]:
-    """A declared shape with the numbers of those symbols."""
+    """Return a declared shape with known symbols replaced by their numbers."""
     return tuple(known.get(extent, extent) if isinstance(extent, str) else extent for extent in shape)
 
 
 def refuse_several_batches(model: str, declared: Mapping[str, Shape], given: Mapping[str, Shape],
                            batched: Sequence[str]) -> None:
-    """Raises ModelError if inputs whose leading extents nobody said to be equal are all taken for the batch.
+    """Raise ModelError if leading extents of different names are taken for the batch without the user's consent.
 
-    batched: the inputs whose leading extent is the batch; in `given` the user has said so.
+    Parameters
+    ----------
+    declared, given : mapping of str to Shape
+        The shapes of the inputs in the file, and those that the user gives.
+    batched : sequence of str
+        The inputs whose leading extent is taken for the batch; those in `given` by the user's choice.
     """
     leading = {name: next(iter(declared[name]), None) for name in batched}
     said = {leading[name] for name in batched if name in given}

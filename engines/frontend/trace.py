@@ -1,7 +1,7 @@
-"""Following nodes in order: what is known already is computed, everything gets a type.
+"""Infer the type of every tensor, node by node, and compute values that are known at import.
 
-A tensor of no elements is known as soon as its shape is: nodes that make one are not run, and no pass or kernel meets
-it but as the input of a node that makes something of nothing (a sum over no elements).
+An empty tensor is known as soon as its shape is: its node is dropped. Passes and kernels meet empty tensors only as
+inputs of nodes with non-empty outputs, such as a sum over no elements.
 """
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from engines.ops import op_of
 from engines.ops.counting import as_constant, follows_from_extents, infer, is_symbolic, known
 from engines.ops.fallback import Fallback
 
-SMALL = 4096        # elements: computed at once, a shape may depend on it; more is left to passes.fold_constants ...
-MOST = 1 << 22      # ... unless a shape does depend on it: on where a matrix of all pairs is not 0
+SMALL = 4096        # elements of a tensor that is computed at once; larger ones are left to passes.fold_constants,
+MOST = 1 << 22      # unless a shape depends on their values, as on NonZero of a matrix of all pairs
 
 
 @dataclass
 class Trace:
-    """Grows node by node. `values` holds constants, object arrays of ints and Extents (see engines.ir.shapes), and what
-    follows from extents that are counted (engines.ops.counting)."""
+    """State of type inference.
+
+    `values` holds constants, object arrays of ints and Extents (engines.ir.shapes), and values that follow from counted
+    extents (engines.ops.counting).
+    """
     types: dict[str, TensorType] = field(default_factory=dict)
     values: dict[str, Array] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     _inputs: set[str] = field(default_factory=set)
-    _counted: bool = False          # whether an extent of an input is
+    _counted: bool = False          # whether an input has counted extents
 
     def input(self, name: str, kind: TensorType) -> None:
         self._inputs.add(name)
@@ -44,13 +47,13 @@ class Trace:
         self.values[name], self.types[name] = array, type_of(array)
 
     def inputs(self, node: Node) -> list[TensorType | None]:
-        """The types of a node's inputs. Raises GraphError if one does not exist."""
+        """Return the types of a node's inputs. Raise GraphError if one is undefined."""
         if missing := [name for name in node.inputs if name and name not in self.types]:
             raise GraphError(f"it reads '{missing[0]}', which nothing before it produces")
         return [self.types[name] if name else None for name in node.inputs]
 
     def sources(self, names: Iterable[str]) -> list[str]:
-        """The inputs of the graph that decide about the values of these tensors, as far as those are not known."""
+        """Return the graph inputs that the unknown ones among these tensors depend on, sorted."""
         makers = {output: node for node in self.nodes for output in node.outputs}
         found, waiting, seen = [], list(names), set[str]()
         while waiting:
@@ -68,11 +71,11 @@ class Trace:
         return [self.values.get(name) for name in node.inputs]
 
     def add(self, node: Node) -> None:
-        """Append a canonical node, or, if it is small and all its inputs are constant, its value."""
+        """Append a canonical node, or store its outputs' values if they are known and small."""
         if node.op == "Constant":
             value = node.attrs["value"]
             self.constant(node.outputs[0], value)
-            if isinstance(value, np.ndarray) and is_counted(value):     # object arrays, as operators make of extents
+            if isinstance(value, np.ndarray) and is_counted(value):     # an object array of extents
                 self.types[node.outputs[0]] = TensorType(np.dtype(np.int64), value.shape)
             return
         node = self._without_empty_parts(node)
@@ -80,7 +83,7 @@ class Trace:
         try:
             types = infer(op, node, inputs, values) if self._counted else op.infer(node, inputs, values)
             types = types[:len(node.outputs)]
-        except GraphError:      # its shape may be one that depends on data, which may be known
+        except GraphError:      # its shape may depend on values, which may be known
             if op is not Fallback or (results := op.known(node, inputs, [*map(self._computed, node.inputs)])) is None:
                 raise
             self._settle(node, results)
@@ -100,7 +103,7 @@ class Trace:
             self.nodes.append(node)
 
     def _computed(self, name: str) -> Array | None:
-        """The value of a tensor, computed if it is one of many elements that follows from known ones."""
+        """Return the value of a tensor, computed from known ones if it was too large to be stored; None if unknown."""
         makers = {output: node for node in self.nodes for output in node.outputs}
         needed, waiting = set[str](), [name]
         while waiting:
@@ -123,13 +126,13 @@ class Trace:
 
     # ---- tensors of no elements
     def _know_empty(self, name: str, kind: TensorType) -> None:
-        """Its value, unless its shape depends on the batch."""
+        """Store the value of an empty tensor, unless its shape depends on the batch."""
         extents = [extent for extent in kind.shape if isinstance(extent, int)]
         if is_empty(kind) and len(extents) == len(kind.shape):
             self.values[name] = np.zeros(extents, kind.dtype)
 
     def _make_empty(self, node: Node, types: Sequence[TensorType]) -> None:
-        """The node's outputs as constants, or filled with zeros, none of them, where there is a batch."""
+        """Store a node's empty outputs as constants, or as a ConstantOfShape if the shape depends on the batch."""
         for name, kind in zip(node.outputs, types, strict=True):
             self._know_empty(name, kind)
             if name not in self.values:
@@ -138,7 +141,7 @@ class Trace:
                                        node.origin))
 
     def _without_empty_parts(self, node: Node) -> Node:
-        """A Concat of what adds to its axis."""
+        """Return a Concat without its empty inputs; other nodes unchanged."""
         if node.op != "Concat":
             return node
         axis = node.attrs["axis"]
@@ -146,17 +149,17 @@ class Trace:
         return replace(node, inputs=full or node.inputs[:1])
 
     def _settle(self, node: Node, results: tuple[Array, ...]) -> None:
-        kinds = [self.types.get(name) for name in node.outputs]     # NumPy makes float32 of products of bfloat16
+        kinds = [self.types.get(name) for name in node.outputs]     # NumPy's products of bfloat16 are float32
         results = tuple(result.astype(kind.dtype, copy=False) if kind and result.dtype != object else result
                         for result, kind in zip(results, kinds, strict=False))
         self.values.update(zip(node.outputs, results, strict=True))
-        if any(map(is_symbolic, results)):      # still computed at run time, if anybody asks
+        if any(map(is_symbolic, results)):      # also computed at run time, if a node reads it
             self.nodes.append(node)
         elif not self._counted or not any(map(is_counted, results)):
             self.types.update(zip(node.outputs, map(type_of, results), strict=True))
 
     def _count(self, node: Node, results: tuple[Array, ...]) -> None:
-        """What it makes follows from extents that are counted: a constant, or it would still be computed."""
+        """Store values that follow from counted extents; symbolic ones keep their node."""
         self.values.update(zip(node.outputs, results, strict=False))
         if any(is_symbolic(result) for result in results):
             self.nodes.append(node)
@@ -169,12 +172,12 @@ class Trace:
 
 
 def _elements(kind: TensorType) -> int:
-    """Of a tensor that has a batch, more than are ever computed."""
+    """Return the number of elements; more than MOST for a tensor with symbolic extents."""
     return math.prod(extent if isinstance(extent, int) else MOST + 1 for extent in kind.shape)
 
 
 def _check_shape(name: str, kind: TensorType) -> None:
-    """Raises GraphError for what is no shape, or that of a tensor of which not even one item fits into memory."""
+    """Raise GraphError for an invalid shape, or one of which not even one item fits into memory."""
     if any(isinstance(extent, int) and extent < 0 for extent in kind.shape) or len(kind.shape) > MOST_AXES:
         raise GraphError(f"'{name}' would be of shape {text(kind.shape)}; extents are 0 and more, of {MOST_AXES} axes "
                          "at most")

@@ -1,8 +1,8 @@
-"""Whether the items of a batch are independent: only then may a batch be cut into slices, and requests be merged.
+"""Find out if the items of a batch are independent: only then may a batch be sliced, and requests be merged.
 
-Item i of an output must follow from item i of the inputs. That is followed from node to node (Op.item_axes). Where a
-node is not known to keep items apart, three items are run at once and one by one: if a row differs, or cannot be
-computed, they depend on each other.
+Items are independent if item i of each output depends on item i of the inputs alone. The analysis follows the axis of
+the items from node to node (Op.item_axes). If a node may mix items, three items are run as one batch and one by one
+on the reference: they depend on each other if a row differs or a single item cannot be run.
 """
 from __future__ import annotations
 
@@ -19,21 +19,28 @@ from engines.ops.reference import run
 from engines.passes.rewriting.notes import Note
 
 ITEMS = 3
-SEEDS, SEEDS_OF_INTEGERS = 2, 4     # trials: integers of three values and truth are alike by chance more often
-TOLERANCE = 1e-4        # of the largest number of an output: sums of more rows may be taken in another order
+SEEDS, SEEDS_OF_INTEGERS = 2, 4     # trials: small integers and booleans are equal by chance more often than floats
+TOLERANCE = 1e-4        # relative to the largest element of an output: a larger batch may sum in another order
 
 
 def with_dependence(graph: Graph, log: list[Note] | None = None, known: str | None = None) -> Graph:
-    """The graph with `dependence` said: why its items must stay together, or "" if they need not.
+    """Return the graph with its `dependence` set: why its items must stay together, or "" if they are independent.
 
-    known: what was found for the same model at other shapes; nothing is tried a second time.
+    Parameters
+    ----------
+    graph : Graph
+        A graph of ONNX nodes, before fusion.
+    log : list of Note, optional
+        Receives a note if the graph had to be run on trial items.
+    known : str, optional
+        The dependence of the same model at other shapes, which replaces the trial.
     """
     try:
         _follow(graph)
     except Mixed as reason:
         if known is not None:
             return replace(graph, dependence=known)
-        differing = _tried(graph)
+        differing = _run_trial(graph)
         if log is not None:
             found = differing or f"{ITEMS} items gave the same one by one, so they are taken to be independent"
             log.append(Note(graph.name, "dependence", f"{reason}; {found}"))
@@ -43,7 +50,7 @@ def with_dependence(graph: Graph, log: list[Note] | None = None, known: str | No
 
 # ---- by analysis
 def _follow(graph: Graph) -> None:
-    """Raises Mixed, naming the node, unless every output follows item by item."""
+    """Raise Mixed, with the node's name, unless each item of every output depends on one item of the inputs."""
     axes: dict[str, int | None] = dict.fromkeys(graph.constants)
     axes |= {name: _axis_of(graph.types[name]) for name in graph.inputs}
     for node in graph.nodes:
@@ -59,7 +66,7 @@ def _axis_of(kind: TensorType) -> int | None:
 
 
 def _through(graph: Graph, node: Node, axes: ItemAxes) -> ItemAxes:
-    """The axes of the items in what a node makes."""
+    """Return the axis of the items of each output of a node. Raise Mixed if the node may mix items."""
     outputs = tuple(graph.types[name] for name in node.outputs)
     counted = [[extent for extent in kind.shape if isinstance(extent, str)] for kind in outputs]
     if all(axis is None for axis in axes) and not any(counted) and not op_of(node.op).random(node):
@@ -73,8 +80,8 @@ def _through(graph: Graph, node: Node, axes: ItemAxes) -> ItemAxes:
 
 
 # ---- by trying
-def _tried(graph: Graph) -> str:
-    """What differs between items run together and one by one; "" if nothing does."""
+def _run_trial(graph: Graph) -> str:
+    """Run items as one batch and one by one; return a description of the first difference, or "" if there is none."""
     if one := next((name for name in graph.outputs if name in _read_from_items(graph)
                     and _axis_of(graph.types[name]) is None), ""):
         return f"'{one}' is one for all items"
@@ -94,7 +101,7 @@ def _tried(graph: Graph) -> str:
 
 
 def _read_from_items(graph: Graph) -> set[str]:
-    """The tensors that follow from inputs with an axis of items."""
+    """Return the tensors that depend on inputs with a batch axis."""
     found = {name for name in graph.inputs if _axis_of(graph.types[name]) is not None}
     for node in graph.nodes:
         if found.intersection(node.inputs):
@@ -103,7 +110,7 @@ def _read_from_items(graph: Graph) -> set[str]:
 
 
 def _feeds(graph: Graph, random: np.random.Generator) -> dict[str, Array]:
-    """Three different items: numbers around 0, and integers that are 0, 1 or 2, which most tables have."""
+    """Return random inputs of ITEMS items: normal floats, and integers 0 to 2, which most tables have as indices."""
     def values(kind: TensorType) -> Array:
         shape = [ITEMS if extent == BATCH else as_int(extent) for extent in kind.shape]
         if kind.dtype.kind in "iub":
@@ -114,7 +121,7 @@ def _feeds(graph: Graph, random: np.random.Generator) -> dict[str, Array]:
 
 
 def _same(kind: TensorType, together: Array, alone: list[Array]) -> bool:
-    """Whether the rows of a tensor are those of its items; a tensor without items is the same for each of them."""
+    """Return True if a batch's tensor holds the items' results, or equals each of them if it has no batch axis."""
     axis = _axis_of(kind)
     if axis is None:
         return all(_close(together, one) for one in alone)

@@ -1,15 +1,15 @@
-"""Quantisation by ranges that are found as the model runs, written as arithmetic around an integer product.
+"""Rewrite dynamic quantisation, whose ranges are measured at run time, as arithmetic around an integer product.
 
     DynamicQuantizeLinear       scale = (max(x, 0) - min(x, 0)) / 255       zero = round(-min(x, 0) / scale)
                                 q     = round(x / scale) + zero             stored as it is: uint8 of scale 1
     MatMulInteger, ConvInteger  sum of (q - zero) * (w - z)  =  sum of q * (w - z)  -  zero * sum of (w - z)
 
-The product of q is one of a stored uint8 by weights that are whole numbers, which kernels compute in int8; what the
-zero point takes off, and the scale, is an operand of its epilogue. Weights of uint8 that do not fit int8 less their
-zero point z are less 128 instead, and the rest is (128 - z) times the sum of a row of q, or of what a window sees of
-it: a convolution by ones. A bias that is added to the integers is added to the numbers.
+q is stored as uint8 and the weights are whole numbers, so kernels compute the product in int8; the term of the zero
+point and the scale are operands of its epilogue. If uint8 weights minus their zero point z exceed int8, 128 is
+subtracted instead of z, and (128 - z) times the sum of q over the inner axis (for a convolution: a convolution by ones)
+is added. A bias that is added to the int32 sums is added in float32.
 
-Where the sums themselves are wanted as integers, the weights must be so small that float32 holds them exactly.
+If the model reads the sums as integers, the weights must be so small that float32 holds every sum exactly.
 """
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.notes import Note, note
 from engines.passes.rules.pad import never_negative
 
-SMALLEST = float(np.finfo(np.float32).tiny)     # of a scale: a tensor of zeros stays zeros
-WHOLE = 1 << 24                                 # float32 has all integers up to this one
+SMALLEST = float(np.finfo(np.float32).tiny)     # lower bound of a scale: a tensor of zeros stays zeros
+WHOLE = 1 << 24                                 # float32 represents all integers up to this one
 _PRODUCTS = ("MatMulInteger", "ConvInteger")
 
 
 def write_out_dynamic(graph: Graph, log: list[Note] | None = None) -> Graph:
-    """The graph without dynamic quantisation, as far as products of float32 by constant weights use it."""
+    """Rewrite the DynamicQuantizeLinear, MatMulInteger and ConvInteger nodes of float32 by constant weights.
+
+    A product that cannot be rewritten stays, and `log` says why.
+    """
     if not any(node.op in (*_PRODUCTS, "DynamicQuantizeLinear") for node in graph.nodes):
         return graph
-    return _Writer(graph, log).run()
+    return _DynamicRewriter(graph, log).run()
 
 
-class _Writer(GraphEditor):
-    """`real`: integers -> the same as float32."""
+class _DynamicRewriter(GraphEditor):
+    """State of the pass. `real` maps an integer tensor to the float32 tensor that has its values."""
 
     def __init__(self, graph: Graph, log: list[Note] | None) -> None:
         super().__init__(graph)
@@ -81,7 +84,7 @@ class _Writer(GraphEditor):
         else:
             low = self._of(node, "Min", self._extreme(node, "ReduceMin"), nothing)
             span = self._of(node, "Sub", top, low)
-        # exact: by the reciprocal of 255 every second scale is another one, and so are some of the integers
+        # exact=1: multiplying by 1 / 255 rounds many scales differently, which changes some of the integers
         share = self._of(node, "Div", span, self._number(node, "steps", 255.0), exact=1)
         scale = self._of(node, "Max", share, self._number(node, "smallest", SMALLEST))
         if span != top:
@@ -96,29 +99,29 @@ class _Writer(GraphEditor):
             self.make(name, "Cast", [number], {"to": dtype}, node.origin)
 
     def _extreme(self, node: Node, op: str) -> str:
-        """The greatest or least element of all items, [1]."""
+        """Return the name of the maximum or minimum of a node's input over all items, float32 [1]."""
         x = node.inputs[0]
         every = self._of(node, op, x, axes=tuple(range(len(self.shape(x)))), keepdims=1)
         return self._of(node, "Reshape", every, shape=(1,))
 
     # ---- products
     def _why_not(self, node: Node) -> str:
-        """Why a product cannot be written out; "" if it can."""
+        """Return why a product cannot be rewritten; "" if it can."""
         graph, (x, w, *zeros) = self.graph, (*node.inputs, "", "")[:4]
         if w not in graph.constants or zeros[1] and zeros[1] not in graph.constants:
-            return "its weights are no constants"
+            return "its weights are not constant"
         if graph.constants[w].ndim < 2 or node.op == "MatMulInteger" and graph.constants[w].ndim > 2:
-            return "its weights are no matrix"
+            return "its weights are not a matrix"
         if len(graph.shape(x)) < 2 or zeros[0] and math.prod(map(as_int, graph.shape(zeros[0]))) != 1:
             return "its input has several zero points"
         if node.op == "ConvInteger" and not all(isinstance(extent, int) for extent in graph.shape(x)[1:]):
-            return "the size of its image is not known"
+            return "the size of its image is unknown"
         if not read_as_float(self.graph, node.outputs[0]) and not _exact(node, *self._weights(node)):
-            return "its sums are read as integers, and may be beyond those that float32 has"
+            return "its sums are read as integers, and may exceed those that float32 represents exactly"
         return ""
 
     def _multiply(self, node: Node) -> None:
-        """The product of the integers that are stored, less what the zero points add."""
+        """Add the product of the stored integers and subtract the terms of the zero points."""
         x, _, x_zero, _ = (*node.inputs, "", "")[:4]
         signed, rest = self._weights(node)
         whole = self._whole(node, x)
@@ -137,8 +140,10 @@ class _Writer(GraphEditor):
             self.make(node.outputs[0], "Cast", [result], {"to": "int32"}, node.origin)
 
     def _weights(self, node: Node) -> tuple[Array, Array]:
-        """The weights as float32 that are multiplied as int8, and what is missing in them: weights - zero point is the
-        first less the second, which is zero, one number, or one for each output channel."""
+        """Return (weights in the int8 range, rest), both float32, with weights - zero point = first - rest.
+
+        The rest is 0, a scalar, or one number per output channel.
+        """
         w, _, zero = (*node.inputs[1:], "", "")[:3]
         by_channel = [1] * (self.graph.constants[w].ndim - 1) if node.op == "ConvInteger" else []
         weights = self.graph.constants[w].astype(np.int32)
@@ -150,7 +155,7 @@ class _Writer(GraphEditor):
         return np.asarray(weights - middle, np.float32), rest.astype(np.float32)
 
     def _whole(self, node: Node, x: str) -> str:
-        """The input as float32, to be stored as the bytes that it is."""
+        """Return the input as a float32 tensor of whole numbers that is stored in uint8 without loss."""
         if x in self.real:
             return self.real[x]
         signed = self.graph.types[x].dtype == np.int8
@@ -158,7 +163,7 @@ class _Writer(GraphEditor):
                         **{**_AS_IT_IS, "zero_point": 128 if signed else 0})
 
     def _zero_point(self, node: Node, name: str) -> str:
-        """float32 [1]"""
+        """Return the name of a zero point as float32 [1]."""
         if name in self.real:
             return self.real[name]
         return self._of(node, "Reshape", self._of(node, "Cast", name, to=FLOAT.name), shape=(1,))
@@ -168,27 +173,27 @@ class _Writer(GraphEditor):
         return self._of(node, op, x, self.add_constant(f"{node.outputs[0]}.weights", weights), **attrs)
 
     def _total(self, node: Node, x: str, weights: Array) -> str:
-        """The sum of all numbers that an output is made of."""
+        """Return the name of the sum of the inputs that each output is computed from."""
         if node.op == "MatMulInteger":
             return self._of(node, "ReduceSum", x, axes=(-1 % len(self.shape(x)),), keepdims=1)
         ones = np.ones((node.attrs["group"], *weights.shape[1:]), np.float32)
         return self._of(node, "Conv", x, self.add_constant(f"{node.outputs[0]}.ones", ones), **node.attrs)
 
     def _sums(self, node: Node, weights: Array) -> str:
-        """What an input of ones gives: [N]; or an image, where padding leaves out taps, else [M, 1, 1]."""
+        """Return the product of an all-ones input: [N]; for a Conv [M, 1, 1], or an image if it has padding."""
         if node.op == "MatMulInteger":
             return self._number(node, "sums", weights.sum(axis=0, dtype=np.float64))
         channels = weights.sum(axis=tuple(range(1, weights.ndim)), dtype=np.float64)
         if not any(node.attrs["pads"]):
             return self._number(node, "sums", channels.reshape(-1, *[1] * (weights.ndim - 2)))
-        ones = np.ones((1, 1, *map(int, self.graph.shape(node.inputs[0])[2:])), np.float32)     # any channel is as this
+        ones = np.ones((1, 1, *map(int, self.graph.shape(node.inputs[0])[2:])), np.float32)     # all channels are equal
         alike = replace(node, attrs={**node.attrs, "group": 1})
         return self._number(node, "sums", Conv.compute(alike, ones, weights.sum(axis=1, keepdims=True)))
 
 
 @dataflow
 def read_as_float(graph: Graph, name: str) -> Walk[bool]:
-    """Return True if the readers of integers only cast them to float32, perhaps after adding something."""
+    """Return True if an integer tensor is read only by Casts to float32, perhaps after Adds."""
     if name in graph.outputs:
         return False
     for reader in graph.consumers[name]:
@@ -204,7 +209,7 @@ _AS_IT_IS = {"scale": 1.0, "zero_point": 0, "low": 0, "high": 255}
 
 
 def _exact(node: Node, weights: Array, rest: Array) -> bool:
-    """Whether float32 has every sum of any bytes times the weights, and all that it is made of."""
+    """Return True if float32 represents the sum of any bytes times the weights, and each of its terms, exactly."""
     inner = tuple(range(1, weights.ndim)) if node.op == "ConvInteger" else (0,)
     parts = (weights, weights - rest, np.broadcast_to(rest, weights.shape))
     return all(255 * np.abs(part).sum(axis=inner, dtype=np.float64).max() < WHOLE for part in parts)

@@ -1,10 +1,9 @@
-"""A node whose inputs are all constants is its value.
+"""Constant folding: replace each node whose inputs are all constants by its value.
 
-Results that are much larger than what they are made of stay computed (a ConstantOfShape of a million zeros costs less
-to make than to store), but for what is little beside the model's other constants: a bias for each pair of positions;
-and for weights that the model computes (a filter of sines): a layer multiplies by each of them, which costs more than
-to read them, and its kernels want them packed. A small file may describe a hundred layers of such weights: what does
-not fit stays computed, too.
+A result much larger than its inputs stays computed at run time (a ConstantOfShape of a million zeros costs less to
+compute than to store), with two exceptions: results that are small relative to the model's other constants, such as a
+bias for each pair of positions; and computed weights, such as a filter of sines, since kernels pack weights at the
+build. Both have a budget, because a small file may describe a hundred layers of such weights.
 """
 from __future__ import annotations
 
@@ -17,19 +16,19 @@ from engines.ops.counting import deferred, is_deferred
 from engines.ops.reference import run_node
 from engines.passes.rewriting.facts import is_weighted
 
-SPARE_ELEMENTS = 1 << 16        # results may be this much larger than the constants that they replace, each,
-SPARE_SHARE = 4                 # and one part in this many of all constants, together
-WEIGHT_ELEMENTS = 1 << 22       # weights may be this much larger, each,
-MOST_ELEMENTS = 1 << 24         # until all constants are so many; where they are, by SPARE_SHARE together
+SPARE_ELEMENTS = 1 << 16        # elements that any one result may have more than the constants it replaces
+SPARE_SHARE = 4                 # larger results may add 1 / SPARE_SHARE of the model's constants in total
+WEIGHT_ELEMENTS = 1 << 22       # elements that one computed weight may add
+MOST_ELEMENTS = 1 << 24         # computed weights fill the constants up to this size, or add 1 / SPARE_SHARE
 
 
 def fold_constants(graph: Graph) -> Graph:
-    """The graph without nodes that compute the same values every time."""
+    """Return the graph with each deterministic node of constant inputs folded, as far as the budgets allow."""
     constants: dict[str, Array] = dict(graph.constants)
     size = sum(array.size for array in constants.values())
-    spare = {False: size // SPARE_SHARE, True: max(MOST_ELEMENTS - size, size // SPARE_SHARE)}     # True: for weights
+    spare = {False: size // SPARE_SHARE, True: max(MOST_ELEMENTS - size, size // SPARE_SHARE)}     # key: is a weight
     kept: list[Node] = []
-    weights = _made_for_weights(graph)
+    weights = _weight_sources(graph)
     for node in graph.nodes:
         growth, weight = _growth(graph, node, constants), bool(weights.intersection(node.outputs))
         allowed = min(WEIGHT_ELEMENTS, spare[weight]) if weight else spare[weight]
@@ -48,8 +47,8 @@ def fold_constants(graph: Graph) -> Graph:
     return graph.rebuild(kept, constants=constants)
 
 
-def _made_for_weights(graph: Graph) -> set[str]:
-    """The tensors that constants alone make weights of."""
+def _weight_sources(graph: Graph) -> set[str]:
+    """Return the tensors, computed from constants alone, that weights are computed from, weights included."""
     known = {*graph.constants, ""}
     for node in graph.nodes:
         if known.issuperset(node.inputs):
@@ -64,7 +63,7 @@ def _made_for_weights(graph: Graph) -> set[str]:
 
 
 def _growth(graph: Graph, node: Node, constants: dict[str, Array]) -> int | None:
-    """How many elements more the node makes than it reads; None if it is not known before run time what it makes."""
+    """Return the number of elements of a node's outputs less that of its inputs; None if it cannot be folded."""
     if any(name and name not in constants for name in node.inputs) or op_of(node.op).random(node):
         return None
     if any(graph.types[name].quant for name in (*filter(None, node.inputs), *node.outputs)):

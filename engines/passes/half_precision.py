@@ -1,12 +1,12 @@
-"""float16 and bfloat16 say how a model stores numbers, not how a build computes: inside, they are float32.
+"""Compute float16 and bfloat16 models in float32.
 
     x float16, MatMul by w float16 -> y float16
     =  x -> Cast -> float32, MatMul by w float32 -> Cast -> y float16
 
-Every tensor of fewer bits becomes float32, constants too; the inputs and outputs keep the model's dtypes. So kernels
-round once where ONNX rounds after each node. A Cast to fewer bits is a node whose meaning is that it rounds: it stays.
+Every 16-bit float tensor becomes float32, constants too; graph inputs and outputs keep the model's dtypes. Kernels
+then round once where ONNX rounds after each node. A Cast from another dtype to 16 bits stays, since it rounds.
 
-float64 and integers are never narrowed: a number that loses its range is a wrong result.
+float64 and integers are not converted: their values may not fit float32.
 """
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ from engines.passes.rewriting.notes import Note, note
 
 
 def widen_floats(graph: Graph, log: list[Note] | None = None) -> Graph:
-    """The graph with float32 for each float of fewer bits but its inputs, its outputs and what Casts round to."""
+    """Return the graph with float32 in place of 16-bit floats, except inputs, outputs and results of Casts.
+
+    `log` receives a note for each node whose operator requires 16-bit operands.
+    """
     if not any(is_narrow(kind) for kind in graph.types.values()):
         return graph
     return _Widener(graph, log).run()
 
 
 class _Widener(GraphEditor):
-    """Each narrow tensor has two forms, made when somebody reads them: `wide`, and `narrow`, as the model has it."""
+    """State of the pass: `wide` and `narrow` map a tensor to its float32 and its 16-bit version, added when read."""
 
     def __init__(self, graph: Graph, log: list[Note] | None) -> None:
         super().__init__(graph)
@@ -41,18 +44,18 @@ class _Widener(GraphEditor):
         self.narrow: dict[str, str] = {name: name for name in graph.inputs}
 
     def _visit(self, node: Node) -> None:
-        """The node on float32; where its dtypes then do not fit, on those that it had."""
+        """Add the node on float32 operands, or on the model's dtypes if its operator does not allow float32."""
         if node.op == "Cast" and self._is_narrow(node.outputs[0]):
             self._round(node)
         elif not any(name and self._is_narrow(name) for name in (*node.inputs, *node.outputs)):
             self.nodes.append(node)
         elif self._fits(node):
             inputs = [self._as_wide(name) for name in node.inputs]
-            self._emit(node, inputs, [self._made_wide(name) for name in node.outputs])
+            self._emit(node, inputs, [self._wide_name(name) for name in node.outputs])
         else:
-            note(self.log, node, "widen", "it is computed in the 16 bits of the model: its operator asks for them")
+            note(self.log, node, "widen", "it is computed in the model's 16-bit dtype, which its operator requires")
             inputs = [self._as_narrow(name) for name in node.inputs]
-            self._emit(node, inputs, [self._made_narrow(name) for name in node.outputs])
+            self._emit(node, inputs, [self._narrow_name(name) for name in node.outputs])
 
     def run(self) -> Graph:
         for node in self.graph.nodes:
@@ -67,15 +70,15 @@ class _Widener(GraphEditor):
         self.nodes.append(replace(node, inputs=tuple(inputs), outputs=tuple(outputs)))
 
     def _round(self, node: Node) -> None:
-        """A Cast to fewer bits; from the same it does nothing."""
+        """Add a Cast to 16 bits; one from the dtype that it casts to does not round."""
         source, output = node.inputs[0], node.outputs[0]
         if self.graph.types[source].dtype == self.graph.types[output].dtype:
-            self._emit(replace(node, attrs={"to": FLOAT.name}), [self._as_wide(source)], [self._made_wide(output)])
+            self._emit(replace(node, attrs={"to": FLOAT.name}), [self._as_wide(source)], [self._wide_name(output)])
         else:
-            self._emit(node, [self._as_wide(source)], [self._made_narrow(output)])
+            self._emit(node, [self._as_wide(source)], [self._narrow_name(output)])
 
     def _fits(self, node: Node) -> bool:
-        """Whether the node, given float32, makes float32 where it made fewer bits, and the same elsewhere."""
+        """Return True if float32 inputs turn the node's 16-bit outputs into float32 and leave the others unchanged."""
         inputs = [self._widened(name) if name else None for name in node.inputs]
         values = [self.graph.constants.get(name) for name in node.inputs]
         wanted = [self._widened(name).dtype for name in node.outputs]
@@ -93,8 +96,8 @@ class _Widener(GraphEditor):
         return is_narrow(self.graph.types[name])
 
     # ---- tensors
-    def _made_wide(self, name: str) -> str:
-        """The name under which a node makes the float32 form: its own, unless that is the model's output."""
+    def _wide_name(self, name: str) -> str:
+        """Return the name of a tensor's float32 version: the tensor's own, unless it is a graph input or output."""
         if name in self.wide:
             return name
         own = name not in self.graph.outputs and name not in self.graph.inputs
@@ -102,7 +105,7 @@ class _Widener(GraphEditor):
         self.types[made] = self._widened(name)
         return made
 
-    def _made_narrow(self, name: str) -> str:
+    def _narrow_name(self, name: str) -> str:
         if not name or not self._is_narrow(name):
             return name
         own = name in self.graph.outputs
@@ -113,15 +116,15 @@ class _Widener(GraphEditor):
     def _as_wide(self, name: str) -> str:
         if not name or name in self.wide:
             return self.wide.get(name, "")
-        return self._converted(name, self._made_wide(name), self.narrow, FLOAT)
+        return self._converted(name, self._wide_name(name), self.narrow, FLOAT)
 
     def _as_narrow(self, name: str) -> str:
         if not name or not self._is_narrow(name) or name in self.narrow:
             return self.narrow.get(name, name)
-        return self._converted(name, self._made_narrow(name), self.wide, self.graph.types[name].dtype)
+        return self._converted(name, self._narrow_name(name), self.wide, self.graph.types[name].dtype)
 
     def _converted(self, name: str, made: str, sources: Mapping[str, str], dtype: np.dtype[Any]) -> str:
-        """`made`, of that dtype, from the other form of the tensor `name`; constants are converted now."""
+        """Add one version of `name`, called `made`, as a Cast of the other, or as a constant that is converted now."""
         if name in self.graph.constants:
             self.constants[made] = self.graph.constants[name].astype(dtype, copy=False)
             return made

@@ -1,4 +1,4 @@
-"""Rewrite the outputs of a graph: constants among them get a node, and inner tensors are added to be looked at."""
+"""Rewrite the outputs of a graph: give constant outputs a node, and add inner tensors as watched outputs."""
 from __future__ import annotations
 
 from collections.abc import Iterable

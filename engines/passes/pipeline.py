@@ -1,4 +1,4 @@
-"""THE order of passes: every graph goes through `simplify`, `optimise`, and then the choice of stored types.
+"""Order of the passes: every graph goes through `simplify`, `optimise`, and then the choice of stored types.
 
 INFER_DEBUG=passes prints the graph after each pass that changed it.
 """
@@ -57,83 +57,95 @@ VIEWS = (ToReshape(), TransposeOfOnes(), MergeReshapes(), MergeTransposes())
 
 
 def simplify(graph: Graph, log: list[Note] | None = None, dependence: str | None = None) -> Graph:
-    """The same, equal in float, in fewer and canonical nodes. dependence: of the items, where other shapes told it."""
+    """Return an equivalent graph, in canonical nodes. `dependence` is `known` of `with_dependence`."""
     return _run(graph, (
-        # what computes then computes on float32, which all below takes floats to be
+        # first: all passes below assume that floats are float32
         ("widen_floats", lambda g: widen_floats(g, log)),
-        # shape arithmetic becomes attributes and constants, which all patterns below ask for
+        # shape arithmetic becomes attributes and constants, which all patterns below require
         ("fold_constants", fold_constants),
-        # which tensors the model quantises, before any pattern is looked for around them
+        # marks the tensors that the model quantises, before other patterns are matched around them
         ("quantised", _rules(log, *PAIRS)),
         ("merge_common", merge_common),
         ("quantised_alone", _rules(log, *ALONE)),
         ("dynamic_quantization", lambda g: write_out_dynamic(g, log)),
-        # what stands between two nodes that belong together goes first
+        # removes nodes that would stand between the nodes of a pattern
         ("remove_no_ops", _rules(log, RemoveNoOp())),
-        # one spelling each, so that a pattern need not know several
+        # one canonical form per operation, so that a pattern needs no variants
         ("canonical", _rules(log, *VIEWS, *activations.CANONICAL, CanonicalGemm(), GemmOfComputed(), MatMulToGemm(),
                              ScatterOfRows(), ScatterOfColumns(), *IMAGES)),
-        # in few nodes: what attention is recognised by, later
+        # masks of few nodes, by which fuse_attention recognises attention
         ("masks", _rules(log, *LOOKUPS, *ONE_HOT, *MASKS, *EXPANDS)),
-        # what an Expand was moved behind is computed from constants alone
+        # operands of an Expand that was moved past a node are now computed from constants alone
         ("fold_constants", fold_constants),
-        # before views are merged further: its Reshapes must still be apart
+        # before more views are merged: its Reshapes must still be separate
         ("channel_shuffle", _rules(log, ChannelShuffle())),
-        # names for what exporters wrote as arithmetic, while every step of it is still a node
+        # operators for activations that exporters wrote as arithmetic, while each step is still a node
         ("named_activations", _rules(log, *activations.NAMED)),
-        # likewise; a reduction that is part of no norm is then written by commoner ones
+        # norms in the same way; a reduction that is part of no norm is then rewritten by commoner ones
         ("named_norms", _rules(log, *NORMS)),
         ("reductions", _rules(log, ReductionOfPowers(), SumOfIntegers())),
-        # twins merge before anything is folded into one of them alone
+        # equal nodes merge before anything is folded into one of them alone
         ("merge_common", merge_common),
-        # scales and shifts into weights; no-ops again, as some become x * 1
+        # folds scales and shifts into weights
         ("fold_into_weights", _rules(log, LinearBatchNorm(), BatchNormConv(), *SCALES)),
-        # only a batch norm that found no layer becomes arithmetic of its own, which may still find one
+        # a batch norm that was not folded into a layer becomes pointwise arithmetic, which may still be folded
         ("batch_norm_as_pointwise", _rules(log, BatchNormToPointwise())),
-        # once channels are found by other means than being axis 1; what it leaves of Reshapes goes below
+        # after the passes that expect channels at axis 1; the Reshapes that it leaves are removed below
         ("separate_batch", lambda g: separate_batch(g, log)),
         ("remove_no_ops", _rules(log, RemoveNoOp(), *VIEWS)),
         ("fold_into_weights", _rules(log, *SCALES)),
-        # a Pad is zero before and after a batch norm folded past it, so it comes after those
+        # after batch norms: a Pad is zero before a folded batch norm and after it
         ("pads", _rules(log, PadConv(), PadAveragePool(), PadMaxPool())),
-        # once all padding is known
+        # after all padding is part of its layer
         ("borders", _rules(log, PaddedPointwiseConv())),
-        # what is folded into layers by then was written for signals as for images
+        # after the rules that fold into layers, which cover signals and images alike
         ("conv1d_to_conv2d", conv1d_to_conv2d),
         ("fold_constants", fold_constants),
         ("remove_no_ops", _rules(log, RemoveNoOp(), *VIEWS)),
         ("merge_common", merge_common),
-        # while nodes are ONNX's, one by one: what follows only groups and moves them
+        # while each node is one ONNX operator: later passes only group and move them
         ("dependence", lambda g: with_dependence(g, log, dependence)),
     ))
 
 
 def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
-    """The graph that calibration watches and a backend receives: channels last, wide siblings, Fused nodes."""
+    """Return the graph that calibration observes and a backend receives: channels last, merged siblings, Fused nodes.
+
+    Parameters
+    ----------
+    graph : Graph
+        A graph that `simplify` returned.
+    log : list of Note, optional
+        Receives the reasons why passes left nodes as they are.
+
+    Raises
+    ------
+    ModelError
+        If a tensor has an axis that depends on the batch and is not the batch axis.
+    """
     return _run(graph, (
-        # while products, scales and masks are still nodes, and in the layout that patterns know
+        # while products, scales and masks are still separate nodes in ONNX's layout
         ("fuse_attention", lambda g: fuse_attention(g, log)),
-        # while layers are still ONNX's: their Transposes then take part in what follows
-        # those whose weights no kernel can pack at the build
+        # recurrent layers while they are ONNX's, so that later passes move their Transposes; first those whose run-time
+        # weights cannot be packed at the build
         ("write_out_recurrent", lambda g: write_out_recurrent(g, log)),
         ("split_recurrent", lambda g: split_recurrent(g, log)),
-        # the products of those, too, once Transposes around them are nodes
+        # after the recurrent layers, so that it sees their products and Transposes
         ("tables", _rules(log, *TABLES)),
-        # before all groupings: it moves and removes nodes that they would otherwise stop at
+        # before all grouping: it moves and removes nodes that would end a group
         ("to_channels_last", to_channels_last),
-        # what moving left behind; norms and means over what are now rows and columns; what a split layer makes, rounded
-        # there
+        # views that the layout left; norms and means over what are now rows and columns; rounding of recurrent results
         ("views", _rules(log, RemoveNoOp(), AlongInnermost(), *VIEWS, GatherOfOne(), InstanceNorm(),
                          SpatialReduce(channels_last=True), RoundRecurrent())),
-        # the same Transpose wanted by several readers
+        # equal Transposes of several readers
         ("merge_common", merge_common),
         # before vertical fusion, which would give each sibling a body of its own
         ("merge_siblings", lambda g: merge_siblings(g, log)),
-        # nothing looks into a body after this
+        # no pattern looks into a Fused body after this
         ("fuse_pointwise", fuse_pointwise),
-        # what no pass could take apart, no backend can
+        # refuses merged batch axes that separate_batch could not split
         ("check_batch", check_batch),
-        # last: before it, what is constant is to be known as such
+        # last: passes before it must see which outputs are constants
         ("make_constant_outputs", make_constant_outputs),
     ))
 

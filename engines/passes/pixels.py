@@ -1,8 +1,8 @@
-"""An image input that takes pixels as they are decoded: uint8, height x width x channels, normalised by the model.
+"""Let an image input take decoded pixels: uint8 [N, H, W, C], normalised inside the graph.
 
     input float32 [N, C, H, W]  ->  input uint8 [N, H, W, C], Cast, Mul, Add, Transpose
 
-Layout and fusion leave one kernel of that, which writes what the first layer reads; a request is a quarter as long.
+Layout and fusion turn this into one kernel that writes the first layer's input; requests have a quarter of the bytes.
 """
 from __future__ import annotations
 
@@ -18,22 +18,32 @@ from engines.passes.rewriting.editor import GraphEditor, renamed
 
 
 def types_of_pixels(types: Mapping[str, TensorType], pixels: Pixels) -> dict[str, TensorType]:
-    """What is fed for inputs of these types. Raises ConfigError as take_pixels does."""
+    """Return the input types of a model whose image input takes pixels. Raise ConfigError as `take_pixels` does."""
     name = _image("the model", types, pixels)
     return {**types, name: _of_pixels(types[name], pixels)}
 
 
 def take_pixels(graph: Graph, pixels: Pixels) -> Graph:
-    """An imported graph whose one image input, of as many channels as `pixels`, is uint8 and channels last.
+    """Rewrite an imported graph so that its image input is uint8 [N, H, W, C], scaled and shifted per channel.
 
-    Raises ConfigError: no such input, or several.
+    Parameters
+    ----------
+    graph : Graph
+        An imported graph with one float32 input of rank 4 that has as many channels as `pixels`, first or last.
+    pixels : Pixels
+        The scale and shift of each channel.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such input, or more than one.
     """
     types = {name: graph.types[name] for name in graph.inputs}
     return _rewritten(graph, _image(graph.name, types, pixels), pixels)
 
 
 def _image(model: str, types: Mapping[str, TensorType], pixels: Pixels) -> str:
-    """The one input that is an image."""
+    """Return the name of the only input that is an image."""
     channels = len(pixels.scale)
     images = [name for name, kind in types.items() if kind.dtype == FLOAT and len(kind.shape) == 4
               and channels in (kind.shape[1], kind.shape[3])]
@@ -45,7 +55,7 @@ def _image(model: str, types: Mapping[str, TensorType], pixels: Pixels) -> str:
 
 
 def _of_pixels(kind: TensorType, pixels: Pixels) -> TensorType:
-    """uint8, the channels last."""
+    """Return the type of the pixels for an image input: uint8 [N, H, W, C]."""
     batch, *extents = kind.shape
     first = extents[0] == len(pixels.scale)
     return TensorType(np.dtype(np.uint8), (batch, *extents[1:], extents[0]) if first else kind.shape)

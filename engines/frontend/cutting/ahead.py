@@ -1,5 +1,4 @@
-"""What the steps of a Loop or Scan make of rows of a sequence, and of nothing that changes, is made of all rows before
-the first step. Products of rows become one product:
+"""Hoist products of rows of a sequence out of Loops and Scans, so that all steps share one product.
 
     step t: h = tanh(x[t] W + h R)      ->      p = x W; step t: h = tanh(p[t] + h R)
 """
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import onnx
 from onnx import helper
 
-from engines.frontend.branches import made_in
+from engines.frontend.branches import defined_in
 from engines.frontend.cutting.facts import is_standard, kinds_of, reads
 from engines.frontend.names import graphs_in
 from engines.ir.graph import Array
@@ -24,7 +23,7 @@ _Ranks = Mapping[str, int]
 
 
 def make_ahead(model: onnx.ModelProto, weights: Mapping[str, Array]) -> None:
-    """Rewrite the Loops and Scans of a model in which no two tensors have one name."""
+    """Rewrite the Loops and Scans of a model, whose tensor names must be unique."""
     if not any(_is_repeated(node) for node in _every(model.graph)):
         return
     ranks = {name: len(kind.tensor_type.shape.dim) for name, kind in kinds_of(model, weights).items()
@@ -48,16 +47,18 @@ def _rewrite(graph: onnx.GraphProto, ranks: _Ranks, weights: Collection[str]) ->
         if _is_repeated(node):
             (body,) = graphs_in(node)
             of_body = {tensor.name: len(tensor.dims) for tensor in body.initializer}
-            nodes += _Rows(node, body, {**ranks, **of_body}, weights).taken_out(graph)
+            nodes += _RowHoister(node, body, {**ranks, **of_body}, weights).taken_out(graph)
         nodes.append(node)
     del graph.node[:]
     graph.node.extend(nodes)
 
 
 @dataclass(frozen=True)
-class _Row:
-    """A value of a step that is a row of a tensor. counter: the number of the row; "" in a Scan, which may begin with
-    the last one."""
+class _SequenceRow:
+    """Value of a step that is a row of the tensor `of`.
+
+    `counter` is the tensor of the row's index; "" in a Scan, which reads rows in reverse if `backward`.
+    """
     of: str
     rank: int
     counter: str = ""
@@ -65,22 +66,22 @@ class _Row:
 
 
 @dataclass
-class _Rows:
-    """The values of a body that are rows of what can be made before the first step."""
+class _RowHoister:
+    """Values of a body that are rows of tensors that can be computed before the first step."""
     node: onnx.NodeProto
     body: onnx.GraphProto
     ranks: _Ranks
     weights: Collection[str]
-    rows: dict[str, _Row] = field(default_factory=dict)
+    rows: dict[str, _SequenceRow] = field(default_factory=dict)
     made: dict[str, onnx.NodeProto] = field(default_factory=dict)       # by the output's name in the body
 
     def __post_init__(self) -> None:
-        self.own = made_in(self.body)
+        self.own = defined_in(self.body)
         self.fixed = {tensor.name for tensor in self.body.initializer} | {
             name for node in self.body.node if node.op_type == "Constant" for name in node.output}
 
     def taken_out(self, graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-        """What stands before the node in its graph from now on; nothing if there is no product among it."""
+        """Move nodes out of the body; return those to insert before the Loop or Scan, [] if there is no product."""
         self._find_sources()
         for node in self.body.node:
             self._look(node)
@@ -102,7 +103,7 @@ class _Rows:
     def _find_sources(self) -> None:
         if self.node.op_type == "Scan":
             if len(self.node.input) != len(self.body.input):
-                return          # opset 8: each item of a batch by itself
+                return          # a Scan of opset 8 runs each item of a batch separately
             attributes = {a.name: helper.get_attribute_value(a) for a in self.node.attribute}
             count = attributes["num_scan_inputs"]
             axes, backward = (attributes.get(name) or [0] * count for name in ("scan_input_axes",
@@ -110,7 +111,7 @@ class _Rows:
             for value, outer, axis, turned in zip(self.body.input[-count:], self.node.input[-count:], axes, backward,
                                                   strict=True):
                 if axis == 0 and outer in self.ranks:
-                    self.rows[value.name] = _Row(outer, self.ranks[outer] - 1, backward=turned)
+                    self.rows[value.name] = _SequenceRow(outer, self.ranks[outer] - 1, backward=turned)
             return
         counters = self._counters()
         for node in self.body.node:
@@ -118,10 +119,10 @@ class _Rows:
                     a.name == "axis" and a.i for a in node.attribute):
                 source, index = node.input
                 if index in counters and self._stays(source) and source not in self.weights and source in self.ranks:
-                    self.rows[node.output[0]] = _Row(source, self.ranks[source] - 1, index)
+                    self.rows[node.output[0]] = _SequenceRow(source, self.ranks[source] - 1, index)
 
     def _counters(self) -> set[str]:
-        """Single numbers that grow by a constant from step to step."""
+        """Return the scalars that grow by a constant in each step."""
         added = {(node.output[0], name) for node in self.body.node if node.op_type == "Add"
                  for name, other in (node.input, node.input[::-1]) if self._stays(other)}
         inputs = self.body.input
@@ -133,7 +134,7 @@ class _Rows:
         return name not in self.own or name in self.fixed
 
     def _look(self, node: onnx.NodeProto) -> None:
-        """Whether the node makes rows of rows."""
+        """Record a node that maps rows to rows, and its version for all rows."""
         rows = [self.rows[name] for name in node.input if name in self.rows]
         others = [name for name in node.input if name not in self.rows]
         if not rows or not is_standard(node) or len({(row.counter, row.backward) for row in rows}) > 1 or any(
@@ -156,7 +157,7 @@ class _Rows:
             ahead.output[:] = [self.rows[name].of]
 
     def _around_products(self) -> set[str]:
-        """The values to be made ahead: products, what they are made of, and what follows of them."""
+        """Return the values to compute before the loop: products, and the recorded values connected with them."""
         readers = {name: [other for other, node in self.made.items() if self.rows[name].of in node.input]
                    for name in self.made}
         sources = {name: [other for other in self.made if self.rows[other].of in self.made[name].input]
@@ -171,7 +172,7 @@ class _Rows:
         return found
 
     def _row(self, name: str) -> onnx.NodeProto | None:
-        """Gives a step its row of what was made ahead."""
+        """Let a step read its row: return a Gather for a Loop, or add a scan input and return None."""
         row = self.rows[name]
         if row.counter:
             return helper.make_node("Gather", [row.of, row.counter], [name], name=f"{name} of a step", axis=0)

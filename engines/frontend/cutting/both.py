@@ -1,9 +1,9 @@
-"""An If of small branches whose condition data decide: both branches, of which a Where takes one.
+"""Convert an If with small branches and a data-dependent condition to both branches and a Where (if-conversion).
 
     y = If(c; f(x), g(x))       ->      y = Where(c, f(x), g(x))
 
-What would be a program is then a graph like any other. Only where a branch costs less than a program's step does, and
-cannot fail where it is not taken: all extents are numbers, no value decides about a shape, and what it computes is
+The model is then one graph in place of a program. This requires branches that cost less than a step of a program and
+cannot fail when they are not taken: all extents are numbers, no shape depends on a value, and all operators are
 defined for every value.
 """
 from __future__ import annotations
@@ -22,11 +22,11 @@ from engines.frontend.onnx_file import OnnxModel
 from engines.frontend.opsets import opset_of
 from engines.ir.graph import Array
 
-MOST_NODES = 64             # of both branches
-MOST_ELEMENTS = 4096        # of a tensor that they read or make
-MOST_WEIGHTS = 1 << 18      # elements of all constants that they read
-LEAST_OPSET = 9             # since then there is Where
-# On floats all of them are defined everywhere, and on integers too where they take these.
+MOST_NODES = 64             # most nodes of both branches together
+MOST_ELEMENTS = 4096        # most elements of a tensor that they read or compute
+MOST_WEIGHTS = 1 << 18      # most elements of all constants that they read
+LEAST_OPSET = 9             # the first one with Where
+# Operators that are defined for all floats, and for all integers if they allow integers (but see Div and Pow).
 SAFE = frozenset({
     "Abs", "Add", "Cast", "Clip", "Concat", "Constant", "Div", "Erf", "Exp", "Flatten", "Gemm", "Identity",
     "LayerNormalization", "LeakyRelu", "Log", "LogSoftmax", "MatMul", "Max", "Min", "Mul", "Neg", "Pow", "Reciprocal",
@@ -36,7 +36,7 @@ _FLOATING = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.
 
 
 def with_both_branches(source: OnnxModel) -> OnnxModel:
-    """The same model without such Ifs; itself, if there are none."""
+    """Return the model with small Ifs converted; the model itself if there are none."""
     if not any(map(is_if, source.proto.graph.node)):
         return source
     if opset_of(source.proto) < LEAST_OPSET:
@@ -68,7 +68,7 @@ def _both(node: onnx.NodeProto) -> list[onnx.NodeProto]:
 
 
 def _follow_data(graph: onnx.GraphProto, kinds: Kinds, weights: Mapping[str, Array]) -> set[str]:
-    """Tensors made of the values of inputs that are too large to be deciding ones."""
+    """Return the tensors that depend on the values of inputs too large to be deciding inputs."""
     found = {value.name for value in graph.input if value.name not in weights and not is_small(kinds.get(value.name))}
     for node in graph.node:
         if found.intersection(reads(node)) and not (is_standard(node) and node.op_type in ("Shape", "Size")):
@@ -101,14 +101,14 @@ def _may_both_run(node: onnx.NodeProto, kinds: Kinds, weights: Mapping[str, Arra
 
 
 def _value_decides(nodes: Sequence[onnx.NodeProto], constants: Collection[str]) -> bool:
-    """Whether a shape follows from a value that is not known."""
+    """Return True if a shape depends on a value that is no constant."""
     written = {*constants, "", *(node.output[0] for node in nodes if node.op_type == "Constant")}
     return any(name not in written for node in nodes for i in BY_VALUE.get(node.op_type, ())
                for name in node.input[i:i + 1])
 
 
 def _shape(kind: onnx.TypeProto | None) -> tuple[int, ...] | None:
-    """Of a tensor whose extents are numbers."""
+    """Return the shape of a tensor whose extents are all numbers, else None."""
     if kind is None or not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
         return None
     extents = kind.tensor_type.shape.dim
@@ -120,7 +120,7 @@ def _floating(kind: onnx.TypeProto | None) -> bool:
 
 
 def _alike(yes: onnx.TypeProto | None, no: onnx.TypeProto | None, least_rank: int) -> bool:
-    """Whether a Where on a condition of so many axes has the shape of both."""
+    """Return True if both types are equal and a Where with a condition of rank `least_rank` keeps their shape."""
     shape = _shape(yes)
     return (yes is not None and no is not None and shape is not None and shape == _shape(no)
             and yes.tensor_type.elem_type == no.tensor_type.elem_type and len(shape) >= least_rank)

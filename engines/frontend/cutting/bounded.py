@@ -1,4 +1,4 @@
-"""What data select is computed in a segment, as far as it may be; the host takes what there is.
+"""Compute data-dependent selections in a segment with an upper bound, of which the host takes the valid rows.
 
     NonMaxSuppression -> chosen     ->      BoundedNonMaxSuppression -> every, count; FirstRows(every, count) -> chosen
 """
@@ -13,7 +13,7 @@ from engines.frontend.operators.contrib.bounded import DOMAIN
 
 
 def bound_selections(model: onnx.ModelProto) -> list[str]:
-    """Rewrite a model in which no two tensors have one name; the tensors that the host is to take out of others."""
+    """Rewrite a model with unique tensor names; return the results of the FirstRows nodes, which the host runs."""
     made = _rewrite(model.graph)
     if made:
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))

@@ -1,4 +1,4 @@
-"""Classifiers of classes that have names: a segment tells the place of the class, the host its name.
+"""Split classifiers of named classes: a segment computes the index of the class, the host looks up its name.
 
     label = Classifier(x; names)        ->      label = Gather(names, Classifier(x; 0, 1, ...))
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 import onnx
 from onnx import helper
 
-from engines.frontend.branches import made_in
+from engines.frontend.branches import defined_in
 from engines.frontend.cutting.facts import reads
 
 _NUMBERS = {"LinearClassifier": "classlabels_ints", "SVMClassifier": "classlabels_ints",
@@ -15,10 +15,10 @@ _NUMBERS = {"LinearClassifier": "classlabels_ints", "SVMClassifier": "classlabel
 _NAMES = "classlabels_strings"
 
 
-def tell_places(graph: onnx.GraphProto) -> None:
-    """Changes the graph: its classifiers tell places, which Gathers behind them read."""
+def output_class_indices(graph: onnx.GraphProto) -> None:
+    """Let the graph's classifiers output indices, followed by Gathers of the class names. Changes the graph."""
     nodes = list(graph.node)
-    taken = {*made_in(graph), *(name for node in nodes for name in reads(node))}
+    taken = {*defined_in(graph), *(name for node in nodes for name in reads(node))}
     del graph.node[:]
     for node in nodes:
         graph.node.append(node)
@@ -36,7 +36,7 @@ def tell_places(graph: onnx.GraphProto) -> None:
 
 
 def _free(name: str, taken: set[str]) -> str:
-    """The name, or one that nothing has."""
+    """Reserve and return the name, with apostrophes appended while it is taken."""
     while name in taken:
         name += "'"
     taken.add(name)

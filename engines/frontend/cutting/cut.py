@@ -1,15 +1,15 @@
-"""An ONNX model as a program: segments, which are compiled, between what the host evaluates.
+"""Partition an ONNX model into a program: segments, which are compiled, and nodes that the host evaluates.
 
-Nodes have a *phase*. A node stands in the phase of the latest of what it reads, so that the nodes of one phase make one
-segment; behind what the host makes, and where it must know by value what its own phase computes, the next one begins:
+Nodes have a *phase*, the latest one of their inputs, and the nodes of one phase are one segment. The next phase begins
+after a node of the host, and at a node that needs the value of a tensor of its own phase:
 
     phase 0   segment   x -> Conv -> ReduceSum -> n, scores
               host      scores -> NonZero -> where
     phase 1   segment   where, n -> Gather, Range(n) -> ...
 
-Not every value that shapes follow from needs a cut. What follows from extents is known when a segment is specialised;
-and small values may be deciding inputs of it. In the body of a Loop the latter would mean a specialisation for every
-step, so that the host runs a node there that needs one.
+Not every value that shapes depend on needs a cut. Values that follow from extents are known when a segment is
+specialised, and small values may be its deciding inputs. In the body of a Loop these would need a specialisation for
+every step, so there the host runs the node instead.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onnx import helper
 
 from engines.frontend.cutting.ahead import make_ahead
 from engines.frontend.cutting.bounded import bound_selections
-from engines.frontend.cutting.classes import tell_places
+from engines.frontend.cutting.classes import output_class_indices
 from engines.frontend.cutting.facts import (
     BY_VALUE,
     CONTROL,
@@ -49,12 +49,12 @@ from engines.ops.fallback import RANDOM, as_onnx
 from engines.plan.plan import IoTensor, SegmentPart
 from engines.plan.program import Instruction, Kind, Region, Text
 
-_HOST = -2          # as a phase: no segment can have the node
+_HOST = -2          # the phase of nodes that only the host can run
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A program without its options. Weights and texts: constants, by name."""
+class Partition:
+    """Program without its options. `weights` and `texts` are the numeric and string constants by name."""
     main: Region
     segments: tuple[SegmentPart, ...]
     weights: dict[str, Array]
@@ -62,28 +62,48 @@ class Cut:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is but one segment: the model is a graph like any other."""
+        """True if the program is a single segment, so that the model can be one graph."""
         return not self.main.instructions or len(self.main.instructions) == 1 and not self.main.instructions[0].op
 
 
-def cut(source: OnnxModel, by_host: Collection[str] = (), bounded: bool = True) -> Cut:
-    """The program of a model. by_host: nodes, by their first output, that no segment can have. bounded: segments
-    compute what data select, as far as it may be."""
+def cut(source: OnnxModel, by_host: Collection[str] = (), bounded: bool = True) -> Partition:
+    """Partition a model.
+
+    Parameters
+    ----------
+    source : OnnxModel
+        The model, which is not changed.
+    by_host : collection of str
+        The first outputs of nodes that only the host can run.
+    bounded : bool
+        Let segments compute data-dependent selections with an upper bound (bounded.py).
+    """
     model = in_one_scope(source.proto, source.weights)
     read_from_around(model.graph)
-    tell_places(model.graph)
+    output_class_indices(model.graph)
     make_ahead(model, source.weights)
-    cutter = _Cutter(source, model, frozenset([*by_host, *(bound_selections(model) if bounded else ())]))
+    cutter = _Partitioner(source, model, frozenset([*by_host, *(bound_selections(model) if bounded else ())]))
     inputs = tuple(value.name for value in model.graph.input if value.name not in source.weights)
-    main = cutter.region(model.graph, inputs, {name: _Value(-1, False, False, True) for name in inputs}, loop=False)
+    main = cutter.region(model.graph, inputs, {name: _Fact(-1, False, False, True) for name in inputs}, loop=False)
     texts = {name: _text(array) for name, array in cutter.texts.items()}
-    return Cut(main, tuple(cutter.segments), cutter.weights, texts)
+    return Partition(main, tuple(cutter.segments), cutter.weights, texts)
 
 
 @dataclass(frozen=True)
-class _Value:
-    """phase: in which it is made, by the segment or by the host; -1: it is there before. known: it follows from
-    extents. easy: from these and from small values that are there before its phase, or it may be such a value."""
+class _Fact:
+    """Facts about a tensor.
+
+    Attributes
+    ----------
+    phase : int
+        The phase that computes it; -1 for inputs.
+    by_segment : bool
+        Whether the segment computes it, or the host.
+    known : bool
+        Whether its value follows from extents.
+    easy : bool
+        Whether its value follows from extents and deciding inputs, or it can be a deciding input.
+    """
     phase: int
     by_segment: bool
     known: bool
@@ -91,15 +111,15 @@ class _Value:
 
     @property
     def ready(self) -> int:
-        """The first phase whose segment may read it."""
+        """The first phase whose segment can read it."""
         return self.phase if self.by_segment else self.phase + 1
 
 
-_Values = MutableMapping[str, _Value]
+_Facts = MutableMapping[str, _Fact]
 
 
 @dataclass
-class _Cutter:
+class _Partitioner:
     source: OnnxModel
     model: onnx.ModelProto
     by_host: frozenset[str]
@@ -113,8 +133,8 @@ class _Cutter:
         self.weights = {name: array for name, array in self.source.weights.items() if array.dtype.kind not in "OUS"}
         self.texts = {name: array for name, array in self.source.weights.items() if name not in self.weights}
 
-    def region(self, graph: onnx.GraphProto, inputs: Sequence[str], values: _Values, loop: bool) -> Region:
-        """values: of what it may read. loop: it is run many times, with other values each."""
+    def region(self, graph: onnx.GraphProto, inputs: Sequence[str], values: _Facts, loop: bool) -> Region:
+        """Partition a graph. `values`: facts about the tensors it may read; `loop`: it runs many times."""
         walk = _Walk(self, values, loop)
         for tensor in graph.initializer:
             self._constant(tensor.name, array_of(self.source.name, tensor))
@@ -124,7 +144,7 @@ class _Cutter:
             if (array := constant_of(self.source.name, node)) is not None:
                 self._constant(node.output[0], array)
                 continue
-            phase = walk.place(node)
+            phase = walk.phase_of(node)
             if phase != _HOST:
                 plain[phase].append(node)
                 continue
@@ -149,7 +169,7 @@ class _Cutter:
             self.weights[name] = array
 
     def _segment(self, nodes: Sequence[onnx.NodeProto], wanted: Collection[str]) -> list[Instruction]:
-        """What runs these nodes; nothing if nobody wants what they make."""
+        """Add a segment of these nodes and return its instruction; [] if none of their outputs is `wanted`."""
         made = dict.fromkeys(name for node in nodes for name in node.output if name)
         outputs = tuple(name for name in made if name in wanted)
         if not outputs:
@@ -165,7 +185,7 @@ class _Cutter:
                                          model.SerializeToString(deterministic=True)))
         return [Instruction("", name, inputs, outputs, len(self.segments) - 1)]
 
-    def _instruction(self, node: onnx.NodeProto, values: dict[str, _Value], loop: bool) -> Instruction:
+    def _instruction(self, node: onnx.NodeProto, values: dict[str, _Fact], loop: bool) -> Instruction:
         name = node.name or next(iter(node.output), node.op_type)
         control = is_standard(node) and node.op_type in CONTROL
         bare = onnx.NodeProto()
@@ -179,31 +199,31 @@ class _Cutter:
         regions = tuple(self._inner(node, graph, values, loop) for graph in _in_order(node)) if control else ()
         return Instruction(node.op_type, name, tuple(node.input), tuple(node.output), node=written, regions=regions)
 
-    def _inner(self, node: onnx.NodeProto, graph: onnx.GraphProto, values: dict[str, _Value], loop: bool) -> Region:
+    def _inner(self, node: onnx.NodeProto, graph: onnx.GraphProto, values: dict[str, _Fact], loop: bool) -> Region:
         repeated = node.op_type != "If"
         keyable = _Walk(self, values, loop).keyable
-        inner: dict[str, _Value] = {name: _Value(-1, False, False, keyable(name)) for name in captured(graph)
+        inner: dict[str, _Fact] = {name: _Fact(-1, False, False, keyable(name)) for name in captured(graph)
                                     if name not in self.weights and name in values}
         inputs = [value.name for value in graph.input]
-        inner.update({name: _Value(-1, False, False, not repeated) for name in inputs})
+        inner.update({name: _Fact(-1, False, False, not repeated) for name in inputs})
         return self.region(graph, inputs, inner, loop or repeated)
 
 
 @dataclass
 class _Walk:
-    """Finds the phases of the nodes of one graph, in order."""
-    cutter: _Cutter
-    values: _Values
+    """Assignment of phases to the nodes of one graph, in order."""
+    cutter: _Partitioner
+    values: _Facts
     loop: bool
 
     def keyable(self, name: str) -> bool:
-        """Whether the value may be a deciding input of a later segment than that which makes it."""
+        """Return True if the value can be a deciding input of a later segment than the one that computes it."""
         value = self.values[name]
         return is_small(self.cutter.kinds.get(name)) and (value.known or value.easy or value.by_segment
                                                           and not self.loop)
 
-    def place(self, node: onnx.NodeProto, floor: int = 0) -> int:
-        """The phase of the segment that has the node, or _HOST."""
+    def phase_of(self, node: onnx.NodeProto, floor: int = 0) -> int:
+        """Return the phase of the segment that runs the node, or _HOST."""
         read = [name for name in reads(node) if name in self.values]
         phase = max((self.values[name].ready for name in read), default=floor)
         phase = max(phase, floor)
@@ -212,7 +232,7 @@ class _Walk:
         if is_standard(node):
             for index in BY_VALUE.get(node.op_type, ()):
                 name = node.input[index] if index < len(node.input) else ""
-                if name in self.values and not self._told(name, phase):
+                if name in self.values and not self._is_available(name, phase):
                     if not self.keyable(name):
                         return _HOST
                     phase = max(phase, self.values[name].phase + 1)
@@ -223,10 +243,10 @@ class _Walk:
         return phase
 
     def by_host(self, node: onnx.NodeProto) -> int:
-        """The phase behind whose segment the host runs the node."""
+        """Return the phase after whose segment the host runs the node."""
         phase = max((self.values[name].phase for name in reads(node) if name in self.values), default=-1)
         for name in filter(None, node.output):
-            self.values[name] = _Value(phase, False, False, not self.loop)
+            self.values[name] = _Fact(phase, False, False, not self.loop)
         return phase
 
     def _only_by_host(self, node: onnx.NodeProto, read: Sequence[str], phase: int) -> bool:
@@ -237,36 +257,36 @@ class _Walk:
         if any(name in self.cutter.texts for name in node.input) or not is_standard(node):
             return any(name in self.cutter.texts for name in node.input)
         if node.op_type in SELECTS:
-            return not all(self.values[name].known and self._told(name, phase) for name in read)
+            return not all(self.values[name].known and self._is_available(name, phase) for name in read)
         if self.loop and node.op_type == "Gather" and phase == 0 and not any(
                 self.values[name].by_segment or self.values[name].easy for name in node.input[1:] if name in read):
-            return True         # one row a step: a segment would take all rows in, to read one
+            return True         # reads one row a step: a segment would load all rows
         return node.op_type in NO_TENSORS or node.op_type in CONTROL and node.op_type != "If"
 
-    def _told(self, name: str, phase: int) -> bool:
-        """Whether a segment of that phase knows the value, or may have it as a deciding input, without a cut."""
+    def _is_available(self, name: str, phase: int) -> bool:
+        """Return True if a segment of this phase knows the value, or can take it as a deciding input, without a cut."""
         value = self.values[name]
         if value.by_segment and value.phase == phase:
             return value.known or value.easy
         return self.keyable(name)
 
     def _is_flat(self, graph: onnx.GraphProto, phase: int) -> bool:
-        """Whether the branch of an If may stand in a segment of that phase whole."""
+        """Return True if all of an If's branch fits a segment of this phase."""
         inner = _Walk(self.cutter, ChainMap({}, self.values), self.loop)
         for tensor in graph.initializer:
             if tensor.data_type == onnx.TensorProto.STRING:
                 return False
-        return all(inner.place(node, phase) == phase for node in graph.node)
+        return all(inner.phase_of(node, phase) == phase for node in graph.node)
 
     def _make(self, node: onnx.NodeProto, read: Iterable[str], phase: int) -> None:
         read = list(read)
         by_shape = is_standard(node) and node.op_type in ("Shape", "Size")
         random = node.op_type in RANDOM
         known = by_shape or not random and all(
-            self.values[name].known and self._told(name, phase) for name in read)
-        easy = not random and all(self._told(name, phase) for name in read)
+            self.values[name].known and self._is_available(name, phase) for name in read)
+        easy = not random and all(self._is_available(name, phase) for name in read)
         for name in filter(None, node.output):
-            self.values[name] = _Value(phase, True, known, known or easy)
+            self.values[name] = _Fact(phase, True, known, known or easy)
 
 
 def _used(instruction: Instruction) -> set[str]:
@@ -274,7 +294,7 @@ def _used(instruction: Instruction) -> set[str]:
 
 
 def _in_order(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    """The graphs of a node: of an If, then and else."""
+    """Return the subgraphs of a node, sorted by attribute, the then branch of an If first."""
     graphs = sorted(((a.name != "then_branch", a.name), a.g) for a in node.attribute if a.HasField("g"))
     return [graph for _, graph in graphs]
 
@@ -295,7 +315,7 @@ def _kind(name: str, kind: onnx.TypeProto | None) -> Kind:
 
 
 def inputs_of(source: OnnxModel, shapes: Mapping[str, Sequence[int | str | None]]) -> tuple[IoTensor, ...]:
-    """The inputs of a program; shapes: that a user gives."""
+    """Return the inputs of a program, with the extents that the user gives in `shapes`."""
     found = []
     for value in source.inputs:
         kind = _kind(value.name, value.type)

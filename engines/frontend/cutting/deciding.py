@@ -1,5 +1,7 @@
-"""Deciding inputs: those whose values shapes or branches follow from. A graph is imported for one set of these values,
-as it is for one set of extents."""
+"""Deciding inputs, on whose values shapes or branches depend.
+
+A graph is imported for one set of these values, as it is for one set of extents.
+"""
 from __future__ import annotations
 
 import math
@@ -11,28 +13,27 @@ from engines.frontend.onnx_file import OnnxModel, array_of
 from engines.ir.dtypes import is_float
 from engines.ir.graph import Array, TensorType
 
-MOST = 64           # elements of an input that may decide
+MOST = 64           # most elements of a deciding input
 MOST_FLOATS = 16
-GUESSES = (1, 0, 2, 16, 224)    # where nothing in the model says what a value may be
+GUESSES = (1, 0, 2, 16, 224)    # values to try if the model compares the input with none
 
 
 def may_decide(kind: TensorType) -> bool:
-    """Whether an input is one number or a few, so that runs will hardly have as many values as there are runs."""
+    """Return True if an input is so small that it can decide, because few different values are to be expected."""
     if kind.dtype.kind in "iub":
         return len(kind.shape) <= 1 or _elements(kind) <= MOST
     return _elements(kind) <= MOST_FLOATS
 
 
 def likely_values(source: OnnxModel, types: Mapping[str, TensorType], names: Sequence[str]) -> Iterator[dict[str, int]]:
-    """A number for all elements of each of these inputs, one set after the other: first those that the model compares
-    the input with."""
+    """Yield sets of one number per input to try, first those that the model compares the input with."""
     choices = {name: list(dict.fromkeys((*_compared(source, name), *GUESSES))) for name in names}
     for index in range(max(map(len, choices.values()), default=0)):
         yield {name: numbers[min(index, len(numbers) - 1)] for name, numbers in choices.items()}
 
 
 def filled(kind: TensorType, shape: Sequence[int], number: int) -> Array:
-    """An input of this number; several integers count on from it, for axes are all different."""
+    """Return an array filled with a number; integers count up from it, since lists of axes have no duplicates."""
     if kind.dtype.kind in "iu":
         return (number + np.arange(math.prod(shape))).reshape(shape).astype(kind.dtype)
     return np.full(shape, bool(number) if kind.dtype.kind == "b" else number, np.float32 if is_float(kind)
@@ -44,7 +45,7 @@ def _elements(kind: TensorType) -> float:
 
 
 def _compared(source: OnnxModel, name: str) -> list[int]:
-    """The constants that an Equal has beside the input."""
+    """Return the scalar constants that Equal nodes compare the input with."""
     nodes = source.proto.graph.node
     constants = {node.output[0]: attribute.t for node in nodes if node.op_type == "Constant"
                  for attribute in node.attribute if attribute.HasField("t")}

@@ -1,5 +1,4 @@
-"""What the cut asks about ONNX nodes: which inputs they need by value, which only the host runs, what they read, what a
-Constant holds."""
+"""Facts about ONNX nodes for the partitioning: inputs needed by value, host operators, tensors read, constants."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -9,12 +8,12 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from engines.frontend.branches import made_in
+from engines.frontend.branches import defined_in
 from engines.frontend.names import graphs_in
 from engines.frontend.onnx_file import array_of
 from engines.ir.graph import Array
 
-# Inputs whose values the importer must know, by operator of the default domain: shapes follow from them.
+# Inputs on whose values output shapes depend, by operator of the default domain: the importer must know them.
 BY_VALUE: Mapping[str, tuple[int, ...]] = {
     "AffineGrid": (1,), "BlackmanWindow": (0,), "CenterCropPad": (1,), "Col2Im": (1, 2), "ConstantOfShape": (0,),
     "CumProd": (1,), "CumSum": (1,), "DFT": (1, 2), "Dropout": (2,), "Expand": (1,), "HammingWindow": (0,),
@@ -24,14 +23,14 @@ BY_VALUE: Mapping[str, tuple[int, ...]] = {
     "ReduceSum": (1,), "ReduceSumSquare": (1,), "Reshape": (1,), "Resize": (1, 2, 3), "STFT": (1, 3),
     "Slice": (1, 2, 3, 4), "Split": (1,), "Squeeze": (1,), "Tile": (1,), "TopK": (1,), "Trilu": (1,),
     "Unsqueeze": (1,), "Upsample": (1,)}
-SELECTS = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})   # only data tell the results' extents
+SELECTS = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})   # extents of results depend on data
 NO_TENSORS = frozenset({        # sequences, optionals, strings
     "ConcatFromSequence", "Optional", "OptionalGetElement", "OptionalHasElement", "RegexFullMatch", "SequenceAt",
     "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength", "SplitToSequence",
     "StringConcat", "StringNormalizer", "StringSplit"})
 CONTROL = frozenset({"If", "Loop", "Scan", "SequenceMap"})
-_SHAPES = 64            # elements that a tensor of extents or axes may have
-Kinds = Mapping[str, onnx.TypeProto]        # of tensors, as far as ONNX infers them
+_SHAPES = 64            # most elements of a tensor of extents or axes
+Kinds = Mapping[str, onnx.TypeProto]        # types of tensors, as far as ONNX infers them
 
 
 def is_standard(node: onnx.NodeProto) -> bool:
@@ -39,34 +38,36 @@ def is_standard(node: onnx.NodeProto) -> bool:
 
 
 def reads(node: onnx.NodeProto) -> list[str]:
-    """The tensors that a node reads, those that graphs in it take from around it among them, each once."""
+    """Return the tensors that a node reads, including those that its subgraphs capture, without duplicates."""
     return list(dict.fromkeys([*filter(None, node.input), *(name for g in graphs_in(node) for name in captured(g))]))
 
 
 def captured(graph: onnx.GraphProto) -> list[str]:
-    """The tensors that a graph takes from around it."""
-    made = made_in(graph)
+    """Return the tensors that a subgraph captures from the graphs around it."""
+    made = defined_in(graph)
     found = [name for node in graph.node for name in reads(node)] + [value.name for value in graph.output]
     return [name for name in dict.fromkeys(found) if name not in made]
 
 
 def may_need_cuts(graph: onnx.GraphProto) -> bool:
-    """Whether there is any node for whose sake a model might be more than one graph."""
+    """Return True if a node, input or output may require a program in place of one graph."""
     return any(is_standard(node) and node.op_type in SELECTS | NO_TENSORS | CONTROL for node in graph.node) or any(
         not value.type.HasField("tensor_type") or value.type.tensor_type.elem_type == onnx.TensorProto.STRING
         for value in (*graph.input, *graph.output) if value.name not in _maps_of(graph))
 
 
 def _maps_of(graph: onnx.GraphProto) -> frozenset[str]:
-    """What ZipMaps make, which is the tensor of the probabilities here: engines/frontend/operators/ml/linear.py."""
+    """Return the outputs of ZipMaps, which become tensors of probabilities (frontend/operators/ml/linear.py)."""
     return frozenset(name for node in graph.node if (node.domain, node.op_type) == ("ai.onnx.ml", "ZipMap")
                      for name in node.output)
 
 
 def kinds_of(model: onnx.ModelProto, weights: Mapping[str, Array]) -> dict[str, onnx.TypeProto]:
-    """What ONNX infers of the tensors of a model and of the graphs in it, whose names are all different. weights: those
-    that are not in the model."""
-    with suppress(Exception):   # it raises many kinds; what it does not infer is taken for any tensor
+    """Return the types that ONNX infers for the tensors of a model and its subgraphs, whose names must be unique.
+
+    `weights` are the initializers, which the model itself lacks.
+    """
+    with suppress(Exception):   # it raises many kinds; tensors without an inferred type are treated as any tensor
         model = onnx.shape_inference.infer_shapes(_with_weights(model, weights))
     found: dict[str, onnx.TypeProto] = {}
 
@@ -83,8 +84,10 @@ def kinds_of(model: onnx.ModelProto, weights: Mapping[str, Array]) -> dict[str, 
 
 
 def _with_weights(model: onnx.ModelProto, weights: Mapping[str, Array]) -> onnx.ModelProto:
-    """A copy that has small weights, which may be shapes, and the types of the others, as of inputs; and those of the
-    strings that operators make of which ONNX knows nothing."""
+    """Return a copy for shape inference, with small weights as initializers and the types of larger ones as inputs.
+
+    It also declares the strings that Tokenizers output, which ONNX does not know.
+    """
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     copy.graph.value_info.extend(helper.make_tensor_value_info(name, onnx.TensorProto.STRING, None)
@@ -100,7 +103,7 @@ def _with_weights(model: onnx.ModelProto, weights: Mapping[str, Array]) -> onnx.
 
 
 def constant_of(model: str, node: onnx.NodeProto) -> Array | None:
-    """The value of a Constant, as far as it is one tensor."""
+    """Return the value of a Constant; None for other nodes and for sparse values."""
     if node.op_type != "Constant" or not is_standard(node) or len(node.attribute) != 1:
         return None
     (attribute,) = node.attribute
@@ -116,12 +119,12 @@ def constant_of(model: str, node: onnx.NodeProto) -> Array | None:
 
 
 def holds_numbers(kind: onnx.TypeProto | None) -> bool:
-    """Whether it is a tensor of numbers, or not known to be something else."""
+    """Return True if a type is a tensor of numbers, or unknown."""
     return kind is None or kind.HasField("tensor_type") and kind.tensor_type.elem_type != onnx.TensorProto.STRING
 
 
 def is_small(kind: onnx.TypeProto | None) -> bool:
-    """Whether its values may be a key: integers of one axis at most, or a few floats."""
+    """Return True if a tensor may be a deciding input: integers of at most one axis, or few elements."""
     if kind is None or not kind.HasField("tensor_type"):
         return kind is None
     tensor = kind.tensor_type

@@ -1,4 +1,4 @@
-"""Which values of a region nobody needs after an instruction."""
+"""Liveness analysis: find the values of a region that an instruction is the last one to use."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -7,7 +7,7 @@ from engines.plan.program import Instruction, Region
 
 
 def with_drops(region: Region) -> Region:
-    """The region with the values that each instruction is the last one to use among its drops."""
+    """Return the region with `drops` of each instruction set to the values that it is the last one to use."""
     needed = {*region.outputs}
     found: list[Instruction] = []
     for instruction in reversed(region.instructions):

@@ -1,4 +1,4 @@
-"""Values that a Loop hands from step to step unchanged are values from around it: exporters carry weights so."""
+"""Remove loop invariants: carried values that a Loop never changes, as exporters pass weights."""
 from __future__ import annotations
 
 import onnx
@@ -10,7 +10,7 @@ from engines.frontend.names import graphs_in
 
 
 def read_from_around(graph: onnx.GraphProto) -> None:
-    """Have the bodies of Loops read what never changes by its name outside; names are all different in the model."""
+    """Let the bodies of Loops read invariants by their outer names, which must be unique in the model."""
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
         if node.op_type == "Loop" and is_standard(node):
@@ -23,7 +23,7 @@ def read_from_around(graph: onnx.GraphProto) -> None:
 
 
 def _without_invariants(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Takes the values that do not change out of a Loop; gives what makes its outputs for them."""
+    """Remove the invariants from a Loop; return the Identity nodes that compute its outputs for them."""
     (body,) = graphs_in(node)
     source = {inner.output[0]: inner.input[0] for inner in body.node if inner.op_type == "Identity"}
     made = []

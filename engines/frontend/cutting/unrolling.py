@@ -1,8 +1,8 @@
-"""Loops and Scans of a few steps, as many as the model itself says: these steps, one after the other.
+"""Unroll Loops and Scans with a small, constant number of steps.
 
     h = Loop(5, h0; h -> tanh(h W + x))     ->      h = tanh(h0 W + x), five times over
 
-What would be a program is then a graph like any other, whose steps fuse, and of which no step passes through Python.
+The model is then one graph in place of a program: steps fuse, and none runs through the host's interpreter.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from engines.frontend.branches import made_in, rename
+from engines.frontend.branches import defined_in, rename
 from engines.frontend.cutting.ahead import make_ahead
 from engines.frontend.cutting.facts import CONTROL, NO_TENSORS, SELECTS, Kinds, constant_of, is_standard, kinds_of
 from engines.frontend.cutting.loops import read_from_around
@@ -25,12 +25,12 @@ from engines.frontend.opsets import opset_of
 from engines.ir.graph import Array
 
 MOST_STEPS = 128
-MOST_NODES = 512        # that a Loop or Scan becomes
-LEAST_OPSET = 13        # since then the axes of Unsqueeze are an input
+MOST_NODES = 512        # most nodes that a Loop or Scan is unrolled to
+LEAST_OPSET = 13        # the first one in which the axes of Unsqueeze are an input
 
 
 def with_steps_unrolled(source: OnnxModel) -> OnnxModel:
-    """The same model without Loops and Scans that are so few nodes; itself, if there are none."""
+    """Return the model with short Loops and Scans unrolled; the model itself if there are none."""
     if not any(is_standard(node) and node.op_type in ("Loop", "Scan") for node in source.proto.graph.node):
         return source
     if opset_of(source.proto) < LEAST_OPSET:
@@ -51,8 +51,10 @@ def with_steps_unrolled(source: OnnxModel) -> OnnxModel:
 
 @dataclass
 class _Repeated:
-    """A Loop or Scan of so many steps. rows: of a Scan, (tensor, axis, whether it begins at the end); stacks: of what
-    is stacked, (axis, whether the first step's is the last)."""
+    """Loop or Scan of a known number of steps.
+
+    `rows` are the scan inputs as (tensor, axis, reversed), `stacks` the scan outputs as (axis, reversed).
+    """
     node: onnx.NodeProto
     body: onnx.GraphProto
     steps: int
@@ -67,10 +69,10 @@ class _Repeated:
         return self.node.op_type == "Loop"
 
     def nodes(self, taken: set[str]) -> list[onnx.NodeProto]:
-        """What it becomes. taken: the names of all tensors, to which it adds its own."""
+        """Return the unrolled nodes. `taken`: the names of all tensors, to which new ones are added."""
         self.taken = taken
         self.made = [helper.make_node("Constant", [], [tensor.name], value=tensor) for tensor in self.body.initializer]
-        own = made_in(self.body) - {tensor.name for tensor in self.body.initializer}
+        own = defined_in(self.body) - {tensor.name for tensor in self.body.initializer}
         stacked: list[list[str]] = [[] for _ in self.stacks]
         for step in range(self.steps):
             names = {name: self._free(f"{step}.{name}") for name in sorted(own)}
@@ -85,7 +87,7 @@ class _Repeated:
         return self.made
 
     def _step(self, step: int, names: dict[str, str]) -> Iterator[str]:
-        """Adds a step; what its outputs are called. names: those of this step, by the body's."""
+        """Add a step and return the names of its outputs. `names` maps the body's tensors to those of this step."""
         head = [self._number(f"{step}.number", np.array(step, np.int64)), self._number(f"{step}.going", np.array(True))]
         rows = [self._row(step, index, *row) for index, row in enumerate(self.rows)]
         names.update(zip((value.name for value in self.body.input),
@@ -119,7 +121,7 @@ class _Repeated:
         return output
 
     def _free(self, name: str) -> str:
-        """A name that no other tensor has, from now on taken."""
+        """Reserve and return a unique name."""
         found = free_name(self._name(name), self.taken)
         self.taken.add(found)
         return found
@@ -129,7 +131,7 @@ class _Repeated:
 
 
 def _repeated(model: str, node: onnx.NodeProto, known: Mapping[str, Array], kinds: Kinds) -> _Repeated | None:
-    """The steps of a Loop or Scan; None: it is none, how many there are is not known, or there are too many."""
+    """Return a Loop or Scan to unroll; None for other nodes, or if its steps are unknown or too many."""
     if not is_standard(node) or node.op_type not in ("Loop", "Scan"):
         return None
     (body,) = graphs_in(node)

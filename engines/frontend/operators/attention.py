@@ -1,11 +1,11 @@
-"""ONNX's Attention, from opset 23 on, written out as products around a softmax:
+"""Lower ONNX's Attention (opset 23 and later) to products around a softmax.
 
     scores = softcap(scale * q k') + mask;  y = softmax(scores) v       softcap(x) = c tanh(x / c)
 
-passes.attention makes one node of them again where its kernel can run them. Here q is [N, heads, S, D], or
-[N, S, heads * D]; where several heads share keys and values, the heads are two axes, [N, shared, each, S, D]. A mask is
-what is added to the scores, or whether a key is seen; a causal one lets query i see keys up to i + the length of the
-past; a window lets it see so many keys to either side of that.
+passes.fusion.attention fuses them again if its kernel can run them. q is [N, heads, S, D] or [N, S, heads * D]; if
+several query heads share keys and values, the heads become two axes, [N, key heads, queries per key head, S, D]. A mask
+is added to the scores, or is a bool per key. With a causal mask query i sees keys up to i + the length of the past; a
+window limits the distance on each side of that key.
 """
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from engines.ir.shapes import fixed
 
 QUERY, KEY, VALUE, MASK, PAST_KEY, PAST_VALUE, LENGTHS = range(7)
 Y, PRESENT_KEY, PRESENT_VALUE, SCORES = range(4)
-RAW, CAPPED, MASKED, WEIGHTS = range(4)         # what the output SCORES is to be
+RAW, CAPPED, MASKED, WEIGHTS = range(4)         # qk_matmul_output_mode: the stage that output SCORES holds
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """How many there are of queries and of keys, and how many queries share keys."""
+    """Numbers of query heads and of key heads."""
     queries: int
     keys: int
 
@@ -95,7 +95,7 @@ def _heads(call: Call, flat: bool) -> _Heads:
 
 
 def _softmax(w: Parts, call: Call, scores: str, axis: int) -> str:
-    """In the precision that the node asks for."""
+    """Add a Softmax in the node's softmax_precision."""
     own, wanted = call.type().dtype, call.attr("softmax_precision")
     precise = dtype_of(wanted) if wanted else own
     if wanted and not is_float(precise):
@@ -110,14 +110,14 @@ def _extent(dim: Dim) -> int:
 
 
 def _split(w: Parts, call: Call, which: int, heads: int) -> str:
-    """[N, S, heads * D] -> [N, heads, S, D]"""
+    """Reshape an input [N, S, heads * D] to [N, heads, S, D]."""
     items, tokens, hidden = call.type(which).shape
     apart = w("Reshape", call.node.inputs[which], shape=(items, tokens, heads, fixed([hidden])[0] // heads))
     return w("Transpose", apart, perm=(0, 2, 1, 3))
 
 
 def _with_past(w: Parts, call: Call, which: int, past: int, heads: _Heads, output: int) -> str:
-    """Keys or values [N, heads, S, D] behind those of the past; the two together are an output, too."""
+    """Return keys or values [N, heads, S, D] after those of the past, which are also an output."""
     name = call.node.inputs[which]
     if len(call.type(which).shape) == 3:
         name = _split(w, call, which, heads.keys)
@@ -127,27 +127,27 @@ def _with_past(w: Parts, call: Call, which: int, past: int, heads: _Heads, outpu
     return name
 
 
-# ---- what is added to the scores
+# ---- masks
 def _masks(w: Parts, call: Call, heads: _Heads, queries: int, seen: int, past: int) -> list[str]:
-    """Each broadcasts to the scores."""
+    """Return the tensors to add to the scores, which broadcast to them."""
     masks = []
     if call.has(MASK):
-        masks.append(_given(w, call, heads, seen))
+        masks.append(_mask_input(w, call, heads, seen))
     left, right = (int(call.attr(f"{side}_window_size", -1)) for side in ("left", "right"))
     if call.attr("is_causal", 0):
         right = 0
     if call.has(LENGTHS):
         masks += _of_lengths(w, call, heads, queries, seen, left, right)
     elif left >= 0 or right >= 0:
-        behind = np.arange(seen) - np.arange(queries)[:, None] - past        # how far a key is behind the query's own
+        behind = np.arange(seen) - np.arange(queries)[:, None] - past        # distance of a key after the query's own
         inside = (left < 0) | (behind >= -left)
         inside &= (right < 0) | (behind <= right)
         masks.append(w.constant(np.where(inside, 0.0, -np.inf).astype(call.type().dtype)))
     return masks
 
 
-def _given(w: Parts, call: Call, heads: _Heads, seen: int) -> str:
-    """The mask that the node is given; of keys that it does not speak of nothing is seen."""
+def _mask_input(w: Parts, call: Call, heads: _Heads, seen: int) -> str:
+    """Return the mask input as a tensor to add; keys beyond its extent are hidden."""
     name, kind = call.node.inputs[MASK], call.type(MASK)
     shape, dtype = kind.shape, call.type().dtype
     if kind.dtype == np.bool_:
@@ -168,7 +168,7 @@ def _where(w: Parts, seen: str, dtype: np.dtype[np.generic]) -> str:
 
 def _of_lengths(w: Parts, call: Call, heads: _Heads, queries: int, seen: int, left: int,
                 right: int) -> list[str]:
-    """Of an item of length n the keys before n are seen; its queries are the last ones before n."""
+    """Return masks for items of different lengths: of length n, keys before n are visible, and queries are the last."""
     items, rank = call.type(LENGTHS).shape[0], 4 if heads.each == 1 else 5
     length = w("Reshape", call.node.inputs[LENGTHS], shape=(items, *(1,) * (rank - 1)))
     column = w.constant(np.arange(seen))

@@ -1,4 +1,4 @@
-"""What works along axes, and what sees a tensor under another shape: axes and targets become attributes."""
+"""Normalise operators along axes and operators that change shapes: axes and target shapes become attributes."""
 from __future__ import annotations
 
 import math
@@ -14,7 +14,7 @@ from engines.ir.graph import Dim, Node
 from engines.ir.shapes import Extent, broadcast, extent, fixed, normal_axis, product, text
 from engines.ops.movement import FAR
 
-BEYOND = 10**9      # items of no batch; what tf2onnx writes for "to the end", where others write INT32_MAX or INT64_MAX
+BEYOND = 10**9      # no batch is as large: tf2onnx's "to the end", where others write INT32_MAX or INT64_MAX
 
 
 @rule("Squeeze", "Unsqueeze")
@@ -44,7 +44,7 @@ def _reduce(call: Call) -> list[Node]:
 
 
 def _of_each(call: Call) -> list[Node]:
-    """A reduction over no axes: what is done to an element before its sum is taken, and to the sum after."""
+    """Return a reduction over no axes, which applies its function to each element by itself."""
     op = {"ReduceL1": "Abs", "ReduceL2": "Abs", "ReduceLogSum": "Log", "ReduceSumSquare": "Mul"}.get(call.node.op)
     x = call.node.inputs[0]
     return [replace(call.node, op=op, inputs=(x, x) if op == "Mul" else (x,), attrs={})] if op else identity(call)
@@ -66,7 +66,7 @@ def _cumulative(call: Call) -> list[Node]:
 @rule("TopK")
 def _top_k(call: Call) -> list[Node]:
     (k,) = (call.ints(1) if call.opset >= 10 else None) or (call.attr("k"),)
-    call.ignore("sorted")       # what is not asked to be sorted may be
+    call.ignore("sorted")       # unsorted results may be sorted
     return call.node_with(1, k=k, axis=normal_axis(call.attr("axis", -1), call.rank), largest=call.attr("largest", 1))
 
 
@@ -80,7 +80,7 @@ def _axis(call: Call) -> list[Node]:
 
 @rule("Scatter", "ScatterElements")
 def _scatter(call: Call) -> list[Node]:
-    """Scatter is its first name."""
+    """Normalise ScatterElements, which was called Scatter at first."""
     axis = normal_axis(call.attr("axis", 0), call.rank)
     return [replace(node, op="ScatterElements") for node in call.node_with(3, axis=axis, **call.keep("reduction"))]
 
@@ -93,7 +93,7 @@ def _trilu(call: Call) -> list[Node]:
 
 @rule("EyeLike")
 def _eye_like(call: Call) -> list[Node]:
-    """A constant, where the matrix has no axis of items."""
+    """Replace an EyeLike of known shape by a constant."""
     shape, number = call.type().shape, call.attr("dtype")
     if any(isinstance(extent, str) for extent in shape) or len(shape) != 2:
         raise Beyond("a matrix with the axis of the items")
@@ -128,7 +128,7 @@ def _is(value: Any, number: int) -> bool:
 
 @rule("Expand")
 def _expand(call: Call) -> list[Node]:
-    """To the shape that comes of it: the target may have fewer axes, or 1 where the input has more."""
+    """Set the resulting shape: the target may have fewer axes, or 1 where the input has more."""
     return call.node_with(1, shape=broadcast(call.type().shape, as_dims(call.value(1))))
 
 
@@ -173,13 +173,13 @@ def _slice(call: Call) -> list[Node]:
         raise GraphError("it cuts at a place that depends on the batch")
     cuts = [(axis, as_int(start), as_int(end), step) for axis, start, end, step in zip(axes, starts, ends, cut_steps,
                                                                                  strict=True)
-            if (start, step) != (0, 1) or end < FAR]        # exporters list the axes that they take whole, too
+            if (start, step) != (0, 1) or end < FAR]        # leaves out axes that are taken whole
     return call.node_with(1, **{name: tuple(cut[i] for cut in cuts)
                                 for i, name in enumerate(("axes", "starts", "ends", "steps"))})
 
 
 def _is_whole(end: int | Extent, size: Dim) -> bool:
-    """Whether it is the end of an axis that depends on the batch: by its extent, or beyond any number of items."""
+    """Return True for the end of an axis that depends on the batch, as its extent or a number beyond any batch."""
     return end == extent(size) if isinstance(end, Extent) else not isinstance(size, int) and end >= BEYOND
 
 

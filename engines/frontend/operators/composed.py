@@ -1,4 +1,4 @@
-"""Operators that ONNX defines by others, written out by those: passes then meet them as any exporter's arithmetic."""
+"""Lower operators that ONNX defines by others to those, so that passes see plain arithmetic."""
 from __future__ import annotations
 
 import math
@@ -15,7 +15,7 @@ from engines.ir.shapes import fixed, normal_axis
 
 @rule("Swish")
 def _swish(call: Call) -> list[Node]:
-    """x * sigmoid(alpha * x)"""
+    """Lower Swish: x * sigmoid(alpha * x)."""
     alpha, x = call.attr("alpha", 1.0), call.node.inputs[0]
     if alpha == 1:
         return call.node_with(1)
@@ -25,7 +25,7 @@ def _swish(call: Call) -> list[Node]:
 
 @rule("SwiGLU")
 def _swiglu(call: Call) -> list[Node]:
-    """swish(a) * b"""
+    """Lower SwiGLU: swish(a) * b."""
     alpha, w, (gate, value) = call.attr("alpha", 1.0), Parts(call), call.node.inputs
     if alpha == 1:
         return w.finish("Mul", w("Swish", gate), value)
@@ -35,7 +35,10 @@ def _swiglu(call: Call) -> list[Node]:
 
 @rule("GroupNormalization")
 def _group_normalization(call: Call) -> list[Node]:
-    """The channels of a group are one line of an instance norm. Before opset 21 scale and bias are per group."""
+    """Lower GroupNormalization to an InstanceNormalization over [N, groups, elements of a group].
+
+    Scale and bias are per group before opset 21, and per channel since.
+    """
     plain_sums(call)
     node, shape, groups = call.node, call.type().shape, int(call.attr("num_groups"))
     dtype, per_group = call.type().dtype, call.opset < 21
@@ -53,7 +56,7 @@ def _group_normalization(call: Call) -> list[Node]:
 
 @rule("MeanVarianceNormalization")
 def _mean_variance(call: Call) -> list[Node]:
-    """(x - mean) / (deviation + 1e-9)"""
+    """Lower MeanVarianceNormalization: (x - mean) / (deviation + 1e-9)."""
     axes = tuple(normal_axis(axis, call.rank) for axis in call.attr("axes", (0, 2, 3)))
     w, x = Parts(call), call.node.inputs[0]
     apart = w("Sub", x, w("ReduceMean", x, axes=axes, keepdims=1))
@@ -63,8 +66,10 @@ def _mean_variance(call: Call) -> list[Node]:
 
 @rule("TensorScatter")
 def _tensor_scatter(call: Call) -> list[Node]:
-    """New elements along an axis of a cache, from a place of each item's own on; circular: from its end on to its
-    start."""
+    """Lower TensorScatter: write new elements along an axis of a cache, from an offset per item on.
+
+    In circular mode indices wrap around at the end of the cache.
+    """
     w, (cache, new, *starts) = Parts(call), call.node.inputs
     axis, mode, shape = normal_axis(call.attr("axis", -2), call.rank), call.attr("mode", "linear"), call.type(1).shape
     (count, extent), ones = fixed([shape[axis], call.type().shape[axis]]), (1,) * call.rank
@@ -78,7 +83,7 @@ def _tensor_scatter(call: Call) -> list[Node]:
 
 @rule("Einsum")
 def _einsum(call: Call) -> list[Node]:
-    """Operands are multiplied from left to right, two at a time; an axis is summed as soon as no other has it."""
+    """Lower Einsum to products from left to right; an axis is summed as soon as no later operand has it."""
     terms, result = _axes_of(call)
     extents = {axis: extent for i, term in enumerate(terms) for axis, extent in zip(term, call.type(i).shape,
                                                                                     strict=True)}
@@ -93,7 +98,7 @@ def _einsum(call: Call) -> list[Node]:
 
 
 def _summed(w: Parts, name: str, term: str, wanted: set[str]) -> tuple[str, str]:
-    """Without the axes that are not wanted."""
+    """Sum over the axes that are not wanted; return the tensor and its remaining axes."""
     lost = tuple(place for place, axis in enumerate(term) if axis not in wanted)
     if lost:
         name = w("ReduceSum", name, axes=lost, keepdims=0)
@@ -102,9 +107,10 @@ def _summed(w: Parts, name: str, term: str, wanted: set[str]) -> tuple[str, str]
 
 def _product(w: Parts, left: tuple[str, str], right: tuple[str, str], wanted: list[str],
              extents: Mapping[str, Dim]) -> tuple[str, str]:
-    """Two operands as Transposes and a product of matrices. Axes are those that
+    """Multiply two operands as stacks of matrices; return the product and its axes.
 
-        both have and the result (items), the left or the right one alone has (rows, columns), the result lacks (summed)
+    Axes are classified as items (in both operands and the result), rows and columns (in the left or the right operand
+    alone), and summed (not in the result).
     """
     items = [axis for axis in wanted if axis in left[1] and axis in right[1]]
     summed = [axis for axis in left[1] if axis not in wanted]
@@ -125,7 +131,7 @@ def _product(w: Parts, left: tuple[str, str], right: tuple[str, str], wanted: li
 
 
 def _axes_of(call: Call) -> tuple[list[str], str]:
-    """A letter for each axis of each operand and of the result; Beyond for what is no sum of products."""
+    """Return the axis letters of each operand and of the result. Raise Beyond for forms that are not supported."""
     equation = call.attr("equation").replace(" ", "")
     written, _, result = equation.partition("->")
     terms = written.split(",")
@@ -135,7 +141,7 @@ def _axes_of(call: Call) -> tuple[list[str], str]:
         raise Beyond(f"'{equation}'")
     if any(len(term) != len(call.type(i).shape) for i, term in enumerate(terms)):
         raise GraphError(f"its equation '{equation}' has not a letter for each axis")
-    if "->" not in equation:        # letters that are there once, in their order
+    if "->" not in equation:        # letters that occur once, in alphabetical order
         result = "".join(sorted(axis for axis in set(written) if written.count(axis) == 1 and axis != ","))
     if len(set(result)) < len(result) or not set(result) <= set(written):
         raise GraphError(f"its equation '{equation}' makes axes that no operand has, or one twice")
@@ -149,7 +155,7 @@ def _axes_of(call: Call) -> tuple[list[str], str]:
 
 @rule("OneHot")
 def _one_hot(call: Call) -> list[Node]:
-    """values[1] where a number along a new axis is the index, values[0] elsewhere; -1 is the last number."""
+    """Lower OneHot: values[1] where the position along a new axis equals the index, else values[0]; -1 is the last."""
     rank = call.rank
     (depth,), axis = call.ints(1) or (0,), normal_axis(call.attr("axis", -1), rank + 1)
     w, values = Parts(call), call.node.inputs[2]
@@ -163,10 +169,10 @@ def _one_hot(call: Call) -> list[Node]:
 
 @rule("RotaryEmbedding")
 def _rotary_embedding(call: Call) -> list[Node]:
-    """Pairs of elements turned by an angle of their position:
+    """Lower RotaryEmbedding, which rotates pairs of elements by an angle that depends on the position.
 
         y1 = cos x1 - sin x2        x1, x2: the halves of the first `rotary_embedding_dim` elements of a head,
-        y2 = sin x1 + cos x2        or, interleaved, its even and odd ones; the rest stays
+        y2 = sin x1 + cos x2        or, interleaved, its even and odd ones; the rest is copied
 
     x is [N, heads, S, D] or [N, S, heads * D]; cos and sin are [N, S, R / 2], or tables with a row for each position.
     """

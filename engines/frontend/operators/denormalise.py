@@ -1,7 +1,7 @@
-"""A canonical node -> ONNX nodes of opset 20: the inverse of normalise.py.
+"""Convert canonical nodes to ONNX nodes of opset 20, the inverse of normalise.py.
 
-A rule takes the node and `constant`, which stores an array as an initialiser and returns its name; it gives the nodes
-as (op, inputs, outputs, attributes).
+A rule takes the node, the types of its inputs, and `constant`, which stores an array as an initializer and returns its
+name. It returns the nodes as (op, inputs, outputs, attributes).
 """
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from engines.ops.recurrent import PARAMETERS, activations
 from engines.ops.reduction import Reduction
 
 OPSET = 20
-# Attributes that ONNX has as inputs, in their order there; `axes` of reductions too.
+# Attributes that are inputs in ONNX, in ONNX's order, as `axes` of reductions are.
 _INPUTS = {"CumSum": ("axis",), "Slice": ("starts", "ends", "axes", "steps"), "Split": ("split",), "Squeeze": ("axes",),
            "Tile": ("repeats",), "Trilu": ("k",), "Unsqueeze": ("axes",)}
-_OF_WINDOWS = {"strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}     # defaults that no schema has
+_OF_WINDOWS = {"strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}     # defaults that schemas lack
 
 Constant = Callable[[str, Array], str]
 Part = tuple[str, Sequence[str], Sequence[str], dict[str, Any]]
@@ -34,7 +34,22 @@ _RULES: dict[str, Rule] = {}
 
 
 def denormalise(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    """What to write for the node; `types` are those of its inputs."""
+    """Return the ONNX nodes for a canonical node.
+
+    Parameters
+    ----------
+    node : Node
+        A canonical node.
+    types : sequence of TensorType or None
+        The types of its inputs; None for an absent one.
+    constant : callable
+        Takes a label and an array, stores the array as an initializer and returns the initializer's name.
+
+    Raises
+    ------
+    ModelError
+        If opset 20 cannot express the node.
+    """
     if node.op in _RULES:
         return _RULES[node.op](node, types, constant)
     if "onnx_domain" not in node.attrs and not defs.has(name_in_onnx(node.op), OPSET):
@@ -51,10 +66,10 @@ def denormalise(node: Node, types: Sequence[TensorType | None], constant: Consta
 
 
 def without_defaults(op: str, attrs: dict[str, Any]) -> dict[str, Any]:
-    """The attributes that say something else than the operator's default.
+    """Return the attributes that differ from the operator's defaults.
 
-    What runtimes put in place of an operator takes its older attributes only: ONNX Runtime's QLinearAveragePool has no
-    dilations, and a model that says they are 1 is refused.
+    Runtimes replace operators by their own, which may lack newer attributes: ONNX Runtime's QLinearAveragePool has no
+    dilations, and refuses a model that sets them to 1.
     """
     if attrs.get("domain"):
         return attrs
@@ -83,7 +98,7 @@ def _rule(*ops: str) -> Callable[[Rule], Rule]:
 
 @_rule("GatherElements")
 def _gather_elements(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    """Repeated indices have the extents that the data have, but for those along the axis."""
+    """Write a GatherElements; broadcast indices are expanded to the data's extents on all axes but `axis`."""
     data, indices = node.inputs
     axis, y = int(node.attrs["axis"]), node.outputs[0]
     if "shape" not in node.attrs:
@@ -97,7 +112,7 @@ def _gather_elements(node: Node, types: Sequence[TensorType | None], constant: C
 
 @_rule("RMSNormalization")
 def _rms_normalization(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    """By its definition: ONNX has the operator from opset 23 on."""
+    """Write an RMSNormalization by its definition, since ONNX has the operator from opset 23 on."""
     (x, scale), y, (kind, _) = node.inputs, node.outputs[0], present(types)
     axes = constant("axes", np.arange(node.attrs["axis"], len(kind.shape)))
     epsilon = constant("epsilon", np.array(node.attrs["epsilon"], kind.dtype))
@@ -108,7 +123,7 @@ def _rms_normalization(node: Node, types: Sequence[TensorType | None], constant:
 
 @_rule("FakeQuantize")
 def _fake_quantize(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    """A Q/DQ pair, of the narrowest type that holds what is stored."""
+    """Write a Q/DQ pair of the integer type whose range is [low, high]."""
     low, high = node.attrs["low"], node.attrs["high"]
     dtype = next(kind for kind in (np.uint8, np.int8, np.uint16, np.int16)
                  if np.iinfo(kind).min == low and np.iinfo(kind).max == high)
@@ -126,7 +141,7 @@ def _top_k(node: Node, types: Sequence[TensorType | None], constant: Constant) -
 
 
 def shuffled_groups(indices: Array) -> int:
-    """The number of groups if a Gather of these indices is a shuffle of channels between them, else 0."""
+    """Return the number of groups if a Gather of these indices is a channel shuffle, else 0."""
     count = indices.size
     groups = count // max(int(indices[1]), 1) if indices.ndim == 1 and count > 1 else 0
     if not 1 < groups < count or count % groups:
@@ -135,8 +150,10 @@ def shuffled_groups(indices: Array) -> int:
 
 
 def channel_shuffle(node: Node, shape: Sequence[Dim], groups: int, constant: Constant) -> list[Part]:
-    """The Gather of x, of this shape, as what runtimes know a shuffle by. OpenVINO 2026.4 computes a convolution behind
-    a Gather of channels wrongly."""
+    """Write a channel shuffle as Reshape, Transpose, Reshape, which runtimes recognise.
+
+    OpenVINO 2026.4 computes a convolution after a Gather of channels wrongly.
+    """
     (x, _), (y,), axis = node.inputs, node.outputs, node.attrs["axis"]
     before, behind = [0] * axis, [-1 if isinstance(d, str) else d for d in shape[axis + 1:]]
     count = extent(shape[axis])
@@ -158,7 +175,7 @@ def _pad(node: Node, types: Sequence[TensorType | None], constant: Constant) -> 
 
 @_rule("Reshape", "Expand")
 def _target(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    """A symbolic extent is what is left over (Reshape), or what the input has (Expand)."""
+    """Write a Reshape or Expand, with -1 (Reshape) or 1 (Expand) for a symbolic extent."""
     shape, stand_in = node.attrs["shape"], -1 if node.op == "Reshape" else 1
     if node.op == "Reshape" and sum(isinstance(d, str) for d in shape) > 1:
         raise ModelError(f"{describe(node)}: two symbolic extents cannot be written to ONNX")
@@ -204,7 +221,7 @@ def _cast(node: Node, types: Sequence[TensorType | None], constant: Constant) ->
 
 @_rule("Clip")
 def _clip(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    """Bounds are inputs; bounds per channel, which Clip does not have, are a Max and a Min."""
+    """Write a Clip, whose bounds are inputs; bounds per channel become a Max and a Min."""
     (kind,) = present(types)
     bounds = {key: constant(key, np.asarray(node.attrs[key], kind.dtype)) if key in node.attrs else ""
               for key in ("min", "max")}
@@ -226,7 +243,10 @@ def _swish(node: Node, types: Sequence[TensorType | None], constant: Constant) -
 
 @_rule("ScaledDotProductAttention")
 def _attention(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    """Its nodes before they were one: opset 20 has no such operator. ("scale" is a quantised tensor's, so "factor".)"""
+    """Write an attention as products and a Softmax, since opset 20 has no such operator.
+
+    The constant is labelled "factor" because quantised tensors use the label "scale".
+    """
     (q, k, v, *mask), (y,), kind = [name for name in node.inputs if name], node.outputs, present(types)[0]
     rank = len(kind.shape)
     turned = (*range(rank - 2), rank - 1, rank - 2)
@@ -251,7 +271,7 @@ def _recurrent(node: Node, types: Sequence[TensorType | None], constant: Constan
 
 @_rule("Recurrence")
 def _recurrence(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
-    """The layer whose input is the gates and whose W is their identity."""
+    """Write a Recurrence as the layer of its cell, with the gates as input and an identity matrix as W."""
     if node.attrs.get("rounds_state"):
         raise ModelError(f"{describe(node)}: ONNX has no layer that rounds its state, so it cannot be written")
     (gates, r, bias, peepholes, lengths, *states), y = (*node.inputs, *("",) * (7 - len(node.inputs))), node.outputs[0]
@@ -289,7 +309,7 @@ def _recurrence(node: Node, types: Sequence[TensorType | None], constant: Consta
 
 
 def _recurrent_attributes(node: Node, op: str, hidden: int) -> dict[str, Any]:
-    """Parameters are said for those functions that have them."""
+    """Return the attributes of a recurrent layer; alpha and beta only for activations that have them."""
     chosen = activations(node)
     attrs: dict[str, Any] = {"hidden_size": hidden, "direction": node.attrs["direction"],
                              "activations": [name for name, _, _ in chosen]}

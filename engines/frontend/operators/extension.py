@@ -1,13 +1,12 @@
-"""Operators that are not of ONNX's default domain, written out as nodes that are: a rule for each.
+"""Registry of rules that lower operators outside ONNX's default domain to operators of that domain.
 
     @extension("com.microsoft", "FusedMatMul", "A:T B:T", "alpha=1.0 transA=0 transB=0")
     def _fused_matmul(call: Call) -> list[Node]: ...
 
-A rule gives nodes as a file of opset STANDARD would have them (axes and shapes are inputs), and the import takes each
-as it takes a file's; a node of an operator that ONNX does not have is canonical as it is. Where the onnx package has no
-schema, the two texts are one. Inputs: name:variable, with a ? if it may be left out and ... if it stands for several;
-inputs of one variable have one type. Attributes: name=default, or name:kind where there is none, with a ! if it must be
-given.
+A rule returns nodes in the form of opset STANDARD (axes and shapes are inputs), which the importer normalises like
+those of a file; nodes of operators that ONNX lacks are canonical already. The two strings are the schema of an operator
+that the onnx package does not know. Inputs: name:variable, with a ? if optional and ... if variadic; inputs of one
+variable have one type. Attributes: name=default, or name:kind without a default, with a ! if required.
 """
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from engines.frontend.operators.parts import Parts
 from engines.ir.counted import as_int, is_counted
 from engines.ir.graph import Dim
 
-STANDARD = 24           # the newest opset of the oldest onnx package that is supported
+STANDARD = 24           # the newest opset of the oldest supported onnx package
 
 _EIGHT_BITS = ("tensor(uint8)", "tensor(int8)")
 _FLOATS = ("tensor(float)", "tensor(float16)", "tensor(double)", "tensor(bfloat16)")
-# What a variable, which is a letter and perhaps a number, may be.
+# Types of a variable, which is a letter and perhaps a number, by the letter.
 _TYPES: Mapping[str, tuple[str, ...]] = {
     "T": _FLOATS, "F": _FLOATS[:1], "Q": _EIGHT_BITS, "I": ("tensor(int32)",), "L": ("tensor(int64)",),
     "B": ("tensor(bool)",), "S": ("tensor(string)",), "N": ("tensor(int32)", "tensor(int64)"),
@@ -36,8 +35,8 @@ _TYPES: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Input:
-    """As a signature has it."""
+class SignatureInput:
+    """Input of a signature."""
     name: str
     variable: str
     types: tuple[str, ...]
@@ -46,8 +45,8 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Attribute:
-    """As a signature has it. kind: int, float, string, ints, floats or strings; default None: there is none."""
+class SignatureAttribute:
+    """Attribute of a signature. `kind`: int, float, string, ints, floats or strings; `default` may be None."""
     name: str
     kind: str
     default: int | float | str | None
@@ -56,15 +55,15 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a node may be: for operators of which the onnx package knows nothing."""
-    inputs: Sequence[Input]
-    attributes: Sequence[Attribute]
+    """Schema of an operator that the onnx package does not know."""
+    inputs: Sequence[SignatureInput]
+    attributes: Sequence[SignatureAttribute]
     outputs: int                        # the most
 
 
 _rules: dict[tuple[str, str], Rule] = {}
 _signatures: dict[tuple[str, str], Signature] = {}
-EXTENSIONS: Mapping[tuple[str, str], Rule] = MappingProxyType(_rules)               # by domain and operator
+EXTENSIONS: Mapping[tuple[str, str], Rule] = MappingProxyType(_rules)               # by (domain, operator)
 SIGNATURES: Mapping[tuple[str, str], Signature] = MappingProxyType(_signatures)
 
 
@@ -80,34 +79,34 @@ def extension(domain: str, op: str, inputs: str = "", attributes: str = "",
 
 
 def contrib(op: str, inputs: str, attributes: str = "", outputs: int = 1) -> Callable[[Rule], Rule]:
-    """One of ONNX Runtime's own operators."""
+    """Register the rule of an ONNX Runtime contrib operator (com.microsoft)."""
     return extension("com.microsoft", op, inputs, attributes, outputs)
 
 
 def ml(op: str) -> Callable[[Rule], Rule]:
-    """One of ONNX's operators of classical machine learning."""
+    """Register the rule of an operator of ONNX's ai.onnx.ml domain."""
     return extension("ai.onnx.ml", op)
 
 
-def _input(text: str) -> Input:
+def _input(text: str) -> SignatureInput:
     name, variable, mark = re.fullmatch(r"(\w+):(\w+)(\?|\.\.\.|)", text).groups()  # type: ignore[union-attr]  # ours
-    return Input(name, variable, _TYPES[variable[0]], mark == "?", mark == "...")
+    return SignatureInput(name, variable, _TYPES[variable[0]], mark == "?", mark == "...")
 
 
-def _attribute(text: str) -> Attribute:
+def _attribute(text: str) -> SignatureAttribute:
     if ":" in text:
         name, _, kind = text.rstrip("!").partition(":")
-        return Attribute(name, kind, None, text.endswith("!"))
+        return SignatureAttribute(name, kind, None, text.endswith("!"))
     name, _, value = text.partition("=")
     if re.fullmatch(r"-?\d+", value):
-        return Attribute(name, "int", int(value), False)
+        return SignatureAttribute(name, "int", int(value), False)
     if re.fullmatch(r"-?\d.*", value):
-        return Attribute(name, "float", float(np.float32(value)), False)    # as files have it
-    return Attribute(name, "string", value, False)
+        return SignatureAttribute(name, "float", float(np.float32(value)), False)    # float32, as in files
+    return SignatureAttribute(name, "string", value, False)
 
 
 class StandardParts(Parts):
-    """Parts, with what standard nodes take as constant inputs."""
+    """Parts with helpers for constant inputs of standard nodes."""
 
     def number(self, value: float, dtype: np.dtype[np.generic]) -> str:
         return self.constant(np.array(value, dtype))
@@ -116,12 +115,12 @@ class StandardParts(Parts):
         return self.constant(np.array(values, object if is_counted(values) else np.int64))
 
     def reshape(self, x: str, *target: Dim) -> str:
-        """`target` as Reshape takes it: 0 for an extent that stays, one -1."""
+        """Add a Reshape; in `target`, 0 keeps an extent and one -1 is inferred."""
         return self("Reshape", x, self.ints(*map(as_int, target)))
 
     def cut(self, x: str, axis: int, start: int, end: int) -> str:
         return self("Slice", x, *(self.ints(number) for number in (start, end, axis)))
 
     def plus(self, x: str, call: Call, index: int) -> str:
-        """x and an input of the call, if it has that."""
+        """Return the sum of x and an input of the call, or x if the call lacks the input."""
         return self("Add", x, call.node.inputs[index]) if call.has(index) else x

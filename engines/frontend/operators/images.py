@@ -1,4 +1,4 @@
-"""Convolutions, pools and resizing: pads, strides and extents that follow from shapes are resolved."""
+"""Normalise convolutions, pools and resizing: pads, strides and extents that depend on shapes are resolved."""
 from __future__ import annotations
 
 import math
@@ -50,7 +50,7 @@ def _pool(call: Call) -> list[Node]:
 
 @rule("MaxUnpool")
 def _unpool(call: Call) -> list[Node]:
-    """The indices are places in the flattened result, which an output_shape enlarges by zeros behind every axis."""
+    """Lower MaxUnpool: indices point into the flattened result, which output_shape pads with zeros at the ends."""
     shape, kernel = call.type().shape, tuple(call.attr("kernel_shape"))
     if BATCH in shape:
         raise Beyond("its indices count through all items")
@@ -67,7 +67,7 @@ def _unpool(call: Call) -> list[Node]:
 
 
 def _steps(call: Call, rank: int) -> dict[str, Any]:
-    """strides, dilations and pads, one or two numbers for each axis behind batch and channels."""
+    """Return strides, dilations and pads of a window with `rank` spatial axes. Raise GraphError if they do not fit."""
     if rank + 2 != call.rank or rank < 1:
         raise GraphError(f"its window has {rank} axes, its input {call.rank}: two more, with batch and channels, it "
                          "should have")
@@ -80,7 +80,7 @@ def _steps(call: Call, rank: int) -> dict[str, Any]:
 
 
 def _same_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any]) -> tuple[int, ...] | None:
-    """The pads that auto_pad stands for: outputs are ceil(size / stride), the odd pixel of padding at one end."""
+    """Return the pads of auto_pad: outputs are ceil(size / stride), an odd pixel goes to one end; None for NOTSET."""
     mode = call.attr("auto_pad", "NOTSET")
     if mode == "NOTSET":
         return None
@@ -93,14 +93,14 @@ def _same_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any]) -> tu
 
 
 def _ends(totals: Iterable[int], upper: bool) -> tuple[int, ...]:
-    """Padding divided between the beginning and the end of each axis; the end gets the odd pixel if `upper`."""
+    """Divide the padding between begin and end of each axis; the end gets an odd pixel if `upper`."""
     small, large = zip(*((total // 2, total - total // 2) for total in totals), strict=True)
     return (*small, *large) if upper else (*large, *small)
 
 
 def _transposed_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any],
                      extra: tuple[int, ...]) -> tuple[int, ...]:
-    """ConvTranspose's pads follow from a wanted output_shape, or from auto_pad's size * stride."""
+    """Return the pads of a ConvTranspose for its output_shape, or for size * stride with auto_pad."""
     mode, wanted = call.attr("auto_pad", "NOTSET"), call.attr("output_shape")
     if wanted is None and mode in ("NOTSET", "VALID"):
         return tuple(attrs["pads"])
@@ -113,9 +113,11 @@ def _transposed_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any],
 
 
 def _with_one_window(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:
-    """More padding at the end of an axis that is shorter than the window, by less than a stride: it has one window, as
-    the quotient of the output's extent is rounded towards zero (convPoolShapeInference of onnx). Not where an
-    AveragePool counts its padding, but not this one, as from opset 19 on."""
+    """Return pads for axes that are shorter than the window by less than a stride, which have one window.
+
+    onnx's shape inference (convPoolShapeInference) rounds the quotient towards zero. Returns {} if there are no such
+    axes, and for an AveragePool of opset 19 or later that counts its padding, since this padding does not count.
+    """
     sizes = call.type().shape[2:]
     window = Window.of(replace(call.node, attrs=attrs), len(sizes))
     befores, ends = zip(*window.pads, strict=True)
@@ -128,7 +130,7 @@ def _with_one_window(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_ceil(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:
-    """ceil_mode as more padding at the end; not where an AveragePool counts its padding, but not this one."""
+    """Replace ceil_mode by padding at the ends, except in an AveragePool that counts its own padding."""
     if attrs.get("count_include_pad"):
         return {"ceil_mode": 1}
     sizes = fixed(call.type().shape[2:])
@@ -141,7 +143,7 @@ def _without_ceil(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:
 
 @rule("AffineGrid")
 def _affine_grid(call: Call) -> list[Node]:
-    """The places of an image's pixels, from -1 to 1 and the last axis first, with a 1 behind, times theta's rows."""
+    """Lower AffineGrid: homogeneous pixel coordinates in [-1, 1], last axis first, times theta transposed."""
     size, corners = as_dims(call.value(1)), call.attr("align_corners", 0)
     sizes = fixed(size[2:])
     along = [np.linspace(-1, 1, n) if n > 1 else np.zeros(1) for n in sizes]
@@ -163,7 +165,7 @@ def _global_lp_pool(call: Call) -> list[Node]:
 
 @rule("CenterCropPad")
 def _center_crop_pad(call: Call) -> list[Node]:
-    """What an axis has too much is cut off, what it lacks is zeros: on both sides, of an odd number more at the end."""
+    """Lower CenterCropPad to a Slice and a Pad with zeros on both sides; an odd element of padding goes to the end."""
     axes = [normal_axis(axis, call.rank) for axis in call.attr("axes") or range(call.rank)]
     extents, wanted = fixed(call.type().shape[axis] for axis in axes), call.ints(1) or ()
     if len(wanted) != len(axes):
@@ -182,7 +184,7 @@ def _center_crop_pad(call: Call) -> list[Node]:
 
 @rule("Col2Im")
 def _col2im(call: Call) -> list[Node]:
-    """Its columns, with an axis for each of the image's."""
+    """Normalise Col2Im: the columns get one axis per image axis."""
     image, kernel = call.ints(1), call.ints(2)
     if image is None or kernel is None or len(image) != len(kernel):
         raise GraphError("its image_shape and its block_shape have not the same number of axes")
@@ -196,7 +198,7 @@ def _col2im(call: Call) -> list[Node]:
 
 @rule("DeformConv")
 def _deformed(call: Call) -> list[Node]:
-    """A product with what samples of the image at a place of its own for each tap and output put into columns."""
+    """Lower DeformConv: GridSample gathers the taps of each output into columns, which the weights multiply."""
     w, window, outputs = Parts(call), *_deformed_window(call)
     node, (items, channels, *sizes), dtype = call.node, call.type().shape, call.type().dtype
     groups, parts, rank = int(call.attr("group", 1)), int(call.attr("offset_group", 1)), len(sizes)
@@ -238,7 +240,7 @@ def _deformed(call: Call) -> list[Node]:
 
 
 def _deformed_window(call: Call) -> tuple[Window, tuple[int, ...]]:
-    """The window, and the extents of the result."""
+    """Return the window and the spatial extents of the result."""
     kernel = fixed(call.type(1).shape[2:])
     if tuple(call.attr("kernel_shape") or kernel) != kernel:
         raise GraphError(f"kernel_shape is {call.attr('kernel_shape')}, but the weights have {kernel}")
@@ -248,7 +250,7 @@ def _deformed_window(call: Call) -> tuple[Window, tuple[int, ...]]:
 
 @rule("GridSample")
 def _grid_sample(call: Call) -> list[Node]:
-    """Before opset 20 its modes have the names that they have for two axes."""
+    """Normalise the modes of GridSample, which have other names before opset 20."""
     known = ({"linear": "linear", "nearest": "nearest", "cubic": "cubic"} if call.opset >= 20 else
              {"bilinear": "linear", "nearest": "nearest", "bicubic": "cubic"})
     if (mode := call.attr("mode", next(iter(known)))) not in known:
@@ -317,7 +319,7 @@ def _without_modes(call: Call, attrs: dict[str, Any]) -> list[Node]:
 
 
 def _kept_ratio(call: Call, sizes: list[Any], axes: list[int]) -> tuple[float | None, list[Any]]:
-    """`sizes` as limits that an image must not exceed, or must reach, by one scale for all axes; None: as they are."""
+    """Return (scale, sizes) by keep_aspect_ratio_policy: one scale for all axes, or None to use the sizes directly."""
     policy = call.attr("keep_aspect_ratio_policy", "stretch")
     if policy == "stretch":
         return None, sizes

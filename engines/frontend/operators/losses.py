@@ -1,9 +1,9 @@
-"""Losses of classification, written out: evaluation models end in them.
+"""Lower classification losses, the last nodes of evaluation models.
 
     nll(x, t)[n, d...] = -x[n, t[n, d...], d...] * weight[t[n, d...]]           0 where t is ignore_index
     cross entropy(x, t) = nll(log softmax(x), t)
 
-A mean is one over what counts: the sum over the sum of the weights, which are 0 where the target is ignored.
+A mean is weighted: the sum of losses over the sum of weights, which are 0 where the target is ignored.
 """
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Every ONNX form of a node -> the one canonical form that engines.ops defines.
+"""Normalise the forms of a node in all opsets to the canonical form that engines.ops defines.
 
-What an opset passes as a small constant input (axes, pads, sizes, bounds) becomes an attribute; what depends on shapes
-(auto_pad, -1 and 0 in targets, equal splits) is resolved; operators that are others in disguise (Dropout, Upsample,
-Sum, CastLike, ...) are replaced. A rule takes a Call and returns the nodes that stand for it; an operator without a
-rule is canonical as it is.
+Small constant inputs (axes, pads, sizes, bounds) become attributes; values that depend on shapes (auto_pad, -1 and 0 in
+target shapes, equal splits) are resolved; operators that others express (Dropout, Upsample, Sum, CastLike, ...) are
+replaced. A rule takes a Call and returns the nodes that replace it; an operator without a rule is canonical already.
 """
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ from engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
 
 @dataclass(frozen=True)
 class Call:
-    """A node as the file has it, in an opset, on inputs of which this much is known."""
+    """Node of a file with its opset, and the types and known values of its inputs."""
     node: Node
     opset: int
     types: Sequence[TensorType | None]
     values: Sequence[Array | None]
-    read: set[str] = field(default_factory=set)     # the attributes that the rule asked for
-    notices: list[str] = field(default_factory=list)    # what the user should know, by the rule
+    read: set[str] = field(default_factory=set)     # attributes that the rule read
+    notices: list[str] = field(default_factory=list)    # notices of the rule for the user
 
     def has(self, index: int) -> bool:
         return index < len(self.node.inputs) and bool(self.node.inputs[index])
@@ -48,7 +47,10 @@ class Call:
         return len(self.type().shape)
 
     def value(self, index: int) -> list[Any] | None:
-        """The elements of an input that must be known before run time (ints, floats or Extents); None if absent."""
+        """Return the elements of an input (ints, floats or Extents); None if it is absent.
+
+        Raise UnknownTensorError if they are not known at import.
+        """
         if not self.has(index):
             return None
         array = self.values[index]
@@ -58,21 +60,21 @@ class Call:
         return list(np.ravel(array).tolist())
 
     def ints(self, index: int) -> tuple[int, ...] | None:
-        """The same, as ints that do not depend on the batch."""
+        """Return the elements of an input as ints. Raise GraphError if one depends on the batch."""
         found = self.value(index)
         if found is not None and any(isinstance(v, Extent) for v in found):
             raise GraphError(f"input '{self.node.inputs[index]}' depends on the batch")
         return None if found is None else tuple(map(as_int, found))
 
     def option(self, name: str, index: int, since: int) -> tuple[int, ...] | None:
-        """Integers that are an attribute before opset `since` and an input from then on."""
+        """Return integers that are an attribute before opset `since` and input `index` from then on."""
         if self.opset >= since:
             return self.ints(index)
         found = self.attr(name)
         return None if found is None else tuple(found)
 
     def node_with(self, inputs: int = 1, **attrs: Any) -> list[Node]:
-        """The node with its first `inputs` inputs and these attributes only; None leaves one out."""
+        """Return the node with its first `inputs` inputs and these attributes only, except those of value None."""
         return [replace(self.node, inputs=self.node.inputs[:inputs],
                         attrs={k: v for k, v in attrs.items() if v is not None})]
 
@@ -81,27 +83,27 @@ class Call:
         return self.node.attrs.get(name, default)
 
     def keep(self, *names: str) -> dict[str, Any]:
-        """Those of the node's attributes."""
+        """Return the attributes with these names that the node has, and mark them as read."""
         self.read.update(names)
         return {name: self.node.attrs[name] for name in names if name in self.node.attrs}
 
     def ignore(self, *names: str) -> None:
-        """Attributes that change nothing here; the rule says why."""
+        """Mark attributes as read that do not matter here; the rule says why."""
         self.read.update(names)
 
     @property
     def unread(self) -> list[str]:
-        """Attributes that nobody has asked for, so far: what the node means would be lost without them."""
+        """Attributes that the rule has not read, which a canonical form without them would lose."""
         return sorted(set(self.node.attrs) - self.read)
 
 
 class Beyond(Exception):
-    """Why a node that is right has no canonical form: it is left as ONNX has it, for the onnx package to evaluate."""
+    """Raised, with the reason, for a valid node without a canonical form; the onnx package evaluates it."""
 
 
 Rule = Callable[[Call], list[Node]]
 RULES: dict[str, Rule] = {}
-OLDER: dict[str, tuple[int, Rule]] = {}         # the rule of opsets before that one, where it is another
+OLDER: dict[str, tuple[int, Rule]] = {}         # operator -> (opset, rule of earlier opsets)
 
 
 def rule(*ops: str) -> Callable[[Rule], Rule]:
@@ -112,8 +114,16 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 
 
 def normalise(call: Call) -> list[Node]:
-    """The canonical nodes. Raises GraphError: what the rule needs to know is not known, or makes no sense; Beyond."""
-    call.ignore("consumed_inputs")      # before opset 6: whose memory the result may take
+    """Return the canonical nodes of a call.
+
+    Raises
+    ------
+    GraphError
+        If a value that the rule needs is unknown, or an attribute or input is invalid.
+    Beyond
+        If the node is valid but has no canonical form.
+    """
+    call.ignore("consumed_inputs")      # before opset 6: inputs whose memory may be reused
     before, older = OLDER.get(call.node.op, (0, _as_it_is))
     return older(call) if call.opset < before else RULES.get(call.node.op, _as_it_is)(call)
 
@@ -162,7 +172,7 @@ def _clip(call: Call) -> list[Node]:
 
 
 def _chain(node: Node, links: Sequence[tuple[str, str, str]]) -> list[Node]:
-    """Binary nodes (op, second input, label), each of which reads what the one before makes; the first reads x."""
+    """Return a chain of binary nodes (op, second input, label), the first of which reads the node's first input."""
     (y,) = node.outputs
     made = [*(f"{y}.{label}" for _, _, label in links[:-1]), y]
     return [replace(node, op=op, inputs=(x, other), outputs=(name,), attrs={})
@@ -171,7 +181,7 @@ def _chain(node: Node, links: Sequence[tuple[str, str, str]]) -> list[Node]:
 
 @rule("Sum", "Max", "Min", "Mean")
 def _variadic(call: Call) -> list[Node]:
-    """A chain of binary nodes."""
+    """Replace a variadic operator by a chain of binary nodes."""
     node, op = call.node, {"Sum": "Add", "Mean": "Add"}.get(call.node.op, call.node.op)
     links = [(op, other, str(i)) for i, other in enumerate(node.inputs[1:], 1)]
     if not links:
@@ -186,7 +196,7 @@ def _variadic(call: Call) -> list[Node]:
 @rule("Cast", "CastLike")
 def _cast(call: Call) -> list[Node]:
     to = call.type(1).dtype if call.node.op == "CastLike" else _target(call.attr("to"))
-    rounding = call.keep("saturate", "round_mode")      # of types of eight bits and fewer
+    rounding = call.keep("saturate", "round_mode")      # for types of at most 8 bits
     return [replace(node, op="Cast") for node in call.node_with(1, to=to.name, **rounding if is_rare(to) else {})]
 
 
@@ -196,7 +206,7 @@ def _bit_cast(call: Call) -> list[Node]:
 
 
 def _target(to: int | str) -> np.dtype[Any]:
-    """Before opset 6 it is a word."""
+    """Return the dtype of a Cast's `to`, which is a string before opset 6."""
     return dtype_of(TensorProto.DataType.Value(to.upper()) if isinstance(to, str) else to)
 
 
@@ -205,7 +215,7 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def dtype_of(number: int) -> np.dtype[Any]:
-    """The dtype that an attribute means by a TensorProto.DataType."""
+    """Return the dtype of a TensorProto.DataType. Raise GraphError for an unknown number."""
     try:
         return np.dtype(helper.tensor_dtype_to_np_dtype(number))
     except (KeyError, TypeError, ValueError) as error:
@@ -214,7 +224,7 @@ def dtype_of(number: int) -> np.dtype[Any]:
 
 @rule("Dropout")
 def _dropout(call: Call) -> list[Node]:
-    """Without training nothing is dropped: the mask is true everywhere."""
+    """Replace Dropout, which drops nothing in inference, by an Identity and a mask of true."""
     call.ignore("ratio", "seed", "is_test")
     ratio, training = call.value(1), call.value(2)
     if training and training[0] and (ratio is None or ratio[0]):
@@ -245,7 +255,7 @@ def _lp_normalization(call: Call) -> list[Node]:
 def _batch_normalization(call: Call) -> list[Node]:
     if call.attr("training_mode", 0) or (len(call.node.outputs) > 1 and call.opset >= 14):
         raise GraphError("it is in training mode; export the model for inference")
-    call.ignore("momentum")         # of training, of which the number of outputs tells
+    call.ignore("momentum")         # for training, which has more outputs
     return [replace(node, outputs=node.outputs[:1]) for node in call.node_with(5, epsilon=call.attr("epsilon", 1e-5))]
 
 
@@ -256,7 +266,7 @@ def _layer_normalization(call: Call) -> list[Node]:
 
 
 def plain_sums(call: Call) -> None:
-    """stash_type: the precision of the inner sums, float32 where it is not said. It is float32 here."""
+    """Raise Beyond if stash_type, the precision of inner sums, is not float32."""
     if dtype_of(call.attr("stash_type", TensorProto.FLOAT)) != np.float32:
         raise Beyond("inner sums in another type than float32")
 
@@ -269,7 +279,7 @@ def _range(call: Call) -> list[Node]:
 
 @rule("Softmax", "LogSoftmax")
 def _softmax(call: Call) -> list[Node]:
-    """Before opset 13 all axes from `axis` on (default 1) are one."""
+    """Normalise Softmax, which before opset 13 flattens all axes from `axis` (default 1) on."""
     node, shape = call.node, call.type().shape
     if call.opset >= 13:
         return call.node_with(1, axis=normal_axis(call.attr("axis", -1), call.rank))
@@ -284,7 +294,7 @@ def _softmax(call: Call) -> list[Node]:
 
 @rule("Hardmax")
 def _hardmax(call: Call) -> list[Node]:
-    """As Softmax; evaluated by the onnx package, as that of opset 13."""
+    """Normalise Hardmax like Softmax; the onnx package evaluates it as that of opset 13."""
     return [as_onnx(part, 13) if part.op == "Hardmax" else part for part in _softmax(call)]
 
 
@@ -299,7 +309,7 @@ def _quantised(call: Call) -> list[Node]:
     if (known := call.values[1]) is not None and not np.all(np.isfinite(known)):
         raise GraphError("its scale is no finite number")
     attrs: dict[str, Any] = call.keep("block_size")
-    saturate = call.keep("saturate")        # of floats of eight bits
+    saturate = call.keep("saturate")        # for 8-bit floats
     if is_rare(call.type(2).dtype if call.has(2) else wanted or np.dtype(np.uint8)):
         attrs |= saturate
     axis = call.attr("axis", 1)
@@ -317,7 +327,7 @@ def _quantised(call: Call) -> list[Node]:
 # ---- recurrent layers
 @rule("LSTM", "GRU", "RNN")
 def _recurrent(call: Call) -> list[Node]:
-    """Every attribute is said, and every activation has its alpha and beta."""
+    """Normalise a recurrent layer: all attributes are set, with alpha and beta for each activation."""
     op, direction = call.node.op, call.attr("direction", "forward")
     count = 2 if direction == "bidirectional" else 1
     known = {name.lower(): name for name in ACTIVATIONS}
@@ -330,9 +340,9 @@ def _recurrent(call: Call) -> list[Node]:
         raise GraphError(f"clip is {call.attr('clip')}, which leaves nothing; it is above 0, or not there")
     if call.attr("hidden_size", size := fixed(call.type(2).shape)[-1]) != size:
         raise GraphError(f"hidden_size is {call.attr('hidden_size')}, but its weights are for {size}")
-    call.ignore("output_sequence")          # outputs that are not wanted have no name
+    call.ignore("output_sequence")          # absent outputs have no name
     given = {key: iter(call.attr(key) or ()) for key in ("activation_alpha", "activation_beta")}
-    # The given values are for those functions that have such a parameter, in their order.
+    # Values are listed for the activations that have such a parameter, in order.
     parameters = {key: tuple(float(next(given[key], PARAMETERS[name][i])) if len(PARAMETERS.get(name, ())) > i else 0.0
                              for name in names) for i, key in enumerate(given)}
     return call.node_with(8, direction=direction, layout=call.attr("layout", 0), clip=float(call.attr("clip", 0.0)),
@@ -341,5 +351,5 @@ def _recurrent(call: Call) -> list[Node]:
 
 
 def as_dims(values: Iterable[Any] | None) -> tuple[Dim, ...]:
-    """The extents that numbers are: ints, and Extents written down."""
+    """Return values, ints or Extents, as the dims of a shape."""
     return tuple(dim(v) for v in values or ())

@@ -1,7 +1,7 @@
-"""Forms of nodes that opsets before 9 have and later ones do not.
+"""Rules for forms of nodes that only opsets before 9 have.
 
-Before opset 7 two operands meet where an attribute says: at their last axes, or the second one's first at `axis` of the
-first. What was renamed only (sizes that were attributes, a type as a word) is in the operator's own rule.
+Before opset 7 an attribute sets how two operands broadcast: aligned at their last axes, or the second one's first axis
+at `axis` of the first. Mere renamings (sizes as attributes, a type as a string) are in the operator's main rule.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engines.ir.graph import Node
 
 
 def older(*ops: str, before: int) -> Callable[[Rule], Rule]:
-    """The rule of these operators in opsets before that one."""
+    """Register the rule of operators in opsets before `before`."""
     def register(function: Rule) -> Rule:
         OLDER.update(dict.fromkeys(ops, (before, function)))
         return function
@@ -27,7 +27,7 @@ def older(*ops: str, before: int) -> Callable[[Rule], Rule]:
 @older("Add", "Sub", "Mul", "Div", "Pow", "And", "Or", "Xor", "Equal", "Greater", "Less", before=7)
 def _aligned(call: Call) -> list[Node]:
     axis, shape = call.attr("axis"), call.type(1).shape
-    call.ignore("broadcast")        # what needs none says nothing else by it
+    call.ignore("broadcast")        # follows from the shapes
     if axis is None:
         return call.node_with(2)
     w = Parts(call)
@@ -40,13 +40,13 @@ def _aligned(call: Call) -> list[Node]:
 
 @older("Gemm", before=7)
 def _product(call: Call) -> list[Node]:
-    call.ignore("broadcast")        # a third operand that needs none says nothing else by it
+    call.ignore("broadcast")        # follows from the shapes
     return normalise(replace(call, opset=7))
 
 
 @older("PRelu", before=7)
 def _of_channels(call: Call) -> list[Node]:
-    """A slope for all, or one for each channel."""
+    """Normalise PRelu, with one slope or one per channel."""
     shape = call.type(1).shape
     if shape in ((), (1,)) or len(shape) > 1 or call.rank < 3:
         return call.node_with(2)
@@ -57,7 +57,7 @@ def _of_channels(call: Call) -> list[Node]:
 
 @older("BatchNormalization", before=9)
 def _batch_normalization(call: Call) -> list[Node]:
-    """(x - mean) / sqrt(variance + epsilon) * scale + bias; with spatial=0 each pixel has its own numbers."""
+    """Normalise BatchNormalization; with spatial=0, statistics per pixel, it becomes pointwise arithmetic."""
     if len(call.node.outputs) > 1 and call.opset < 7:
         raise GraphError("it is in training mode; export the model for inference")
     call.ignore("is_test", "momentum")
@@ -71,7 +71,7 @@ def _batch_normalization(call: Call) -> list[Node]:
 
 @older("Tile", before=6)
 def _tiled(call: Call) -> list[Node]:
-    """Along one axis, so many times."""
+    """Normalise Tile, which repeats along one axis before opset 6."""
     (tiles,), (axis,) = call.ints(1) or (1,), call.ints(2) or (0,)
     repeats = [1] * call.rank
     repeats[axis] = tiles

@@ -1,10 +1,10 @@
-"""Writing one ONNX node as several canonical ones.
+"""Parts: builder of the canonical nodes that replace one ONNX node.
 
     w = Parts(call)
     flat = w("Reshape", call.node.inputs[0], shape=(...))
     return w.finish("Relu", flat)
 
-Names of what is made inside begin with the name of the node's first output.
+Names of inner tensors begin with the name of the node's first output.
 """
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from engines.ir.graph import Array, Node
 
 
 class Parts:
-    """The nodes so far. They carry the name of the node that they stand for."""
+    """Builder of nodes, which carry the name of the ONNX node that they replace."""
 
     def __init__(self, call: Call) -> None:
         self._node = call.node
         self.nodes: list[Node] = []
 
     def __call__(self, op: str, *inputs: str, **attrs: Any) -> str:
-        """Adds a node; the name of what it makes."""
+        """Add a node with one inner output and return the output's name."""
         return self._add(op, inputs, self._fresh(op.lower()), attrs)
 
     def several(self, op: str, *inputs: str, outputs: int, **attrs: Any) -> tuple[str, ...]:
-        """Adds a node of several outputs."""
+        """Add a node with several inner outputs and return their names."""
         names = tuple(f"{self._fresh(op.lower())}.{index}" for index in range(outputs))
         self.nodes.append(replace(self._node, op=op, inputs=inputs, outputs=names, attrs=attrs))
         return names
@@ -40,12 +40,12 @@ class Parts:
         return self._add("Constant", (), self._fresh("constant"), {"value": value})
 
     def output(self, index: int, op: str, *inputs: str, **attrs: Any) -> None:
-        """Adds the node that makes the ONNX node's output `index`, if anybody wants that."""
+        """Add the node that computes the ONNX node's output `index`, if the node has that output."""
         if index < len(self._node.outputs):
             self._add(op, inputs, self._node.outputs[index], attrs)
 
     def finish(self, op: str, *inputs: str, **attrs: Any) -> list[Node]:
-        """Adds the node that makes the first output; all nodes."""
+        """Add the node that computes the first output and return all nodes."""
         self.output(0, op, *inputs, **attrs)
         return self.nodes
 

@@ -1,4 +1,4 @@
-"""Operators on quantised tensors, written as what they mean: dequantised, computed in float, quantised again."""
+"""Lower operators on quantised tensors to dequantisation, the float operator and quantisation."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -9,7 +9,7 @@ from engines.ir.graph import Node
 
 
 def _real(w: Parts, call: Call, index: int, axis: int) -> str:
-    """What the input means, of which the next two are scale and zero point, each one number or along the axis."""
+    """Dequantise input `index`; the next two inputs are its scale and zero point, scalar or along the axis."""
     along = {"axis": axis % len(call.type(index).shape)} if call.type(index + 1).shape not in ((), (1,)) else {}
     return w("DequantizeLinear", *call.node.inputs[index:index + 3], **along)
 
@@ -21,7 +21,7 @@ def _quantised(w: Parts, call: Call, y: str, axis: int) -> list[Node]:
 
 @rule("QLinearConv")
 def _convolution(call: Call) -> list[Node]:
-    """The bias is in units of x_scale * w_scale."""
+    """Lower QLinearConv, whose bias is in units of x_scale * w_scale."""
     w, inputs = Parts(call), call.node.inputs
     operands, kinds = [_real(w, call, 0, 1), _real(w, call, 3, 0)], [call.type(0), call.type(3)]
     if call.has(8):
@@ -35,7 +35,7 @@ def _convolution(call: Call) -> list[Node]:
 
 @rule("QLinearMatMul")
 def _product(call: Call) -> list[Node]:
-    """A scale for each row of the left factor, or for each column of the right one."""
+    """Lower QLinearMatMul, with scales per row of the left factor or per column of the right one."""
     w = Parts(call)
     y = w("MatMul", _real(w, call, 0, -2), _real(w, call, 3, -1))
     return _quantised(w, call, y, -2 % max(len(call.type(0).shape), len(call.type(3).shape)))

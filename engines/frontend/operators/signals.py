@@ -1,9 +1,9 @@
-"""Fourier transforms of a length that is known, as products with a table of sines and cosines.
+"""Lower Fourier transforms of known length to products with a table of sines and cosines.
 
     y[k] = sum over t of x[t] e^(-2 pi i k t / n)       inverse: e^(+...), and 1 / n of it
 
-A complex number is the last axis, of two; a real one has one there. In a table, [n, parts, m, 2], is what each part of
-x[t] adds to each part of y[k]. A transform of windows that step along a signal is a convolution with it.
+The last axis holds the parts of a number: two if complex, one if real. A table [n, parts, m, 2] has the factor of each
+part of x[t] in each part of y[k]. A short-time transform is a convolution with the table.
 """
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from engines.frontend.operators.parts import Parts
 from engines.ir.graph import Array, Dim, Node
 from engines.ir.shapes import fixed, normal_axis
 
-MOST = 1 << 22          # elements of a table; longer transforms are for faster algorithms
+MOST = 1 << 22          # most elements of a table; longer transforms need a fast algorithm
 
 
 def _table(length: int, parts: int, outputs: int, inverse: bool = False) -> Array:
-    """Quarter turns are exact: where the result of real numbers is real (k = 0, k = n / 2), its imaginary part is 0,
-    not a rounding error from whose sign a model takes an angle."""
+    """Return the table of a transform, float64 [length, parts, outputs, 2], divided by the length if inverse.
+
+    Multiples of a quarter turn are exact, so that the imaginary part at k = 0 and k = n / 2 of real input is 0 and not
+    a rounding error, of whose sign a model may take an angle.
+    """
     steps = np.outer(np.arange(length), np.arange(outputs)) % length
     angle = (2 if inverse else -2) * np.pi * (steps / length)
     quarter = 4 * steps % length == 0
@@ -39,7 +42,7 @@ def _parts(call: Call) -> int:
 
 
 def _outputs(length: int, parts: int, onesided: int) -> int:
-    """What of the result there is: of real numbers, the rest are conjugates of these."""
+    """Return the number of outputs: half of them and one if one-sided, which requires real input."""
     if onesided and parts == 2:
         raise GraphError("a one-sided result is for real numbers, and its input is complex")
     return length // 2 + 1 if onesided else length
@@ -79,7 +82,7 @@ def _dft(call: Call) -> list[Node]:
 
 @rule("STFT")
 def _stft(call: Call) -> list[Node]:
-    """The signal [N, L] or [N, L, parts] as an image of so many channels, a window as a filter of twice as many."""
+    """Lower STFT to a Conv: the signal [N, L, parts] has `parts` channels, and each output two filters."""
     kind, w, x = call.type(), Parts(call), call.node.inputs[0]
     items, size = kind.shape[0], fixed(kind.shape[1:2])[0]
     parts = _parts(call) if len(kind.shape) == 3 else 1
@@ -104,7 +107,7 @@ def _stft(call: Call) -> list[Node]:
 
 @rule("CausalConvWithState")
 def _causal(call: Call) -> list[Node]:
-    """Each channel's own filter over what was there before and what comes; the last of it is the next state."""
+    """Lower CausalConvWithState: a depthwise convolution over the state and x, the end of which is the new state."""
     w, x, (_, channels, size) = Parts(call), call.node.inputs[0], call.type().shape
     taps = fixed(call.type(1).shape)[2]
     wide = fixed([size])[0] + taps - 1

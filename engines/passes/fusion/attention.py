@@ -1,18 +1,18 @@
-"""Attention written as products becomes one node, whose kernel never stores the scores.
+"""Fuse attention that is written as products into one node, whose kernel never stores the scores.
 
     MatMul(Softmax(MatMul(q, k') * scale + mask), v) = ScaledDotProductAttention(q, k, v, mask)
 
-The scale may be a Mul anywhere between q or k and the Softmax; the mask an Add, or a Where that puts a constant of
--1e4 or less in place of scores, before or after the scale. A Where is an Add of HIDDEN, in which float32 loses the
-score:
+The scale may be a Mul anywhere between q or k and the Softmax. The mask may be an Add, or a Where that replaces scores
+by a constant of -1e4 or less, before or after the scale. A Where becomes an Add of HIDDEN, which is so large that the
+sum in float32 does not depend on the score:
 
-    Where(hidden, c, s) = s + (HIDDEN if hidden else 0)         after a softmax
+    softmax(Where(hidden, c, s)) = softmax(s + (HIDDEN if hidden else 0))
 
-Keys that are hidden have a weight of 0 where a query sees others, and equal weights where it sees none: the query then
-has the mean of the values, whatever c and its scores are. This holds for visible scores above c + 104, whose
-exponential float32 tells from 0. What is added to hidden scores later would be lost, so such a pattern is no attention.
+Hidden keys have a weight of 0 if the query sees other keys, and equal weights if it sees none: the result is then the
+mean of the values, whatever c and the scores are. The two sides are equal for visible scores above c + 104, since
+exp(-104) is 0 in float32. Numbers added to hidden scores later would be lost, so such a pattern is refused.
 
-Transposes that split heads stay nodes of their own: a backend sees through them.
+Transposes that split heads stay separate nodes: a backend reads through them with strides.
 """
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from engines.passes.rewriting.editor import GraphEditor, merged_origin
 from engines.passes.rewriting.facts import ATTENTION, reader, scalar
 from engines.passes.rewriting.notes import Note, note
 
-MOST_BYTES = 2 << 20        # of one head's keys and values as float32: they are packed on a thread's stack
-MASKING = -1e4              # what a Where puts in place of a score hides it if it is no greater than this
-ABSORBING = -1e31           # plus a usual score, or the number of another mask, is itself in float32
+MOST_BYTES = 2 << 20        # limit of one head's keys and values in float32: they are packed on a thread's stack
+MASKING = -1e4              # a Where hides a score if it replaces it by this or less
+ABSORBING = -1e31           # in float32, adding a usual score or another mask's number to it changes nothing
 HIDDEN = float(np.finfo(np.float32).min)
 
 
-class _Refused(Exception):
-    """Why a pattern that looks like attention stays as it is."""
+class _NotFusible(Exception):
+    """Raised, with the reason, for a pattern that looks like attention and cannot be fused."""
 
 
 @dataclass
-class _Scores:
-    """What was found on the way up from a Softmax to the product of q and k'."""
+class _ScorePath:
+    """Nodes, scale factor and masks between the product of q and k' and its Softmax."""
     nodes: list[Node] = field(default_factory=list)
     factor: float = 1.0
     masks: list[_Mask] = field(default_factory=list)
@@ -53,24 +53,24 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Mask:
-    """What is added to scores of a shape, `factor` times; or a condition that puts `value` in place of scores."""
+    """Mask of scores of a shape: a tensor to add `factor` times, or a condition under which `value` replaces scores."""
     name: str
     shape: tuple[Dim, ...]
     factor: float = 1.0
     value: float | None = None
-    holds: bool = True                  # whether the value is put where the condition is true
+    holds: bool = True                  # whether scores are replaced where the condition is true
 
     @property
     def hidden(self) -> float:
-        """The number that is added to a score in place of putting the value there."""
+        """The number that is added to a score in place of replacing it by the value."""
         assert self.value is not None
         if self.value > ABSORBING:
             return HIDDEN
-        return self.value if self.value >= HIDDEN else -math.inf        # float32 ends there
+        return self.value if self.value >= HIDDEN else -math.inf        # below the range of float32
 
 
 def fuse_attention(graph: Graph, log: list[Note] | None = None) -> Graph:
-    """The graph with each attention that a kernel can run as one node; a note says why another one cannot."""
+    """Return the graph with each attention that a kernel can run as one node; `log` says why others are not fused."""
     fusion = _AttentionFusion(graph)
     for node in graph.nodes:
         softmax = graph.producer.get(node.inputs[0]) if node.op == "MatMul" else None
@@ -78,7 +78,7 @@ def fuse_attention(graph: Graph, log: list[Note] | None = None) -> Graph:
             try:
                 fusion.attention(node, softmax)
                 continue
-            except _Refused as reason:
+            except _NotFusible as reason:
                 note(log, node, "fuse_attention", str(reason))
         fusion.nodes.append(node)
     return fusion.finish()
@@ -89,27 +89,27 @@ class _AttentionFusion(GraphEditor):
         graph = self.graph
         rank = len(graph.shape(softmax.outputs[0]))
         if softmax.attrs.get("axis", -1) % rank != rank - 1:
-            raise _Refused("its softmax is not along the keys")
-        found = _scores(graph, node, softmax)
-        q, k_turned, v = *found.nodes[-1].inputs, node.inputs[1]
+            raise _NotFusible("its softmax is not along the keys")
+        path = _scores(graph, node, softmax)
+        q, k_turned, v = *path.nodes[-1].inputs, node.inputs[1]
         ranks = {len(graph.shape(name)) for name in (q, k_turned, v)}
         if len(ranks) > 1 or min(ranks) < 3:
-            raise _Refused("its factors do not have equally many axes, at least three")
+            raise _NotFusible("its factors do not have equally many axes, at least three")
         extents = [*graph.shape(q)[-2:], *graph.shape(v)[-2:]]
         if not all(isinstance(extent, int) for extent in extents):
-            raise _Refused("its tokens are as many as there are items")
+            raise _NotFusible("its number of tokens depends on the batch")
         _, depth, keys, width = map(as_int, extents)
         if 4 * keys * (depth + width) > MOST_BYTES:
-            raise _Refused(f"keys and values of {4 * keys * (depth + width)} bytes a head do not fit a cache")
-        scale = found.factor
+            raise _NotFusible(f"keys and values of {4 * keys * (depth + width)} bytes a head do not fit a cache")
+        scale = path.factor
         base = node.outputs[0]
         factors = []
         for name, turn in ((q, False), (k_turned, True), (v, False)):
             name, factor = self._unscaled(name, base) if name != v else (name, 1.0)
             scale *= factor
             factors.append(self._turned(name, base) if turn else name)
-        origin = merged_origin([*reversed(found.nodes), softmax, node])
-        inputs = (*factors, *self._mask(found, base))
+        origin = merged_origin([*reversed(path.nodes), softmax, node])
+        inputs = (*factors, *self._mask(path, base))
         self.nodes.append(Node(ATTENTION, inputs, node.outputs, {"scale": scale}, node.name, origin))
 
     # ---- new nodes
@@ -118,10 +118,10 @@ class _AttentionFusion(GraphEditor):
         return self.add(f"{base}.keys", "Transpose", [name], {"perm": (*range(rank - 2), rank - 1, rank - 2)})
 
     def _unscaled(self, name: str, base: str) -> tuple[str, float]:
-        """The tensor without the numbers that it was multiplied by on its way here, and their product."""
+        """Return the tensor without its multiplications by scalars, keeping views, and the product of the scalars."""
         graph, factor, source = self.graph, 1.0, name
-        views: list[Node] = []              # on the way, the nearest to `name` first
-        top, below = name, 0                # above the last number, and how many of the views are below it
+        views: list[Node] = []              # Transposes and Reshapes passed on the way up, nearest to `name` first
+        top, below = name, 0                # the tensor above the topmost factor, and the number of views below that
         while (node := graph.producer.get(source)) is not None:
             if (number := _number(graph, node)) is not None:
                 source, factor = number[0], factor * number[1]
@@ -136,12 +136,12 @@ class _AttentionFusion(GraphEditor):
         return top, factor
 
     # ---- masks
-    def _mask(self, found: _Scores, base: str) -> list[str]:
-        """Return the name of what is added to the scores, or [] if nothing is. Raises _Refused."""
-        _check_masks(found.masks)
-        scores = self.graph.shape(found.nodes[-1].outputs[0])
+    def _mask(self, path: _ScorePath, base: str) -> list[str]:
+        """Return [name of the mask to add to the scores], or []. Raise _NotFusible if masks cannot be combined."""
+        _check_masks(path.masks)
+        scores = self.graph.shape(path.nodes[-1].outputs[0])
         total = ""
-        for mask in reversed(found.masks):          # from the product down to the softmax
+        for mask in reversed(path.masks):          # from the product down to the softmax
             if mask.value is None:
                 part = self._fitted(self._scaled(mask, base), mask.shape, scores, base)
                 total = self._sum(total, part, base) if total else part
@@ -150,14 +150,14 @@ class _AttentionFusion(GraphEditor):
         return [total] if total else []
 
     def _sum(self, total: str, part: str, base: str) -> str:
-        """The sum of two masks."""
+        """Return the name of the sum of two masks."""
         a, b = self.constant(total), self.constant(part)
         if a is not None and b is not None:
             return self.add_constant(f"{base}.mask", a + b)
         return self.add(f"{base}.mask", "Add", [total, part])
 
     def _hidden(self, mask: _Mask, number: float, total: str, scores: tuple[Dim, ...], base: str) -> str:
-        """The mask `total`, or no mask yet, with the number in place of it where the condition hides a score."""
+        """Return the mask `total` ("": none yet) with `number` wherever the condition hides a score."""
         condition, before = self.graph.constants.get(mask.name), self.constant(total)
         if not total or condition is not None and before is not None:
             part = self._fitted(self._where(mask, number, base), mask.shape, scores, base)
@@ -165,23 +165,23 @@ class _AttentionFusion(GraphEditor):
                 return part
             return self.add_constant(f"{base}.mask", combined(_in_place, self.constant(part), before, FLOAT))
         if mask.shape != scores:
-            raise _Refused("its mask is made for scores of another shape")
+            raise _NotFusible("its mask is made for scores of another shape")
         parts = [self.add_constant(f"{base}.hidden", np.full(1, number, np.float32)), total]
         return self.add(f"{base}.mask", "Where", [mask.name, *(parts if mask.holds else parts[::-1])])
 
-    def _fitted(self, name: str, beside: tuple[Dim, ...], scores: tuple[Dim, ...], base: str) -> str:
-        """The mask of scores of one shape as it is for another: their leading axes were merged or split between."""
-        if beside == scores:
+    def _fitted(self, name: str, source_shape: tuple[Dim, ...], scores: tuple[Dim, ...], base: str) -> str:
+        """Reshape a mask of scores of one shape for scores whose leading axes are merged or split otherwise."""
+        if source_shape == scores:
             return name
-        array, groups = self.constant(name), axis_groups(beside, scores)
-        if array is None or groups is None or any(isinstance(extent, str) for extent in beside):
-            raise _Refused("its mask is made for scores of another shape")
-        array = array.reshape((*(1,) * (len(beside) - array.ndim), *array.shape))
+        array, groups = self.constant(name), axis_groups(source_shape, scores)
+        if array is None or groups is None or any(isinstance(extent, str) for extent in source_shape):
+            raise _NotFusible("its mask is made for scores of another shape")
+        array = array.reshape((*(1,) * (len(source_shape) - array.ndim), *array.shape))
         sizes, shape = list(array.shape), list(map(as_int, scores))
         for before, after in groups:
             alike = all(sizes[axis] == 1 for axis in before)
             for axis in before:
-                sizes[axis] = 1 if alike else as_int(beside[axis])
+                sizes[axis] = 1 if alike else as_int(source_shape[axis])
             for axis in after:
                 shape[axis] = 1 if alike else shape[axis]
         return self.add_constant(f"{base}.mask", np.broadcast_to(array, sizes).reshape(shape))
@@ -196,7 +196,7 @@ class _AttentionFusion(GraphEditor):
         return self.add(f"{base}.mask", "Mul", [number, mask.name])
 
     def _where(self, mask: _Mask, value: float, base: str) -> str:
-        """0 where a score is seen, the value where it is hidden."""
+        """Return the name of a mask to add: 0 where a score is visible, the value where it is hidden."""
         array = self.graph.constants.get(mask.name)
         if array is not None:
             added = elementwise(partial(_added, mask.holds, value), array, FLOAT)
@@ -207,70 +207,70 @@ class _AttentionFusion(GraphEditor):
 
 
 def _added(holds: bool, value: float, mask: Array) -> Array:
-    """The value where the mask is that, else 0."""
+    """Return `value` where the mask equals `holds`, else 0, in float32."""
     return np.where(mask.astype(bool) == holds, value, 0).astype(np.float32)
 
 
 def _in_place(hidden: Array, mask: Array) -> Array:
-    """The first where it is not 0, else the second."""
+    """Return `hidden` where it is not 0, else `mask`."""
     return np.where(hidden != 0, hidden, mask)
 
 
 def _check_masks(masks: Sequence[_Mask]) -> None:
-    """Raises _Refused if masks, the last applied first, do not amount to one number that is added to each score."""
+    """Raise _NotFusible if the masks, the last applied first, cannot be combined into one to add to the scores."""
     values = [mask.value for mask in masks if mask.value is not None and mask.value > -math.inf]
     if len(set(values)) > 1:
-        raise _Refused("it puts different numbers in place of scores")
+        raise _NotFusible("its masks replace scores by different numbers")
     added = False
     for mask in masks:
         if added and mask.value is not None and mask.value > ABSORBING:
-            raise _Refused("a mask is added to numbers that stand in place of scores")
+            raise _NotFusible("a mask is added to scores that another mask has replaced")
         added |= mask.value is None
 
 
-def _scores(graph: Graph, node: Node, softmax: Node) -> _Scores:
-    """From the Softmax up to the product; `nodes` in this order. What they make is read by nobody else."""
-    found = _Scores()
+def _scores(graph: Graph, node: Node, softmax: Node) -> _ScorePath:
+    """Collect the nodes from the Softmax up to the product. Raise _NotFusible if one of them has other readers."""
+    path = _ScorePath()
     name, below = softmax.inputs[0], softmax
     if reader(graph, softmax.outputs[0]) is not node:
-        raise _Refused("the weights are read by others too")
+        raise _NotFusible("other nodes read its softmax, too")
     while True:
         here = graph.producer.get(name)
         if here is None or reader(graph, name) is not below:
-            raise _Refused("the scores are read by others too, or are no product")
-        found.nodes.append(here)
+            raise _NotFusible("other nodes read its scores, or these are not a product")
+        path.nodes.append(here)
         if here.op == "MatMul":
-            return found
-        name, below = _above(graph, here, found), here
+            return path
+        name, below = _above(graph, here, path), here
 
 
-def _above(graph: Graph, node: Node, found: _Scores) -> str:
-    """The scores that the node reads; what it does to them is noted."""
+def _above(graph: Graph, node: Node, path: _ScorePath) -> str:
+    """Return the scores that the node reads, and record its factor or mask."""
     number = _number(graph, node)
     if number is not None:
-        found.factor *= number[1]
+        path.factor *= number[1]
         return number[0]
     shape = graph.shape(node.outputs[0])
     if node.op == "Add":
         for scores, mask in (node.inputs, node.inputs[::-1]):
             if graph.shape(scores) == shape and _leads_to_product(graph, scores):
-                found.masks.append(_Mask(mask, shape, found.factor))
+                path.masks.append(_Mask(mask, shape, path.factor))
                 return scores
     if node.op == "Where":
         condition, a, b = node.inputs
         for scores, fill, holds in ((b, a, True), (a, b, False)):
             value = scalar(graph, fill)
-            if value is not None and value * found.factor <= MASKING and graph.shape(scores) == shape:
-                found.masks.append(_Mask(condition, shape, value=value * found.factor, holds=holds))
+            if value is not None and value * path.factor <= MASKING and graph.shape(scores) == shape:
+                path.masks.append(_Mask(condition, shape, value=value * path.factor, holds=holds))
                 return scores
     if node.op == "Reshape" and graph.shape(node.inputs[0])[-2:] == shape[-2:]:
         return node.inputs[0]
-    raise _Refused(f"{node.op} stands between its scores and its softmax")
+    raise _NotFusible(f"{node.op} is between its scores and its softmax")
 
 
 @dataflow
 def _leads_to_product(graph: Graph, name: str) -> Walk[bool]:
-    """Return True if a product of two tensors makes the tensor, perhaps scaled or masked since."""
+    """Return True if the tensor is a product of two run-time tensors, perhaps scaled or masked."""
     node = graph.producer.get(name)
     if node is None:
         return False
@@ -284,7 +284,7 @@ def _leads_to_product(graph: Graph, name: str) -> Walk[bool]:
 
 
 def _number(graph: Graph, node: Node) -> tuple[str, float] | None:
-    """(tensor, number) of a product of the two that keeps the tensor's shape."""
+    """Return (tensor, scalar) of a Mul by a finite constant scalar that keeps the tensor's shape, else None."""
     if node.op != "Mul":
         return None
     for x, factor in (node.inputs, node.inputs[::-1]):

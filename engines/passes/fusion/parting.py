@@ -1,8 +1,8 @@
-"""A wide convolution or product and the Split behind it as one layer for each part: siblings.py taken back.
+"""Split a wide convolution or product and its Split into one layer per part, the inverse of siblings.py.
 
     a, b = Split(Relu(Conv(x, [Wa; Wb])))   =   a = Relu(Conv(x, Wa)); b = Relu(Conv(x, Wb))
 
-x is read once for each part, but each result is stored by itself: in INT8 with a scale of its own.
+x is read once for each part, but each result is stored separately: in INT8 with its own scale.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engines.passes.rewriting.facts import is_weighted, output_axis, reader
 
 
 def can_part(graph: Graph, split: Node) -> bool:
-    """Return True if the Split cuts the output channels of a layer that only it reads."""
+    """Return True for a Split of the output channels of a layer that has constant weights and no other reader."""
     source, axis = split.inputs[0], split.attrs.get("axis", 0)
     wide, rank = graph.producer.get(source), len(graph.shape(split.inputs[0]))
     if split.op != "Split" or wide is None or axis % rank != rank - 1 or reader(graph, source) is not split:
@@ -35,7 +35,7 @@ def can_part(graph: Graph, split: Node) -> bool:
 
 
 def with_layers_parted(graph: Graph, splits: frozenset[str]) -> Graph:
-    """Return the graph in which each Split that makes one of these tensors is a layer for each part."""
+    """Replace each Split that outputs one of the tensors `splits`, and its wide layer, by one layer per part."""
     editor = GraphEditor(graph)
     for node in graph.nodes:
         if node.op == "Split" and not splits.isdisjoint(node.outputs):
@@ -50,23 +50,23 @@ def _part(editor: GraphEditor, split: Node) -> None:
     graph, sizes = editor.graph, split.attrs["split"]
     wide = graph.producer[split.inputs[0]]
     for output, (start, stop) in zip(split.outputs, pairwise((0, *accumulate(sizes))), strict=True):
-        editor.nodes.append(_Cut(editor, wide, output, slice(start, stop), sum(sizes)).layer())
+        editor.nodes.append(_PartialLayer(editor, wide, output, slice(start, stop), sum(sizes)).layer())
 
 
-class _Cut:
-    """Some of the channels of a wide layer."""
+class _PartialLayer:
+    """Layer of some of the output channels of a wide layer."""
 
     def __init__(self, editor: GraphEditor, wide: Node, output: str, part: slice, channels: int) -> None:
         self.editor, self.wide, self.output, self.slice, self.channels = editor, wide, output, part, channels
         self.names = {wide.outputs[0]: output}
 
     def layer(self) -> Node:
-        """Return the layer that makes them."""
+        """Return the layer's node."""
         parts = [self._part(part) for part in self.wide.body or (self.wide,)]
         return replace(self.wide, name=self.output, outputs=(self.output,)).with_body(parts)
 
     def _part(self, part: Node) -> Node:
-        """Return a node of the body on fewer channels; a Clip at 0 as the Relu that it is."""
+        """Return a node of the body on these channels; a Clip to [0, inf) becomes a Relu."""
         is_anchor = part is self.wide.anchor
         inputs = [self._input(part, place, name, is_anchor) for place, name in enumerate(part.inputs)]
         attrs = {key: value[self.slice] if isinstance(value, tuple) and part.op == "Clip" else value
@@ -98,5 +98,5 @@ class _Cut:
 
 
 def _only(numbers: Any) -> float | None:
-    """Return the number that all of these are; None if they differ, or there are none."""
+    """Return the only value in a tuple of equal numbers, else None."""
     return numbers[0] if isinstance(numbers, tuple) and len(set(numbers)) == 1 else None

@@ -1,12 +1,12 @@
-"""Recurrent layers taken apart: what all steps have in common is a matrix product, the rest is a Recurrence.
+"""Split recurrent layers into the input projection of all steps, a matrix product, and a Recurrence.
 
     LSTM(X, W, R, B) = Recurrence(X W' + b, R)
 
-so that the projection of all steps, of both directions, is one contraction that fuses and quantises like any other.
-The Recurrence has the batch in front whatever the layout of the layer; the Transposes that this takes mostly meet
-others: PyTorch's batch_first layers are exported with one before and one after (passes/layout.py moves them on).
+The projection of all steps of both directions is one contraction that fuses and quantises like any other. The
+Recurrence has the batch axis first whatever the layer's layout; the Transposes that this adds mostly cancel against
+those that PyTorch exports around batch_first layers (passes/layout moves them together).
 
-A first state of zeros, and lengths that are the whole sequence, are dropped however the exporter wrote them.
+An initial state of zeros, and sequence lengths equal to the number of steps, are dropped.
 """
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _TIME_FIRST = (1, 0, 2)
 
 
 def split_recurrent(graph: Graph, log: list[Note] | None = None) -> Graph:
-    """The graph with every LSTM, GRU and RNN of constant weights as a product and a Recurrence."""
-    split = _Splitter(graph, log)
+    """Replace every LSTM, GRU and RNN of constant weights by a MatMul, an Add and a Recurrence."""
+    split = _RecurrentSplitter(graph, log)
     for node in graph.nodes:
         split.visit(node)
     return split.finish()
@@ -54,7 +54,7 @@ def filled_with(graph: Graph, name: str) -> Walk[float | None]:
     return value
 
 
-class _Splitter(GraphEditor):
+class _RecurrentSplitter(GraphEditor):
     def __init__(self, graph: Graph, log: list[Note] | None) -> None:
         super().__init__(graph)
         self.log = log
@@ -101,14 +101,14 @@ class _Splitter(GraphEditor):
             self._unfold(node, source, target, (*(last if i else y)[:-1], count, hidden))
 
     def _items_first(self, node: Node, x: str) -> str:
-        """[T, N, I] as [N, T, I]; of one step, as decoders take them, a view, which meets the views before it."""
+        """Transpose [T, N, I] to [N, T, I]; a single step takes a Reshape, which merges with the views before it."""
         steps, items, features = self.shape(x)
         if steps == 1:
             return self._node(node, "Reshape", (x,), shape=(items, 1, features))
         return self._node(node, "Transpose", (x,), perm=_TIME_FIRST)
 
     def _unfold(self, node: Node, source: str, target: str, shape: Sequence[Dim]) -> None:
-        """[N, ..., D H] under the name and in the layout that the layer's own output has."""
+        """Compute the layer's output `target`, in its layout, from a Recurrence's output [N, ..., D H]."""
         if node.attrs["layout"]:
             self.make(target, "Reshape", (source,), {"shape": tuple(shape)}, node.origin)
             return
@@ -117,7 +117,7 @@ class _Splitter(GraphEditor):
         self.make(target, "Transpose", (split,), {"perm": perm}, node.origin)
 
     def _first(self, node: Node, state: str) -> str:
-        """A first state as [N, D H]; "" if it is absent or zeros."""
+        """Return the name of an initial state as [N, D H]; "" if it is absent or zeros."""
         if not state or filled_with(self.graph, state) == 0:
             return ""
         made = self.graph.producer.get(state)

@@ -1,9 +1,9 @@
-"""Recurrent layers whose weights are computed at run time, written out: the kernel of a Recurrence packs its weights at
-the build, a product of two run-time tensors packs nothing.
+"""Unroll recurrent layers whose weights are computed at run time into the nodes of each step.
 
-    gates = X W' + b;  for t in time: sums = gates[t] + h R';  h, c = cell(sums, c)        each step as nodes of its own
+    gates = X W' + b;  for t in time: sums = gates[t] + h R';  h, c = cell(sums, c)
 
-A GRU without linear_before_reset multiplies r * h by the last rows of R. Two directions are two chains of steps.
+The kernel of a Recurrence packs its weights at the build; a product of two run-time tensors packs nothing. A GRU
+without linear_before_reset multiplies r * h by the last rows of R. Two directions are two chains of steps.
 """
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from engines.passes.fusion.recurrent import filled_with
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.notes import Note, note
 
-MOST_STEPS = 64         # of all directions
+MOST_STEPS = 64         # limit of steps times directions
 WRITTEN = {"Sigmoid", "Tanh", "Relu"}
 
 
 def write_out_recurrent(graph: Graph, log: list[Note] | None = None) -> Graph:
-    """The graph with every LSTM, GRU and RNN of run-time weights and few steps as the nodes of these steps."""
+    """Unroll every LSTM, GRU and RNN of run-time weights and at most MOST_STEPS steps; `log` says why others stay."""
     editor = GraphEditor(graph)
     for node in graph.nodes:
         weights = [name for name in (*node.inputs[1:4], *node.inputs[7:8]) if name]
@@ -33,7 +33,7 @@ def write_out_recurrent(graph: Graph, log: list[Note] | None = None) -> Graph:
             note(log, node, "write_out_recurrent", reason)
             editor.nodes.append(node)
         else:
-            _Layer(editor, node).write()
+            _UnrolledLayer(editor, node).write()
     return editor.finish()
 
 
@@ -55,15 +55,15 @@ def _steps(graph: Graph, node: Node) -> int:
     return as_int(graph.types[node.inputs[0]].shape[1 if node.attrs["layout"] else 0])
 
 
-class _Layer:
-    """The nodes of one layer. Tensors of a step are [items, 1, ...], so that steps are joined by a Concat."""
+class _UnrolledLayer:
+    """Builder of one layer's nodes. Tensors of a step are [items, 1, ...], so that a Concat joins the steps."""
 
     def __init__(self, editor: GraphEditor, node: Node) -> None:
         self.editor, self.node = editor, node
         self.steps, self.each = _steps(editor.graph, node), GATES[node.op]
         self.hidden = as_int(editor.shape(node.inputs[2])[2])
         self.rows = self.each * self.hidden
-        self.inside = bool(node.attrs.get("linear_before_reset"))       # R's bias belongs to the product
+        self.inside = bool(node.attrs.get("linear_before_reset"))       # R's bias is added before the reset gate
 
     def write(self) -> None:
         x, w, r, b, _, h, c, _ = (*self.node.inputs, *("",) * (8 - len(self.node.inputs)))
@@ -76,7 +76,7 @@ class _Layer:
             self._output(target, parts, time=i == 0)
 
     def _direction(self, d: int, backwards: bool, x: str, w: str, r: str, b: str, given: Sequence[str]) -> list[str]:
-        """y [items, T, H] and the last states [items, 1, H]."""
+        """Add the steps of direction `d`; return y [items, T, H] and the last states [items, 1, H]."""
         gates = self._add("MatMul", x, self._matrix(w, d))
         recurrent, bias = self._matrix(r, d), ""
         if b:
@@ -91,7 +91,7 @@ class _Layer:
         return [self._add("Concat", *y, axis=1), *states]
 
     def _step(self, d: int, x: str, r: str, bias: str, states: Sequence[str]) -> list[str]:
-        """The states after a step. bias: what is added to the product, before the reset gate."""
+        """Return the states after a step. `bias` is added to h R' before the reset gate; "" for none."""
         count = len(DEFAULTS[self.node.op])
         f, *others = [name for name, *_ in activations(self.node)][d * count:(d + 1) * count]
         h = states[0]
@@ -106,7 +106,7 @@ class _Layer:
         return [self._add("Mul", o, self._add(others[1], c)), c]
 
     def _gru(self, x: str, r: str, bias: str, h: str, f: str, g: str) -> str:
-        """(1 - z) n + z h, as n + z (h - n)"""
+        """Return a GRU's next state (1 - z) n + z h, computed as n + z (h - n)."""
         both = 2 * self.hidden
         product = self._add("MatMul", h, r if self.inside else self._cut(r, 1, 0, both))
         product = self._add("Add", product, bias) if bias else product
@@ -118,7 +118,7 @@ class _Layer:
         return self._add("Add", new, self._add("Mul", z, self._add("Sub", h, new)))
 
     def _output(self, target: str, parts: Sequence[str], time: bool) -> None:
-        """Both directions' parts [items, T or 1, H] in the layout of the layer's own output."""
+        """Compute the layer's output `target` from the directions' parts [items, T or 1, H]."""
         editor, node = self.editor, self.node
         shape = editor.shape(target)
         perm: tuple[int, ...] = (1, 0, 2)
@@ -135,12 +135,12 @@ class _Layer:
 
     # ---- what steps read
     def _matrix(self, weights: str, d: int) -> str:
-        """W or R of a direction, [D, G H, K], as [K, G H]."""
+        """Return direction `d` of W or R [D, G H, K] as [K, G H]."""
         own = self._add("Reshape", self._cut(weights, 0, d, 1), shape=self.editor.shape(weights)[1:])
         return self._add("Transpose", own, perm=(1, 0))
 
     def _first(self, state: str, d: int) -> str:
-        """[items, 1, H], or zeros for every item."""
+        """Return the initial state [items, 1, H] of direction `d`, or zeros [1, 1, H]."""
         if not state:
             zeros = np.zeros((1, 1, self.hidden), self.editor.type(self.node.inputs[0]).dtype)
             return self.editor.add_constant(f"{self.node.outputs[0]}.first", zeros)

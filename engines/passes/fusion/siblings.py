@@ -3,11 +3,11 @@
     a = Relu(Conv(x, Wa)); b = Conv(x, Wb)   =   a, b = Split(Clip(Conv(x, [Wa; Wb]), min=[0...; -inf...]))
 
 x is read once instead of once per branch, and narrow branches share full vectors. The parts of the Split are views of
-the wide result, not copies. What follows every branch and works per channel (an activation, a bias) goes before the
-Split; if only some branches are clipped, the bounds of the Clip are one pair per channel.
+the wide result, not copies. Pointwise nodes that follow every branch (an activation, a bias per channel) move before
+the Split; if only some branches are clipped, the Clip has one pair of bounds per channel.
 
-A group is left alone where it would cost more than it saves: beyond MAX_CHANNELS the wide result no longer stays in the
-cache for its readers, and a branch that is a graph output would have to be copied out of the wide result.
+A group is left alone if merging would cost more than it saves: beyond MAX_CHANNELS channels the wide result no longer
+stays in the cache for its readers, and a branch that is a graph output would have to be copied out of it.
 """
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ MAX_CHANNELS = 4096
 
 
 def merge_siblings(graph: Graph, log: list[Note] | None = None) -> Graph:
+    """Merge layers of one input and equal windows; `log` says which groups are left alone, and why."""
     groups: dict[Hashable, list[Node]] = {}
     for node in graph.nodes:
         if (key := _key(graph, node)) is not None:
             groups.setdefault(key, []).append(node)
     siblings = {id(members[0]): members for members in groups.values() if _worth_it(graph, members, log)}
     editor = GraphEditor(graph)
-    merged: set[int] = set()            # ids of nodes that are part of a wide one
+    merged: set[int] = set()            # ids of the nodes that wide ones replace
     for node in graph.nodes:
         if members := siblings.get(id(node)):
             merged |= _Merge(editor, members).run()
@@ -42,7 +43,7 @@ def merge_siblings(graph: Graph, log: list[Note] | None = None) -> Graph:
 
 
 def _key(graph: Graph, node: Node) -> Hashable | None:
-    """Equal for nodes that may be merged; None for one that may not. (A ConvTranspose rarely has siblings.)"""
+    """Return a key that is equal for nodes that may be merged; None for a node that may not, as any ConvTranspose."""
     if not is_weighted(node) or node.op == "ConvTranspose":
         return None
     if not all(graph.is_constant(name) for name in node.inputs[1:] if name):
@@ -72,7 +73,7 @@ def _worth_it(graph: Graph, members: list[Node], log: list[Note] | None) -> bool
 
 
 class _Merge:
-    """A group on its way into one kernel: the wide tensor as far as it was made, and what each branch is there."""
+    """State of merging a group: `wide` is the last wide tensor, and `ends` the tensors of the branches it replaces."""
 
     def __init__(self, editor: GraphEditor, members: Sequence[Node]) -> None:
         self.editor, self.graph, self.members = editor, editor.graph, members
@@ -85,7 +86,7 @@ class _Merge:
         self.wide = self._add_anchor()
 
     def run(self) -> set[int]:
-        """Adds the wide nodes and the Split after them; the ids of all nodes that they replace."""
+        """Add the wide nodes and the Split after them; return the ids of all nodes that they replace."""
         while self._sink():
             pass
         self.editor.nodes.append(Node("Split", (self.wide,), self.ends, {"axis": self.axis, "split": self.sizes},
@@ -105,7 +106,7 @@ class _Merge:
         return self.editor.add(name, first.op, inputs, first.attrs, merged_origin(self.members))
 
     def _sink(self) -> bool:
-        """Moves one pointwise node of every branch before the Split, if that can be."""
+        """Move one pointwise node of every branch before the Split; return False if that is impossible."""
         after = [reader(self.graph, end) for end in self.ends]
         alike = [node for node in after if node is not None]
         if len(alike) == len(after) and len(set(map(_what, alike, self.ends))) == 1:
@@ -120,7 +121,7 @@ class _Merge:
         return True
 
     def _sink_alike(self, after: list[Node]) -> bool:
-        """The same operator with the same attributes after each branch, its other operands constants per channel."""
+        """Merge pointwise nodes of equal attributes, one per branch, whose other operands are constants per channel."""
         if not is_pointwise(after[0]):
             return False
         inputs: list[str] = []
@@ -142,7 +143,7 @@ class _Merge:
 
     def _append(self, op: str, inputs: Sequence[str], attrs: Mapping[str, Any], replaced: list[Node],
                 ends: tuple[str, ...]) -> None:
-        """Adds the node that makes the wide tensor of the branches as they are after the nodes that it replaces."""
+        """Add a node after the wide tensor, which replaces the nodes `replaced` with outputs `ends`."""
         self.merged.update(map(id, replaced))
         self.ends = ends
         self.wide = self.editor.add(f"{ends[0]}.siblings", op, inputs, attrs, merged_origin(replaced))
@@ -153,12 +154,12 @@ class _Merge:
 
 
 def _what(node: Node, end: str) -> Hashable:
-    """What a node does to a branch: operator, attributes, and which operand the branch is."""
+    """Return a key of a node after a branch: operator, attributes, and which operand the branch is."""
     attrs: Any = tuple(sorted((key, str(value)) for key, value in node.attrs.items()))
     return node.op, attrs, tuple(name == end for name in node.inputs)
 
 
 def _is_plain_clip(node: Node) -> bool:
-    """Relu, or Clip by two numbers."""
+    """Return True for a Relu, or a Clip by two scalars."""
     return node.op == "Relu" or node.op == "Clip" and all(
         np.ndim(node.attrs.get(key, 0.0)) == 0 for key in ("min", "max"))

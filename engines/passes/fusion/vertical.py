@@ -1,13 +1,13 @@
-"""Vertical fusion: a heavy node and the pointwise nodes after it become one Fused node, one kernel.
+"""Vertical fusion: a heavy node and the pointwise nodes after it become one Fused node, run by one kernel.
 
     Fused(x, w, b, r) -> y      body: t0 = Conv(x, w, b); t1 = Add(t0, r); y = Relu(t1)
 
-A group has one result that the outside sees; what is made inside never reaches memory. It grows by the readers of its
-result as long as that stays so: if there are several readers, by all nodes up to the one where their results meet again
-(x * sigmoid(x), GELU). A node with two possible hosts (the Add of two convolutions) goes to a heavy one, and of two
-heavy ones to the later: the other's result is then there already.
+A group has one result; its inner tensors never reach memory. It grows by the readers of its result while it still has
+one result: if there are several readers, by all nodes up to the one that joins them again (x * sigmoid(x), GELU). A
+node with two possible hosts (the Add of two convolutions) joins a heavy one, and of two heavy ones the later, since the
+other's result exists by then.
 
-Pointwise nodes that meet no heavy one are grouped among themselves: one pass over memory for a chain.
+Pointwise nodes without a heavy host form groups of their own: one pass over memory for a chain.
 """
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from engines.ops import op_of
 from engines.passes.rewriting.editor import merged_origin
 from engines.passes.rewriting.facts import is_product
 
-REGION = 12         # how many nodes to look through for the place where the readers of a value meet
+REGION = 12         # most nodes between a value and the node that joins all its readers
 
 
 @dataclass
-class _Group:
-    """Nodes that will be one; `last` is the place of the last of them in the graph."""
+class _FusionGroup:
+    """Nodes that become one Fused node; `last` is the index of the last of them in the graph."""
     nodes: list[Node]
     last: int
     heavy: bool
@@ -38,7 +38,7 @@ class _Group:
 
 
 def fuse_pointwise(graph: Graph) -> Graph:
-    """Groups of more than one node become Fused; the rest stay as they are."""
+    """Return the graph with each group of several nodes as one Fused node; other nodes stay."""
     places = {id(node): place for place, node in enumerate(graph.nodes)}
     groups = _grouped(graph, places)
     at = {group.last: group for group in groups}
@@ -52,41 +52,44 @@ def fuse_pointwise(graph: Graph) -> Graph:
     return graph.rebuild(nodes)
 
 
-def _grouped(graph: Graph, places: Mapping[int, int]) -> list[_Group]:
-    groups: dict[str, _Group] = {}          # by result
+def _grouped(graph: Graph, places: Mapping[int, int]) -> list[_FusionGroup]:
+    groups: dict[str, _FusionGroup] = {}          # by result
     seen: set[int] = set()
     for place, node in enumerate(graph.nodes):
         if id(node) in seen:
             continue
         if _is_heavy(graph, node):
-            groups[node.outputs[0]] = _Group([node], place, heavy=True)
+            groups[node.outputs[0]] = _FusionGroup([node], place, heavy=True)
         elif _is_epilogue(graph, node, heavy=False):
             group = _joined(graph, groups, node, places, seen)
-            seen.update(id(part) for part in group.nodes[-1 - REGION:])     # those before are in it already
+            seen.update(id(part) for part in group.nodes[-1 - REGION:])     # earlier ones are in it already
             groups[group.result] = group
     return list(groups.values())
 
 
-def _joined(graph: Graph, groups: dict[str, _Group], node: Node, places: Mapping[int, int],
-            seen: Collection[int]) -> _Group:
-    """The group that `node` becomes part of; the groups it was joined with are taken out of `groups`."""
+def _joined(graph: Graph, groups: dict[str, _FusionGroup], node: Node, places: Mapping[int, int],
+            seen: Collection[int]) -> _FusionGroup:
+    """Return the group that `node` joins, and remove the groups that it absorbs from `groups`."""
     hosts = {name: region for name in dict.fromkeys(node.inputs)
              if name in groups and (region := _region(graph, name, places, seen, groups[name].heavy)) is not None}
     if not hosts:
-        return _Group([node], places[id(node)], heavy=False)
+        return _FusionGroup([node], places[id(node)], heavy=False)
     name = max(hosts, key=lambda name: (groups[name].heavy, groups[name].last))
     host, region = groups.pop(name), hosts[name]
     chains = [groups.pop(other) for other, alone in hosts.items()
               if other != name and len(alone) == 1 and not groups[other].heavy
               and all(_is_epilogue(graph, part, host.heavy) for part in groups[other].nodes)]
     nodes = [*host.nodes, *(part for chain in chains for part in chain.nodes), *region]
-    return _Group(nodes, places[id(region[-1])], host.heavy)
+    return _FusionGroup(nodes, places[id(region[-1])], host.heavy)
 
 
 def _region(graph: Graph, value: str, places: Mapping[int, int], seen: Collection[int],
             heavy: bool) -> list[Node] | None:
-    """The pointwise nodes, in order, from the readers of `value` to where all their results have met in one; None where
-    one of them is in a group already. heavy: whether `value` is a heavy node's."""
+    """Return the pointwise nodes, in order, from the readers of `value` to the node that joins all their results.
+
+    None if there is no such node, or one on the way is no epilogue or is in a group already. `heavy` says that `value`
+    is the result of a group with a heavy node.
+    """
     region: dict[int, Node] = {}
     open_values = [value]
     while len(open_values) > 1 or not region:
@@ -114,10 +117,12 @@ def _is_heavy(graph: Graph, node: Node) -> bool:
 
 
 def _is_epilogue(graph: Graph, node: Node, heavy: bool) -> bool:
-    """Pointwise on floats, its constants numbers or one number per channel of the last axis; or what makes floats of
-    integers (pixels, masks), which then begins a chain; or what rounds floats. Where no heavy node is in the group, the
-    channels may be an axis before others, as those of images that are stored with their channels first, and what was
-    rounded may be stored as bytes."""
+    """Return True if a group may hold the node.
+
+    Allowed are pointwise nodes on floats whose constants are scalars or vary along the last axis alone; Casts from
+    integers to float32, which begin a chain; and Casts between floats. A group without a heavy node also takes
+    constants that vary along their first axis alone (channels first), and a Cast of whole numbers to uint8.
+    """
     if node.op == "Cast":
         source, result = graph.types[node.inputs[0]], graph.types[node.outputs[0]]
         if is_float(source):
@@ -133,7 +138,7 @@ def _is_epilogue(graph: Graph, node: Node, heavy: bool) -> bool:
 
 
 def _stores_bytes(graph: Graph, cast: Node) -> bool:
-    """Whether a Cast to uint8 is of numbers that are bytes already."""
+    """Return True if a Cast to uint8 reads whole numbers in 0..255."""
     maker = graph.producer.get(cast.inputs[0])
     if maker is None or graph.types[cast.outputs[0]].dtype != np.uint8:
         return False

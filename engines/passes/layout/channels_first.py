@@ -1,13 +1,12 @@
-"""What images stored with their channels first need no other layout for: each channel of an item is a row of pixels.
+"""Operators that run well on channels-first images, in which each channel of an item is a row of pixels.
 
     GlobalAveragePool(x [N, C, H, W])  =  the mean over the rows of [N, C, H * W]           GlobalMaxPool: the maximum
     SpaceToDepth, DepthToSpace         =  one Transpose, of rows and columns cut in two
     Resize that repeats every pixel    =  Expand(x [N, C, H, 1, W, 1])
 
-Windows that slide over each channel by itself take vectors from its rows, if those are long and neighbours in them are
-neighbours in the result. Two Transposes around such a node cost more than vectors of channels gain. Samples
-are picked one by one wherever they lie; of an image that is turned for nobody else, that takes less than turning it.
-A norm of each channel's pixels is one of rows.
+Windows over each channel separately (pools, depthwise convolutions) load vectors from its rows if these are long and
+the step is one column: two Transposes around such a node cost more than vectors of channels gain. GridSample reads
+single pixels, which costs less than to transpose an image for it alone. InstanceNormalization is a norm of rows.
 """
 from __future__ import annotations
 
@@ -22,30 +21,30 @@ from engines.ir.graph import Dim, Graph, Node
 from engines.ops import op_of
 from engines.ops.window import Window
 
-Step = tuple[str, Mapping[str, Any], tuple[Dim, ...]]       # an operator of one input, attributes, the result's shape
+Step = tuple[str, Mapping[str, Any], tuple[Dim, ...]]       # operator of one input, attributes, shape of the result
 
-LONG = 24           # columns of a row
-# Taps of a depthwise convolution that are worth two Transposes: of fewer there is less to gain, and of more the code of
-# vectors of channels, which is unrolled, is too long.
+LONG = 24           # least columns of a row
+# Taps of a depthwise convolution that is worth two Transposes: with fewer there is less to gain, and with more the
+# unrolled code of the channels-last kernel is too long.
 MANY = range(25, 50)
 _REDUCTIONS = {"GlobalAveragePool": "ReduceMean", "GlobalMaxPool": "ReduceMax"}
-# The axes of an image whose rows and columns, or whose channels, are cut in two.
+# Perms of the images whose rows and columns, or whose channels, are split by the block size.
 _TO_DEPTH = {"DCR": (0, 3, 5, 1, 2, 4), "CRD": (0, 1, 3, 5, 2, 4)}
 _TO_SPACE = {"DCR": (0, 3, 4, 1, 5, 2), "CRD": (0, 1, 4, 2, 5, 3)}
 
 
 def does_as_well(graph: Graph, node: Node) -> bool:
-    """Whether a node may as well be computed of an image that has its channels first."""
+    """Return True if a layout-sensitive node runs as well on a channels-first image."""
     return bool(in_rows(node, graph.shape(node.inputs[0]))) or stays_the_same(graph, node)
 
 
 def stays_the_same(graph: Graph, node: Node) -> bool:
-    """Whether it is then the node that it was."""
+    """Return True if the node needs no rewriting for a channels-first image."""
     return node.op in ("GridSample", "InstanceNormalization") or _slides_along_rows(graph, node)
 
 
 def _slides_along_rows(graph: Graph, node: Node) -> bool:
-    """A window over each channel by itself: with a step of one column, or of a pool that cuts the rows into windows."""
+    """Return True for a window over each channel separately with column stride 1, or an unpadded disjoint pool."""
     shape = graph.shape(node.inputs[0])
     if node.op not in ("MaxPool", "AveragePool", "Conv") or len(shape) != 4 or as_int(shape[3]) < LONG:
         return False
@@ -55,16 +54,24 @@ def _slides_along_rows(graph: Graph, node: Node) -> bool:
         if weights is None or weights.shape[:2] != (node.attrs.get("group", 1), 1) or shape[1] != len(weights):
             return False
         maker = graph.producer.get(node.inputs[0])
-        rounded = maker is not None and maker.op == "FakeQuantize"      # in bytes it is vectors of channels
+        rounded = maker is not None and maker.op == "FakeQuantize"      # channels last is faster on bytes
         return window.strides[1] == 1 and not rounded and math.prod(window.kernel) not in MANY
     padded = any(map(any, window.pads))
-    if node.op == "AveragePool" and padded:     # a quotient for each pixel
+    if node.op == "AveragePool" and padded:     # the divisor differs between pixels
         return False
     return window.strides[1] == 1 or window.strides == window.kernel and not padded
 
 
 def in_rows(node: Node, shape: Sequence[Dim]) -> Sequence[Step]:
-    """The steps that compute a node of an image of that shape with its channels first; none where it has no such."""
+    """Return the steps that compute a node on a channels-first image of this shape; () if there are none.
+
+    Parameters
+    ----------
+    node : Node
+        A global pool, Resize, SpaceToDepth or DepthToSpace; others have no steps.
+    shape : sequence of Dim
+        Its input's shape [N, C, ...].
+    """
     items, channels, *sizes = shape
     if node.op in _REDUCTIONS:
         pixels = math.prod(as_int(size) for size in sizes)
@@ -88,7 +95,10 @@ def in_rows(node: Node, shape: Sequence[Dim]) -> Sequence[Step]:
 
 
 def _repeated(node: Node, items: Dim, channels: Dim, height: int, width: int) -> Sequence[Step]:
-    """Whatever its coordinates: of numbered pixels each is there a number of times, both ways."""
+    """Return the steps of a nearest Resize that repeats each pixel a whole number of times, else ().
+
+    Found by resizing numbered pixels, so that no coordinate mode needs a case of its own.
+    """
     if node.attrs.get("mode", "nearest") != "nearest" or "sizes" in node.attrs or len(node.inputs) > 1:
         return ()
     if tuple(node.attrs["scales"][:2]) != (1, 1):

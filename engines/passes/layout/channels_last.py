@@ -1,16 +1,16 @@
-"""Channels last: images are stored [N, H, W, C], and every other node works on tensors as they are stored.
+"""Convert images to channels last [N, H, W, C] and propagate layouts through the graph.
 
-Each tensor has a layout in which it is stored (permutations.py). A walk over the nodes decides it:
-* layout-sensitive nodes (Conv, pools, Resize, ...) read and make channels-last images, but for those that do as well on
-  images that lie otherwise (channels_first.py), where nobody else wants those turned;
-* nodes that can work on any layout (pointwise, Concat, Softmax, ...) take the layout that their inputs have, their axes
-  renumbered: so a Transpose sinks through them, and meets its inverse or the end of the graph;
-* a Transpose only changes the layout; a Reshape too, unless it tears apart axes that lie next to each other. Before a
-  Gemm even that is free: its weights' columns are permuted instead;
-* what works on rows (the last axis) takes any layout that leaves them at the end;
-* every other node, and every graph output, reads tensors as ONNX has them. That is where Transposes are left.
+Each tensor is stored in a layout (permutations.py), which one walk over the nodes decides:
+* layout-sensitive nodes (Conv, pools, Resize, ...) read and write channels-last images, except those that run as well
+  on channels-first images (channels_first.py) which no other node needs channels last;
+* layout-agnostic nodes (pointwise, Concat, Softmax, ...) keep the layout of their inputs and have their axes
+  renumbered, so that a Transpose sinks through them until it meets its inverse or the end of the graph;
+  * a Transpose only changes the layout, and so does a Reshape of groups of axes that are adjacent in the layout. A
+    flattening before Gemms copies nothing either: the columns of their weights are permuted instead;
+* nodes on rows (the last axis) take any layout that keeps this axis last;
+* all other nodes, and graph outputs, read tensors in ONNX's layout. Transposes remain there.
 
-Where neither of two layouts can be kept, the items lead: so every tensor lies in memory, wherever ONNX has that axis.
+If no input's layout can be kept, the batch axis is stored first, whatever its position in ONNX's layout.
 """
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ _LAYOUTS = {identity(4): "nchw", IMAGE: "nhwc", identity(5): "ncdhw", channels_l
 
 
 def to_channels_last(graph: Graph) -> Graph:
-    """The same graph over channels-last images; inputs and outputs keep their layout and their names.
+    """Return an equivalent graph over channels-last images; its inputs and outputs keep their layouts and names.
 
-    A tensor that nodes make keeps its name whatever its layout; the twin of a graph input or output `x` is `x.nhwc`.
+    An inner tensor keeps its name in any layout; the channels-last copy of a graph input or output `x` is `x.nhwc`.
     """
-    return _Layout(graph).run()
+    return _LayoutPass(graph).run()
 
 
 def _is_sensitive(graph: Graph, node: Node) -> bool:
@@ -58,8 +58,8 @@ def _is_sensitive(graph: Graph, node: Node) -> bool:
             and len(graph.shape(node.inputs[0])) in (4, 5))
 
 
-class _Layout(GraphEditor):
-    """State of one walk: `layouts` has the name of each layout that exists of a tensor, the one it is made in first."""
+class _LayoutPass(GraphEditor):
+    """State of the walk: `layouts` maps a tensor to its copies by layout, the one that its producer writes first."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
@@ -97,17 +97,17 @@ class _Layout(GraphEditor):
             self._keep_onnx_layout(node)
 
     def _follows(self, node: Node) -> bool:
-        """Whether the node can work on any layout of its input, its results then in the same."""
+        """Return True if the node works on any layout of its input and its outputs have that layout."""
         op = op_of(node.op)
         return op.along is not None and not op.reduces and self._rank(node) == len(self.shapes[node.outputs[0]])
 
     # ---- layouts
     def _producer_layout(self, tensor: str) -> Perm:
-        """The layout in which the tensor is made."""
+        """Return the layout that the tensor's producer writes."""
         return next(iter(self.layouts[tensor]))
 
     def _items_first(self, tensor: str) -> Perm:
-        """The axes as ONNX has them, but that of the items before the others."""
+        """Return ONNX's layout with the batch axis moved to the front."""
         shape = self.shapes[tensor]
         return tuple(sorted(range(len(shape)), key=lambda axis: shape[axis] != BATCH))
 
@@ -115,7 +115,7 @@ class _Layout(GraphEditor):
         return len(self.shapes[node.inputs[0]])
 
     def read(self, tensor: str, perm: Perm) -> str:
-        """The name of a layout of a tensor; a node that makes it is added if there is none."""
+        """Return the name of the tensor's copy in a layout; add a node that computes it if there is none."""
         layouts = self.layouts[tensor]
         if perm not in layouts:
             produced = self._producer_layout(tensor)
@@ -131,8 +131,8 @@ class _Layout(GraphEditor):
         self.nodes.append(_move(source, name, perm, permuted(self.shapes[tensor], self._producer_layout(tensor))))
         return name
 
-    def _made(self, tensor: str, perm: Perm) -> str:
-        """The name under which a node is to make the tensor, in this layout."""
+    def _output(self, tensor: str, perm: Perm) -> str:
+        """Register that a node writes the tensor in this layout and return the output's name."""
         own = perm == identity(len(perm)) or tensor not in self.graph.outputs
         name = tensor if own else self._name(tensor, perm)
         self.used.add(name)
@@ -158,10 +158,13 @@ class _Layout(GraphEditor):
         image, *others = node.inputs
         layout = channels_last(self._rank(node))
         inputs = [self.read(image, layout), *(self._as_onnx(name) for name in others)]
-        self._emit(node, inputs, [self._made(node.outputs[0], layout)], channels_last=1)
+        self._emit(node, inputs, [self._output(node.outputs[0], layout)], channels_last=1)
 
     def _stays_channels_first(self, node: Node) -> bool:
-        """Where only the node itself would want its image in another layout than it is made in, and can do without."""
+        """Add a node on channels-first images if it runs as well on these and no other node needs channels last.
+
+        Returns False, with nothing added, otherwise.
+        """
         source, result = node.inputs[0], node.outputs[0]
         shape, rank = self.shapes[source], self._rank(node)
         if self._producer_layout(source) != identity(rank) or channels_last(rank) in self.layouts[source] \
@@ -174,25 +177,25 @@ class _Layout(GraphEditor):
         for op, attrs, made in steps[:-1]:
             name = self.fresh_name(f"{result}.{op.lower()}")
             self.shapes[name], self.dtypes[name] = made, self.dtypes[source]
-            source = self.make(self._made(name, identity(len(made))), op, [self._as_onnx(source)], attrs)
+            source = self.make(self._output(name, identity(len(made))), op, [self._as_onnx(source)], attrs)
         if steps:
             op, attrs, made = steps[-1]
             node = replace(node, op=op, inputs=(source,), attrs=attrs)
-            self._emit(node, [source], [self._made(result, identity(rank))])
+            self._emit(node, [source], [self._output(result, identity(rank))])
         return bool(steps)
 
     def _keep_onnx_layout(self, node: Node) -> None:
         inputs = [self._as_onnx(name) for name in node.inputs]
         if node.inputs and node.inputs[0] in self.column_order:
             inputs[1] = self._with_columns_in_order(node)
-        outputs = [self._made(name, identity(len(self.shapes[name]))) if name else "" for name in node.outputs]
+        outputs = [self._output(name, identity(len(self.shapes[name]))) if name else "" for name in node.outputs]
         self._emit(node, inputs, outputs)
 
     def _as_onnx(self, tensor: str) -> str:
         if not tensor:
             return ""
         name = self.read(tensor, identity(len(self.shapes[tensor])))
-        if tensor in self.graph.outputs and name != tensor:     # a Transpose's input was made as it
+        if tensor in self.graph.outputs and name != tensor:     # the copy belongs to a Transpose's input
             self.make(tensor, "Identity", [name])
             self.types[tensor] = self.graph.types[tensor]
             self.used.add(tensor)
@@ -220,11 +223,13 @@ class _Layout(GraphEditor):
             layout = reshaped(ahead, before, after)
             layout, name = (identity(len(after)), self._as_onnx(source)) if layout is None else (
                 layout, self.read(source, ahead))
-        self._emit(node, [name], [self._made(result, layout)], shape=permuted(after, layout))
+        self._emit(node, [name], [self._output(result, layout)], shape=permuted(after, layout))
 
     def _fold_into_readers(self, node: Node) -> bool:
-        """[N, C, H, W] -> [N, CHW] read by products with constants only: the elements stay in the order they have, and
-        the columns of the weights are put in that order."""
+        """Return True if a Reshape [N, C, H, W] -> [N, CHW] is read only by Gemms with constant weights.
+
+        The elements then keep their order, which `column_order` records, and the weights' columns are permuted to it.
+        """
         source, result = node.inputs[0], node.outputs[0]
         before, after, produced = self.shapes[source], self.shapes[result], self._producer_layout(source)
         readers = self.graph.consumers[result]
@@ -237,42 +242,42 @@ class _Layout(GraphEditor):
         return True
 
     def _with_columns_in_order(self, gemm: Node) -> str:
-        """The weights of a product, their columns in the order of the matrix it reads."""
+        """Return the name of a Gemm's weights with their columns in the order of the matrix it reads."""
         order, weight = self.column_order[gemm.inputs[0]], self.graph.constants[gemm.inputs[1]]
         return self.add_constant(f"{gemm.outputs[0]}.weight",
                                  weight[:, order] if gemm.attrs.get("transB") else weight[order])
 
     def _is_by_rows(self, node: Node) -> bool:
-        """A product by a constant matrix, a norm along the last axis: each row gives one, by itself."""
+        """Return True for a product by a constant matrix or a norm along the last axis: both map row by row."""
         if node.op in NORMS:
             return node.attrs.get("axis", -1) % self._rank(node) == self._rank(node) - 1 and len(node.outputs) == 1
         return node.op == "MatMul" and self._rank(node) > 2 and getattr(
             self.graph.constants.get(node.inputs[1]), "ndim", 0) == 2
 
     def _by_rows(self, node: Node) -> None:
-        """In any layout that leaves the rows' elements at the end."""
+        """Add a node on rows, in a layout that keeps the last axis last."""
         source, *others = node.inputs
         last = self._rank(node) - 1
         stored = (self._producer_layout(source), self._items_first(source))
         layout = next((layout for layout in stored if layout[-1] == last), identity(last + 1))
         inputs = [self.read(source, layout), *(self._as_onnx(name) for name in others)]
-        self._emit(node, inputs, [self._made(node.outputs[0], layout)])
+        self._emit(node, inputs, [self._output(node.outputs[0], layout)])
 
     def _any_layout(self, node: Node) -> None:
-        """Pointwise nodes, and those that work along axes of any layout: same rank before and after."""
+        """Add a layout-agnostic node, whose inputs and outputs have one rank, in the cheapest layout."""
         rank = len(self.shapes[node.outputs[0]])
         full = [i for i in node.inputs if i and i not in self.graph.constants and len(self.shapes[i]) == rank]
         layout = self._cheapest_layout(node, full, rank)
         attrs = op_of(node.op).renumbered(node, rank, layout.index)
-        keep = node.op == "Gather"          # its indices are a list, not a tensor of the same layout
-        # Only pointwise nodes broadcast. Where nothing else has the result's rank, constants keep theirs.
+        keep = node.op == "Gather"          # its indices are read in ONNX's layout
+        # Only pointwise nodes broadcast. If no other input has the result's rank, constants keep their leading ones.
         part = partial(self._operand, whole=not full) if is_pointwise(node) else self.read
         inputs = [self._as_onnx(name) if not name or keep and i else part(name, layout)
                   for i, name in enumerate(node.inputs)]
-        self._emit(node, inputs, [self._made(name, layout) if name else "" for name in node.outputs], **attrs)
+        self._emit(node, inputs, [self._output(name, layout) if name else "" for name in node.outputs], **attrs)
 
     def _cheapest_layout(self, node: Node, full: Sequence[str], rank: int) -> Perm:
-        """The layout that moves the fewest elements; channels-last images where that is a tie."""
+        """Return the layout that moves the fewest elements; among equals channels last."""
         ahead = self._items_first(node.outputs[0])
         produced_layouts = dict.fromkeys(self._producer_layout(tensor) for tensor in full)
         image = channels_last(rank)
@@ -295,7 +300,7 @@ class _Layout(GraphEditor):
         return math.prod(extent for extent in self.shapes[tensor] if not isinstance(extent, str))
 
     def _operand(self, tensor: str, layout: Perm, whole: bool = False) -> str:
-        """A tensor of any rank as it is read, by broadcasting, beside tensors of this layout."""
+        """Return the name of an operand of any rank in a form that broadcasts to tensors of this layout."""
         shape = self.shapes[tensor]
         full = (*(1,) * (len(layout) - len(shape)), *shape)
         if tensor in self.graph.constants:
@@ -306,11 +311,11 @@ class _Layout(GraphEditor):
             return self._as_onnx(tensor)
         wide = self.fresh_name(f"{tensor}.rank{len(layout)}")
         self.shapes[wide], self.dtypes[wide] = full, self.dtypes[tensor]
-        self.make(self._made(wide, identity(len(layout))), "Reshape", [self._as_onnx(tensor)], {"shape": full})
+        self.make(self._output(wide, identity(len(layout))), "Reshape", [self._as_onnx(tensor)], {"shape": full})
         return self.read(wide, layout)
 
     def _constant_operand(self, tensor: str, full: tuple[Dim, ...], layout: Perm, whole: bool) -> str:
-        """Permuted, without leading axes of 1 unless `whole`: a constant per channel becomes [C]."""
+        """Return a permuted constant, without leading axes of 1 unless `whole`: one per channel becomes [C]."""
         array = self.graph.constants[tensor].reshape([as_int(extent) for extent in full]).transpose(layout)
         while not whole and array.ndim > 1 and array.shape[0] == 1:
             array = array[0]
@@ -319,7 +324,7 @@ class _Layout(GraphEditor):
         return self.add_constant(f"{tensor}.last", contiguous(array))
 
     def _drops_axes(self, node: Node) -> None:
-        """Reductions that lose their axes, a Gather of one index."""
+        """Add a reduction or a Gather of one index, in the producer's layout less the axes that it removes."""
         source, result = node.inputs[0], node.outputs[0]
         produced, rank = self._producer_layout(source), self._rank(node)
         axes = op_of(node.op).axes(node, rank)
@@ -330,18 +335,18 @@ class _Layout(GraphEditor):
         layout = without(produced, axes) if lost else produced
         attrs = op_of(node.op).renumbered(node, rank, produced.index)
         others = [self._as_onnx(name) for name in node.inputs[1:]]
-        self._emit(node, [self.read(source, produced), *others], [self._made(result, layout)], **attrs)
+        self._emit(node, [self.read(source, produced), *others], [self._output(result, layout)], **attrs)
 
 
 def _move(source: str, result: str, perm: Perm, shape: Sequence[Dim]) -> Node:
-    """Transpose(source, perm) of a source of that shape: a Reshape if only axes of extent 1 move."""
+    """Return a Transpose by `perm` of a tensor of this shape, or a Reshape if only axes of extent 1 move."""
     if moves_only_ones(perm, tuple(shape)):
         return Node("Reshape", (source,), (result,), {"shape": permuted(shape, perm)}, result)
     return Node("Transpose", (source,), (result,), {"perm": perm}, result)
 
 
 def _wanting_images(graph: Graph) -> set[str]:
-    """Tensors that only end, perhaps by way of pointwise nodes, in layout-sensitive nodes: move them early, once."""
+    """Return the tensors that only layout-sensitive nodes read, perhaps through pointwise nodes: convert them early."""
     wanting: set[str] = set()
 
     def needs_image(node: Node) -> bool:

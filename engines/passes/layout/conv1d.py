@@ -1,9 +1,9 @@
-"""Signals [N, C, T] as images of one row [N, C, 1, T]: windows over signals have the kernels of windows over images.
+"""Rewrite convolutions and pools over signals [N, C, T] as those over images of one row [N, C, 1, T].
 
     Conv(x [N, C, T], w [O, C, K])   =   Conv(x [N, C, 1, T], w [O, C, 1, K])
 
-Convolutions and pools of one axis are rewritten, and with them the pointwise nodes, norms and joins between them, so
-that nothing stands between a layer and what fuses with it. Where another node reads such a tensor, a Reshape is left.
+They then run on the kernels of images. Pointwise nodes, norms and Concats between them are rewritten too, so that
+no Reshape prevents fusion. A Reshape remains where another node reads such a tensor.
 """
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from engines.ops import LayoutOp, op_of
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import is_pointwise
 
-# What the row's axis has in each attribute of a window.
+# Value of the row's axis in each attribute of a window.
 _OF_ROW: Mapping[str, int] = {"kernel_shape": 1, "strides": 1, "dilations": 1, "output_padding": 0}
 
 
 def conv1d_to_conv2d(graph: Graph) -> Graph:
-    """The graph without windows over one axis; as it is if it has none."""
+    """Return the graph with windows over one spatial axis rewritten as windows over two."""
     if not any(_slides_over_signals(graph, node) for node in graph.nodes):
         return graph
     return _SignalsToImages(graph).run()
@@ -34,7 +34,7 @@ def _slides_over_signals(graph: Graph, node: Node) -> bool:
 
 
 def _with_row(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """[..., C, T] -> [..., C, 1, T]"""
+    """Return the shape [..., C, 1, T] for a shape [..., C, T]."""
     return (*shape[:-1], 1, shape[-1])
 
 
@@ -67,7 +67,7 @@ class _SignalsToImages(GraphEditor):
             self._kept.update(node.outputs)
 
     def _follows(self, node: Node) -> bool:
-        """Pointwise, or a norm of channels, on at least one image; the others are signals, or constants."""
+        """Return True for a pointwise node or InstanceNormalization on signals, of which at least one has an image."""
         shape = self.graph.shape(node.outputs[0]) if node.outputs else ()
         each_by_itself = is_pointwise(node) or node.op == "InstanceNormalization"
         return (each_by_itself and len(shape) == 3 and any(name in self.images for name in node.inputs)
@@ -83,7 +83,7 @@ class _SignalsToImages(GraphEditor):
         return self.images[signal]
 
     def _image(self, name: str) -> str:
-        """A signal or constant as nodes on images read it."""
+        """Return the name of a signal's image, or of a constant that broadcasts to images."""
         if name in self.images:
             return self.images[name]
         if name in self.graph.constants:
@@ -92,7 +92,7 @@ class _SignalsToImages(GraphEditor):
         return self.make(image, "Reshape", [name], {"shape": self.shape(image)})
 
     def _weights(self, name: str) -> str:
-        """Weights with a row; a bias stays."""
+        """Return the name of weights with a row axis; a bias is unchanged."""
         return self._constant_with_row(name) if name and self.graph.constants[name].ndim == 3 else name
 
     def _constant_with_row(self, name: str) -> str:
@@ -100,14 +100,14 @@ class _SignalsToImages(GraphEditor):
         return self.add_constant(f"{name}.row", array.reshape(_with_row(array.shape)))
 
     def _signal(self, name: str) -> None:
-        """Makes a tensor with the shape it had, if only its image exists."""
+        """Add a Reshape to the signal's own shape if only its image exists."""
         if name in self.images and name not in self._kept:
             self._kept.add(name)
             self.make(name, "Reshape", [self.images[name]], {"shape": self.graph.shape(name)})
 
 
 def _window(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a window one row high."""
+    """Return the attributes of a window with a row axis of extent 1."""
     wide = {key: (_OF_ROW[key], *value) if key in _OF_ROW else value for key, value in attrs.items()}
     if "pads" in attrs:
         before, after = attrs["pads"]

@@ -1,4 +1,4 @@
-"""Permuted tensors: what a Reshape does to a tensor whose axes are stored in another order.
+"""Permuted tensors, and the effect of a Reshape on a tensor whose axes are stored in another order.
 
 A *form* of a tensor is a perm, as Transpose has it: axis i of the form is axis perm[i] of the tensor.
 """
@@ -20,7 +20,7 @@ def identity(rank: int) -> Perm:
 
 
 def channels_last(rank: int) -> Perm:
-    """[N, C, ...] -> [N, ..., C]"""
+    """Return the perm from [N, C, ...] to [N, ..., C]."""
     return (0, *range(2, rank), 1)
 
 
@@ -29,21 +29,22 @@ def permuted(shape: Sequence[Dim], perm: Perm) -> tuple[Dim, ...]:
 
 
 def step(source: Perm, target: Perm) -> Perm:
-    """The Transpose that makes form `target` of form `source`."""
+    """Return the perm of the Transpose from form `source` to form `target`."""
     return tuple(source.index(axis) for axis in target)
 
 
 def without(perm: Perm, axes: Sequence[int]) -> Perm:
-    """The form that is left when the tensor loses `axes`."""
+    """Return the form that remains when the tensor loses `axes`."""
     left = sorted(set(perm) - set(axes))
     return tuple(left.index(axis) for axis in perm if axis not in axes)
 
 
 def reshaped(perm: Perm, before: Sequence[Dim], after: Sequence[Dim]) -> Perm | None:
-    """The form of a Reshape's result whose elements lie in the order of the input's form `perm`, if there is one.
+    """Return the form of a Reshape's result with the element order of the input's form `perm`; None if there is none.
 
-    A Reshape maps groups of neighbouring axes to groups of neighbouring axes: [N, C, H, W] -> [N, C, H * W] is N -> N,
-    C -> C, HW -> HW. As long as no group is torn apart by `perm`, whole groups move: [N, H, W, C] -> [N, HW, C].
+    A Reshape maps groups of adjacent axes to groups of adjacent axes: [N, C, H, W] -> [N, C, H * W] is N -> N, C -> C,
+    HW -> HW. If `perm` keeps the axes of each group adjacent and in order, whole groups move: [N, H, W, C] ->
+    [N, HW, C].
     """
     groups = axis_groups(before, after)
     if groups is None:
@@ -60,9 +61,9 @@ def reshaped(perm: Perm, before: Sequence[Dim], after: Sequence[Dim]) -> Perm | 
 
 
 def axis_groups(before: Sequence[Dim], after: Sequence[Dim]) -> list[tuple[list[int], list[int]]] | None:
-    """The smallest groups of axes of equal size on both sides; an extent of 1 goes with its left neighbour.
+    """Return the smallest groups of adjacent axes with equal products of extents on both sides.
 
-    None where that cannot be told, as between 2 * batch and batch.
+    An extent of 1 joins the group on its left. Returns None if symbolic extents leave it open, as 2 * batch and batch.
     """
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
@@ -86,7 +87,7 @@ def axis_groups(before: Sequence[Dim], after: Sequence[Dim]) -> list[tuple[list[
 
 
 def _smaller(left: tuple[int, list[str]], right: tuple[int, list[str]]) -> int | None:
-    """Which side must grow, 0 or 1; None if they are equal."""
+    """Return the side that must take another axis, 0 or 1; None if both are equal."""
     if left == right:
         return None
     if len(left[1]) != len(right[1]):
@@ -99,12 +100,12 @@ def _count(shape: Sequence[Dim], axes: Sequence[int]) -> int:
 
 
 def _size(shape: Sequence[Dim], axes: Sequence[int]) -> tuple[int, list[str]]:
-    """How many elements: the known factors, and the symbolic ones."""
+    """Return the number of elements as (product of the known extents, sorted symbolic ones)."""
     return _count(shape, axes), sorted(str(shape[axis]) for axis in axes if isinstance(shape[axis], str))
 
 
 def order_of_elements(shape: Sequence[Dim], perm: Perm) -> Array:
-    """For each element of an item in the form's order, its index in the item's own order. shape[0] is the batch."""
+    """Return the index in ONNX's order of each element of an item in the form's order, int64. shape[0] is the batch."""
     extents = [as_int(extent) for extent in shape[1:]]
     numbers = np.arange(math.prod(extents), dtype=np.int64).reshape(extents)
     return numbers.transpose([axis - 1 for axis in perm[1:]]).ravel()

@@ -1,12 +1,12 @@
-"""The batch is an axis of its own in every tensor, as kernels need it.
+"""Split merged batch axes, so that the batch is a separate axis of every tensor, as kernels require.
 
 Exporters merge it with other axes: the windows of images [16*batch, 49, 96], the heads of all items
-[12*batch, 128, 64], the rows of a linear layer [197*batch, 768]. An axis of k * batch is taken apart again into the
-axes it was made of, from the Reshape that merged it to the one that splits it:
+[12*batch, 128, 64], the rows of a linear layer [197*batch, 768]. An axis of k * batch is split into its factors
+again, from the Reshape that merged it to the one that splits it:
 
     Reshape [batch, 4, 7, C] -> [4*batch, 7, C]; Softmax(axis=2)   ->   (nothing); Softmax(axis=3) on [batch, 4, 7, C]
 
-A graph is rewritten wholly or, where a node does not let the axes stay apart, not at all.
+The pass rewrites all merged axes of a graph, or none if a node cannot work on separate axes.
 """
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import NORMS, is_pointwise
 from engines.passes.rewriting.notes import Note, note
 
-Group = tuple[Dim, ...]         # the axes that one axis of a tensor was made of
+Group = tuple[Dim, ...]         # the axes that were merged into one axis of a tensor
 
 
 class _Stuck(Exception):
-    """Why an axis cannot be taken apart."""
+    """Raised, with the reason, if a merged axis cannot be split."""
 
 
 def separate_batch(graph: Graph, log: list[Note] | None = None) -> Graph:
-    """The graph without axes of k * batch; as it is if there is none, or a node stands in the way (see the log)."""
+    """Return the graph without axes of k * batch; unchanged if a node prevents that, which `log` says."""
     if not any(_merged_axis(kind.shape) is not None for kind in graph.types.values()):
         return graph
     separator = _Separator(graph)
@@ -50,7 +50,7 @@ def separate_batch(graph: Graph, log: list[Note] | None = None) -> Graph:
 
 
 def check_batch(graph: Graph) -> Graph:
-    """The graph itself. ModelError for a tensor that is no batch of items of one shape."""
+    """Return the graph. Raise ModelError if a tensor has a symbolic axis other than one axis of the batch."""
     for node in graph.nodes:
         for name in node.outputs:
             symbols = [dim for dim in graph.shape(name) if isinstance(dim, str)]
@@ -63,7 +63,7 @@ def check_batch(graph: Graph) -> Graph:
 
 
 def _merged_axis(shape: Sequence[Dim]) -> int | None:
-    """The axis whose extent is k * batch, k > 1."""
+    """Return the axis whose extent is k * batch with k > 1, or None."""
     for axis, dim in enumerate(shape):
         if isinstance(size := extent(dim), Extent) and size.coefficient > 1 and not size.constant:
             return axis
@@ -73,10 +73,10 @@ def _merged_axis(shape: Sequence[Dim]) -> int | None:
 class _Separator(GraphEditor):
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
-        self.groups: dict[str, tuple[int, Group]] = {}      # tensor -> its merged axis, and what that was made of
+        self.groups: dict[str, tuple[int, Group]] = {}      # tensor -> (its merged axis, the axes merged into it)
 
     def visit(self, node: Node) -> None:
-        """Adds the node, or what does its work on separate axes. Raises _Stuck."""
+        """Add the node, or its equivalent on separate axes. Raise _Stuck if there is none."""
         merged = any(name in self.groups for name in node.inputs)
         if not merged and all(_merged_axis(self.graph.shape(name)) is None for name in node.outputs if name):
             self.nodes.append(node)
@@ -91,7 +91,7 @@ class _Separator(GraphEditor):
 
     # ---- shapes
     def _separated(self, name: str) -> tuple[Dim, ...]:
-        """The shape that a tensor has in the new graph."""
+        """Return the tensor's shape in the new graph."""
         shape = self.graph.shape(name)
         if name not in self.groups:
             return shape
@@ -99,7 +99,7 @@ class _Separator(GraphEditor):
         return (*shape[:axis], *group, *shape[axis + 1:])
 
     def _axis(self, name: str, axis: int) -> int:
-        """Where an axis of the old shape stands in the new one."""
+        """Return the index in the new shape of an axis of the old one. Raise _Stuck for the merged axis."""
         axis %= len(self.graph.shape(name))
         if name not in self.groups:
             return axis
@@ -109,7 +109,7 @@ class _Separator(GraphEditor):
         return axis + (len(group) - 1) * (axis > merged)
 
     def _emit(self, node: Node, axis: int | None, group: Group) -> None:
-        """Adds a node all of whose outputs have the merged axis `axis`, made of `group`; None: they have none."""
+        """Add a node whose outputs have the merged axis `axis`, made of `group`; None if they have no merged axis."""
         for name in filter(None, node.outputs):
             if axis is not None:
                 self.groups[name] = axis, group
@@ -117,17 +117,17 @@ class _Separator(GraphEditor):
         self.nodes.append(node)
 
     def _fitted(self, name: str, behind: int, group: Group) -> str:
-        """An operand that broadcasts along the merged axis, which is the `behind`-th from the right."""
+        """Return an operand that broadcasts along the merged axis, which is the `behind`-th from the right."""
         shape = self._separated(name)
         if name in self.groups:
             axis, own = self.groups[name]
             if own != group or len(self.graph.shape(name)) - axis != behind:
-                raise _Stuck(f"'{name}' counts its axis otherwise")
+                raise _Stuck(f"'{name}' merges its batch axis differently")
             return name
         if len(shape) < behind:
             return name
         if shape[-behind] != 1:
-            raise _Stuck(f"'{name}' has another axis where others count the batch")
+            raise _Stuck(f"'{name}' has another axis where other inputs have the batch")
         place = len(shape) - behind
         return self._reshaped(name, (*shape[:place], *(1,) * len(group), *shape[place + 1:]))
 
@@ -145,7 +145,7 @@ class _Separator(GraphEditor):
         self._emit(replace(node, attrs={"shape": shape}), axis, group)
 
     def _broadcasts(self, node: Node) -> None:
-        """Pointwise nodes, Expand, and products of two tensors of several axes."""
+        """Add a broadcasting node: pointwise, Expand, or a product of stacks of matrices."""
         behind, group = self._of_inputs(node)
         inputs = tuple(name and self._fitted(name, behind, group) for name in node.inputs)
         shape = self.graph.shape(node.outputs[0])
@@ -156,11 +156,11 @@ class _Separator(GraphEditor):
     def _gather_elements(self, node: Node) -> None:
         data = node.inputs[0]
         if data not in self.groups:
-            raise _Stuck("its places count more than the batch, its data do not")
+            raise _Stuck("its indices have a merged batch axis, but its data do not")
         self._broadcasts(replace(node, attrs={**node.attrs, "axis": self._axis(data, node.attrs["axis"])}))
 
     def _of_inputs(self, node: Node) -> tuple[int, Group]:
-        """The merged axis of the inputs, from the right, and what it was made of."""
+        """Return the merged axis of the inputs, counted from the right, and its group."""
         for name in node.inputs:
             if name in self.groups:
                 axis, group = self.groups[name]
@@ -178,11 +178,11 @@ class _Separator(GraphEditor):
             raise _Stuck("it multiplies along the axis that counts the batch")
 
     def _gemm(self, node: Node) -> None:
-        """Rows times constant weights: with more axes it is a MatMul."""
+        """Add a Gemm of rows by constant weights as a MatMul, which allows more axes."""
         x, weight, *bias = node.inputs
         axis, group = self.groups[x]
         if axis or weight not in self.graph.constants or node.attrs.get("alpha", 1) != 1 or node.attrs.get("transA"):
-            raise _Stuck("its factors are no rows and constant weights")
+            raise _Stuck("its factors are not rows and constant weights")
         matrix = self.graph.constants[weight]
         if node.attrs.get("transB"):
             weight = self.add_constant(f"{weight}.rows", np.ascontiguousarray(matrix.T))
@@ -201,13 +201,13 @@ class _Separator(GraphEditor):
         self._emit(replace(node, attrs={"perm": tuple(perm)}), tuple(node.attrs["perm"]).index(merged), group)
 
     def _along_axes(self, node: Node) -> None:
-        """What works along axes that it names, and keeps the others."""
+        """Add a node that works along the axes in its attributes and keeps the others."""
         op, source = op_of(node.op), next((name for name in node.inputs if name in self.groups), "")
         if not source:
             raise _Stuck(f"{node.op} makes an axis that counts more than the batch")
         (axis, group), rank = self.groups[source], len(self.graph.shape(source))
         if node.op == "Concat" and any(self.groups.get(name) != (axis, group) for name in node.inputs):
-            raise _Stuck("its parts count the batch in different ways")
+            raise _Stuck("its inputs merge the batch axis differently")
         attrs = op.renumbered(node, rank, lambda old: self._axis(source, old))
         self._emit(replace(node, attrs=attrs), op.kept(node, rank, axis), group)
 
@@ -226,17 +226,17 @@ class _Separator(GraphEditor):
             self._emit(node, axis + place, group)
             return
         if indices in self.groups:
-            raise _Stuck("data and indices both count the batch")
+            raise _Stuck("its data and its indices both have a merged batch axis")
         merged, group = self.groups[data]
         moved = merged + (len(self.graph.shape(indices)) - 1) * (merged > axis)
         self._emit(replace(node, attrs={**node.attrs, "axis": self._axis(data, axis)}), moved, group)
 
 
 def _group_of(source: Sequence[Dim], target: Sequence[Dim], axis: int) -> Group:
-    """What the merged axis of a Reshape's target is made of: (before, batch, behind) without ones.
+    """Return the factors of the merged axis of a Reshape's target: (before, batch, behind) without ones.
 
-    source has the batch as an axis of its own; elements keep their order, so what stands before the batch in the source
-    and not before the axis in the target is inside the axis.
+    The batch is a separate axis of `source`. A Reshape keeps the order of elements, so the extents before the batch in
+    the source that are not before the axis in the target are merged into the axis.
     """
     size = extent(target[axis])
     assert isinstance(size, Extent)

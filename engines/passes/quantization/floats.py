@@ -1,9 +1,9 @@
 """Tensors that an INT8 build leaves in float32 whatever their ranges are.
 
-    results         no convolution or matrix product can be reached from them: 8 bits would save a little memory
-                    traffic and cost the outputs their precision (boxes and scores behind a detector's last layers)
+    results         tensors that lead to no convolution or matrix product: 8 bits would save little memory traffic and
+                    lose precision of the outputs (boxes and scores after a detector's last layers)
     norms           x - mean(x) and its square: the quantised square of a small deviation is 0
-    kept nodes      what the user keeps in float (kept.py)
+    kept nodes      results, and inputs, of the nodes that the user keeps in float (kept.py)
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engines.ops import Stored, op_of
 from engines.passes.quantization.storage import computes_by, float_edges, stored_by
 from engines.passes.rewriting.facts import ATTENTION, is_pointwise, is_weighted, scalar
 
-SELECTIONS = ("Split", "Slice", "Gather")       # results that hold a part of their input only
+SELECTIONS = ("Split", "Slice", "Gather")       # operators whose outputs hold a part of their input
 _MEANS = ("GlobalAveragePool", "AveragePool", "ReduceMean", "ReduceSum")
 
 
@@ -40,10 +40,9 @@ def kept_tensors(graph: Graph, kept: Collection[str]) -> frozenset[str]:
 
 
 def closed(graph: Graph, floats: Collection[str]) -> frozenset[str]:
-    """Return the tensors in float32 where these are, so that few conversions stand between them and others.
+    """Extend float32 tensors to those connected by moves, which saves conversions.
 
-    A part of a float tensor is one. A tensor is one if it is read only to be moved into float tensors, as the sources
-    of a Concat are.
+    Parts of a float tensor stay float32, and so do tensors that are only moved into float tensors, as by a Concat.
     """
     edges, result = float_edges(graph), set(floats)
     movers = [node for node in graph.nodes if stored_by(graph, node) is Stored.ALIKE]
@@ -75,7 +74,7 @@ def _leads_to_contraction(graph: Graph) -> set[str]:
 
 
 def leads_to_output(graph: Graph) -> set[str]:
-    """Return the tensors that graph outputs are made of by moves and pointwise operations alone."""
+    """Return the tensors that lead to graph outputs through moves and pointwise operations alone."""
     leading = set(graph.outputs)
     for node in reversed(graph.nodes):
         moves = is_pointwise(node.anchor) or op_of(node.anchor.op).moves or stored_by(graph, node) is Stored.ALIKE
@@ -85,7 +84,7 @@ def leads_to_output(graph: Graph) -> set[str]:
 
 
 def _results(graph: Graph) -> set[str]:
-    """Return the edges behind the last contractions; what is only moved from a tensor before them stays as it is."""
+    """Return the edges after the last contractions, except tensors that are only moved from earlier ones."""
     leading, results = _leads_to_contraction(graph), set[str]()
     edges = float_edges(graph)
     for node in graph.nodes:
@@ -128,7 +127,7 @@ def _is_square(graph: Graph, part: Node) -> bool:
 
 
 def _is_deviation(graph: Graph, name: str) -> bool:
-    """True if the tensor is a difference from, or a sum with, a run-time tensor that is broadcast to it."""
+    """Return True if the tensor is a difference from, or a sum with, a run-time tensor that is broadcast to it."""
     maker = graph.producer.get(name)
     return maker is not None and any(
         part.op in ("Sub", "Add") and any(
@@ -138,7 +137,7 @@ def _is_deviation(graph: Graph, name: str) -> bool:
 
 # ---- kept nodes
 def _only_contracted(graph: Graph, name: str, kept: Collection[int]) -> bool:
-    """True if the tensor is read by contractions outside the kept nodes only, as their first input."""
+    """Return True if only contractions outside the kept nodes read the tensor, as their first input."""
     readers = graph.consumers[name]
     return bool(readers) and name not in graph.outputs and all(
         id(reader) not in kept and computes_by(graph, reader) and reader.anchor.inputs[0] == name

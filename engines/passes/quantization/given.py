@@ -1,8 +1,8 @@
-"""Stored types as the model itself gives them, by Q/DQ pairs: no ranges are asked for.
+"""Quantise a model by its own Q/DQ pairs, without calibration.
 
-A tensor that a FakeQuantize makes last is stored so, if all that shares memory with it is; a contraction computes in
-int8 if its input and its weights are quantised. What the model does not quantise stays float, and a pair in the midst
-of a kernel rounds there. So every number is rounded where the model says, and nowhere else.
+A tensor whose last operation is a FakeQuantize is stored in 8 bits if all tensors that share memory with it are; a
+contraction computes in int8 if its input and its weights are quantised. Other tensors stay float, and a FakeQuantize
+inside a kernel rounds there. So numbers are rounded exactly where the model rounds them.
 """
 from __future__ import annotations
 
@@ -25,12 +25,22 @@ FAKE = "FakeQuantize"
 
 
 def is_quantised(graph: Graph) -> bool:
-    """Whether the model has quantised tensors of its own."""
+    """Return True if the model has FakeQuantize nodes, that is Q/DQ pairs."""
     return any(part.op == FAKE for node in graph.nodes for part in node.body or (node,))
 
 
 def quantize_as_given(graph: Graph, keep_float: Collection[str] = (), log: list[Note] | None = None) -> Graph:
-    """Return an optimised graph with its edges and its contractions quantised as its FakeQuantizes say."""
+    """Return an optimised graph with its edges and contractions quantised by its FakeQuantize nodes.
+
+    Parameters
+    ----------
+    graph : Graph
+        An optimised graph with FakeQuantize nodes.
+    keep_float : collection of str
+        Names of ONNX nodes, or patterns of them (kept.py), that compute in float.
+    log : list of Note, optional
+        Receives the contractions with quantised inputs that stay float, and why.
+    """
     keep_float = kept_nodes(graph, keep_float)
     known = {node.outputs[0]: _params(last) for node in graph.nodes
              if (last := (node.body or (node,))[-1]).op == FAKE and _fits_uint8(last)}
@@ -61,7 +71,7 @@ def _params(node: Node) -> QParams:
 
 
 def _input_type(graph: Graph, node: Node, known: Mapping[str, QParams]) -> TensorType | None:
-    """The quantised type of a contraction's input: as it is stored or, in float, as its numbers were rounded."""
+    """Return the quantised type of a contraction's input, as it is stored or as a FakeQuantize rounded it, or None."""
     name = source = node.anchor.inputs[0]
     while (quant := graph.types[source].quant or known.get(source)) is None:
         maker = graph.producer.get(source)
@@ -73,9 +83,9 @@ def _input_type(graph: Graph, node: Node, known: Mapping[str, QParams]) -> Tenso
 
 # ---- tensors
 def _stored_so(graph: Graph, known: Mapping[str, QParams]) -> Graph:
-    """The graph with the classes of tensors stored quantised that are made in one way throughout.
+    """Return the graph with each class of tensors stored in 8 bits if all its producers round to one grid.
 
-    The classes are those of the graph where all are: there a Transpose is a view of what an attention stores rounded.
+    The classes are computed on a graph without the FakeQuantizes, where a Transpose of an attention's result is a view.
     """
     types: dict[str, TensorType] = {}
     stored = graph.rebuild(_rounding_when_stored(graph, known))
@@ -88,8 +98,8 @@ def _stored_so(graph: Graph, known: Mapping[str, QParams]) -> Graph:
 
 
 def _rounding_when_stored(graph: Graph, stored: Collection[str]) -> list[Node]:
-    """The nodes without the FakeQuantizes that storing their result does."""
-    merged: dict[int, Node] = {}         # id -> what stands in the node's place
+    """Return the nodes without the FakeQuantizes of the tensors `stored`, since storing them rounds."""
+    merged: dict[int, Node] = {}         # id of a node -> its replacement
     gone: set[int] = set()
     for node in graph.nodes:
         *before, last = node.body or (node,)
@@ -106,13 +116,13 @@ def _rounding_when_stored(graph: Graph, stored: Collection[str]) -> list[Node]:
 
 
 def _ending_with(node: Node, parts: Sequence[Node]) -> Node:
-    """The node whose body is these parts, the last of which makes what the node makes."""
+    """Return the node with these parts as its body, the last of which takes the node's outputs."""
     last = replace(parts[-1], outputs=node.outputs)
     return replace(node.with_body((*parts[:-1], last)), origin=node.origin, name=node.name)
 
 
 def _sole_maker(graph: Graph, node: Node) -> Node | None:
-    """The node whose only reader this is, if its kernel can store what it makes in any type."""
+    """Return the producer of the node's input if nothing else reads it and its kernel can store any type, else None."""
     name = node.inputs[0]
     maker = graph.producer.get(name)
     alone = len(graph.consumers[name]) == 1 and name not in graph.outputs

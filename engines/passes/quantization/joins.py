@@ -1,18 +1,18 @@
-"""Conversions where tensors of unlike ranges are moved into one another.
+"""Insert conversions at Concats and Splits of tensors with different ranges.
 
 A Concat, a Split or another node that only moves elements reads and writes one stored type with one scale
-(Stored.ALIKE), and in memory its tensors are views of each other. A scale that is right for boxes in pixels is wrong
-for scores, so where ranges are unlike the tie between two tensors is cut:
+(Stored.ALIKE), and in memory its tensors are views of each other. A scale that suits boxes in pixels is too coarse for
+scores, so tensors of unlike ranges are separated:
 
-    a source of a Concat        is converted on its way into the Concat, and keeps its own scale for its other readers
-    a part of a Split           is made by a layer of its own if one layer makes all parts; else the tensor that is
-                                split stays float32, and each part is converted by its own range
-    a Concat of results         stays float32, if graph outputs are made of it by moves and pointwise operations
+    input of a Concat           converted before the Concat; its other readers see it with its own scale
+    part of a Split             computed by a separate layer if one layer computes all parts; else the tensor that is
+                                split stays float32, and each part is converted with its own range
+    Concat of results           stays float32 if moves and pointwise operations alone lead from it to graph outputs
 
-Ranges are unlike if a tensor that is computed with would have a scale more than UNLIKE times its own. A cut costs a
-pass over the tensor, a coarse scale 20 log10(UNLIKE) dB at worst: 12 dB for 4. Measured with ranges of real weights and
-data, a text recogniser (PP-OCRv4) gets 3 conversions with 1.5 and 2, none with 3 to 8; a detector (NanoDet) gets none
-with 1.5 to 8.
+Ranges are unlike if a tensor that is computed with would get a scale more than UNLIKE times its own. A conversion
+costs a pass over the tensor, a coarse scale 20 log10(UNLIKE) dB at worst: 12 dB for 4. Measured with ranges of real
+weights and data, a text recogniser (PP-OCRv4) gets 3 conversions with 1.5 and 2, none with 3 to 8; a detector
+(NanoDet) gets none with 1.5 to 8.
 """
 from __future__ import annotations
 
@@ -33,20 +33,29 @@ Spans = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Converted:
-    """A graph with conversions between tensors that are stored otherwise. floats: the tensors that stay float32.
-    conversions: the results of the Identity nodes that were added."""
+    """Graph with conversions between stored types.
+
+    Attributes
+    ----------
+    graph : Graph
+        The graph with Identity nodes as conversions.
+    floats : frozenset of str
+        The tensors that stay float32.
+    conversions : frozenset of str
+        The outputs of the added Identity nodes.
+    """
     graph: Graph
     floats: frozenset[str]
     conversions: frozenset[str]
 
 
 def with_conversions_at_joins(graph: Graph, spans: Spans, floats: Collection[str]) -> Converted:
-    """Return the graph in which tensors of unlike ranges, or of which one stays float32, share no scale.
+    """Return the graph with conversions between tensors of unlike ranges, or of which one stays float32.
 
     Parameters
     ----------
     spans : mapping
-        The (low, high) of tensors' real values; one that is missing is like any other.
+        The (low, high) of tensors' real values; a tensor without a span matches any other.
     floats : collection of str
         Tensors that stay float32.
     """
@@ -56,29 +65,29 @@ def with_conversions_at_joins(graph: Graph, spans: Spans, floats: Collection[str
 
 
 def with_parts_apart(graph: Graph, spans: Spans, floats: Collection[str]) -> Graph:
-    """Return the graph in which parts of unlike ranges that one wide layer makes are made by a layer each."""
+    """Return the graph with one layer per part for each wide layer whose parts have unlike ranges."""
     return with_layers_parted(graph, frozenset(_unlike(graph, spans, closed(graph, floats)).parts))
 
 
 # ---- which ranges are unlike
 @dataclass
-class _Group:
-    """Tensors of one scale: the range of all of them, and the narrowest one that is computed with."""
+class _ScaleGroup:
+    """Tensors of one scale: their common range, and the width of the narrowest one that is computed with."""
     low: float
     high: float
     narrowest: float
 
-    def __or__(self, other: _Group) -> _Group:
-        return _Group(min(self.low, other.low), max(self.high, other.high), min(self.narrowest, other.narrowest))
+    def __or__(self, other: _ScaleGroup) -> _ScaleGroup:
+        return _ScaleGroup(min(self.low, other.low), max(self.high, other.high), min(self.narrowest, other.narrowest))
 
     @property
     def is_fine(self) -> bool:
-        """True if no tensor's scale is more than UNLIKE times its own."""
+        """True if the common scale is at most UNLIKE times the scale that each tensor would have alone."""
         return self.high - self.low <= UNLIKE * self.narrowest
 
 
-class _Groups:
-    """Tensors and the groups that they are in so far."""
+class _ScaleGroups:
+    """Disjoint sets of tensors that share a scale (union-find)."""
 
     def __init__(self, graph: Graph, spans: Spans, names: Collection[str]) -> None:
         self._parent = {name: name for name in names}
@@ -87,16 +96,19 @@ class _Groups:
     def __contains__(self, name: str) -> bool:
         return name in self._parent
 
-    def tie(self, a: str, b: str, whatever: bool = False) -> bool:
-        """Put two tensors into one group; False, and nothing is done, if their ranges are unlike."""
+    def tie(self, a: str, b: str, force: bool = False) -> bool:
+        """Merge the groups of two tensors. Return False, with nothing changed, if their ranges are unlike.
+
+        `force` merges them in any case.
+        """
         a, b = self._root(a), self._root(b)
         both = self._groups[a] | self._groups[b]
-        if a != b and (whatever or both.is_fine):
+        if a != b and (force or both.is_fine):
             self._parent[b], self._groups[a] = a, both
-        return whatever or both.is_fine
+        return force or both.is_fine
 
     def computed_with(self, name: str, spans: Spans) -> None:
-        """Count the tensor's own range, although it is only moved."""
+        """Treat the tensor as computed with, although its readers only move it."""
         group = self._groups[self._root(name)]
         group.narrowest = min(group.narrowest, _width(spans, name))
 
@@ -107,36 +119,45 @@ class _Groups:
         return name
 
 
-def _group_of(graph: Graph, spans: Spans, name: str) -> _Group:
+def _group_of(graph: Graph, spans: Spans, name: str) -> _ScaleGroup:
     low, high = spans.get(name, (0.0, 0.0))
     moved = all(stored_by(graph, node) is Stored.ALIKE for node in graph.consumers[name])
-    return _Group(min(low, 0.0), max(high, 0.0), math.inf if moved else _width(spans, name))
+    return _ScaleGroup(min(low, 0.0), max(high, 0.0), math.inf if moved else _width(spans, name))
 
 
 def _width(spans: Spans, name: str) -> float:
-    """The width of a tensor's range; infinite if it is unknown or empty, so that no scale is too coarse for it."""
+    """Return the width of a tensor's range; infinite if it is unknown or empty, so that any scale suits it."""
     low, high = spans.get(name, (0.0, 0.0))
     return max(high, 0.0) - min(low, 0.0) or math.inf
 
 
 @dataclass
 class _Unlike:
-    """cuts: ties to cut, (output of a Concat, source). coarse: tensors that stay float32, since one scale is too coarse
-    for what they hold. parts: results of a Split of a layer that is better several."""
+    """Changes that tensors of unlike ranges require.
+
+    Attributes
+    ----------
+    cuts : set of (str, str)
+        (output of a Concat, input of it) between which a conversion is inserted.
+    coarse : set of str
+        Tensors that stay float32, because one scale is too coarse for their parts.
+    parts : set of str
+        Outputs of Splits whose wide layer becomes one layer per part.
+    """
     cuts: set[tuple[str, str]] = field(default_factory=set)
     coarse: set[str] = field(default_factory=set)
     parts: set[str] = field(default_factory=set)
 
 
 def _unlike(graph: Graph, spans: Spans, floats: Collection[str]) -> _Unlike:
-    """Return what tensors of unlike ranges ask for."""
+    """Return the changes for the tensors of unlike ranges."""
     names = {name for group in classes(graph, floats) for name in group}
-    groups, results = _Groups(graph, spans, names), leads_to_output(graph)
+    groups, results = _ScaleGroups(graph, spans, names), leads_to_output(graph)
     movers = [node for node in graph.nodes if node.outputs[0] in names and stored_by(graph, node) is Stored.ALIKE]
     for node in movers:
         if node.op != "Concat" and node.op not in SELECTIONS:
             for source in names.intersection(node.inputs):
-                groups.tie(node.outputs[0], source, whatever=True)
+                groups.tie(node.outputs[0], source, force=True)
     unlike = _Unlike()
     for node in movers:
         if node.op == "Concat":
@@ -151,8 +172,8 @@ def _unlike(graph: Graph, spans: Spans, floats: Collection[str]) -> _Unlike:
     return unlike
 
 
-def _unlike_sources(groups: _Groups, concat: Node, spans: Spans, is_result: bool) -> list[str]:
-    """Return the sources that a Concat's scale is too coarse for; of a result each part counts for itself."""
+def _unlike_sources(groups: _ScaleGroups, concat: Node, spans: Spans, is_result: bool) -> list[str]:
+    """Return the inputs of a Concat that do not suit its scale; if it is a result, all its inputs are computed with."""
     sources = [source for source in dict.fromkeys(concat.inputs) if source in groups]
     if is_result:
         for source in sources:
@@ -161,7 +182,7 @@ def _unlike_sources(groups: _Groups, concat: Node, spans: Spans, is_result: bool
 
 
 def _moved_from(graph: Graph, name: str) -> set[str]:
-    """Return the tensor and those before it that it is only moved from, up to a Concat."""
+    """Return the tensor and the first inputs of the moves that lead to it, up to a Concat."""
     names = {name}
     while (maker := graph.producer.get(name)) is not None and maker.op != "Concat" and (
             stored_by(graph, maker) is Stored.ALIKE):
@@ -172,7 +193,7 @@ def _moved_from(graph: Graph, name: str) -> set[str]:
 
 # ---- conversions
 def _converted(graph: Graph, floats: frozenset[str], cuts: Collection[tuple[str, str]]) -> Converted:
-    """Return the graph with an Identity at each tie that is cut, or between float32 and what is stored otherwise."""
+    """Return the graph with an Identity at each cut, and between float32 tensors and others that share a move."""
     editor, edges = GraphEditor(graph), float_edges(graph)
     more, conversions = set(floats), set[str]()
 
@@ -199,7 +220,7 @@ def _converted(graph: Graph, floats: frozenset[str], cuts: Collection[tuple[str,
 
 
 def without_idle(graph: Graph, conversions: Collection[str]) -> Graph:
-    """Return the graph, its stored types decided, without those of the conversions that convert nothing."""
+    """Remove the conversions whose input and output have one stored type, once stored types are decided."""
     idle = {node.outputs[0]: node.inputs[0] for node in graph.nodes if node.outputs[0] in conversions
             and graph.types[node.outputs[0]] == graph.types[node.inputs[0]]}
     return graph.rebuild(renamed(node, idle) for node in graph.nodes if node.outputs[0] not in idle) if idle else graph

@@ -1,8 +1,8 @@
 """Names of the nodes that a user keeps in float: --keep-float of build-engine, BuildConfig.keep_float.
 
     conv1               the ONNX node of that name
-    head/*              every node whose name fits the pattern, as shells and fnmatch read it
-    conv1...            the node, or the nodes of a pattern, and all that computes with their results
+    head/*              every node whose name matches the pattern (fnmatch)
+    conv1...            the node, or the nodes of a pattern, and all nodes that depend on their results
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BEHIND = "..."
 
 
 def kept_nodes(graph: Graph, keep_float: Collection[str]) -> frozenset[str]:
-    """Return the names of the ONNX nodes of this graph that the entries of keep_float stand for."""
+    """Return the names of the ONNX nodes of this graph that the entries of keep_float select."""
     return frozenset(name for entry in keep_float for name in _named(graph, entry))
 
 
@@ -39,7 +39,7 @@ def check_kept(graph: Graph, keep_float: Collection[str], quantised: bool = Fals
 
 
 def check_names(model: str, names: Collection[str], keep_float: Collection[str]) -> None:
-    """Raise ConfigError for an entry of keep_float that fits none of these names of a model's ONNX nodes."""
+    """Raise ConfigError for an entry of keep_float that matches none of the names of a model's ONNX nodes."""
     for entry in keep_float:
         if entry not in names and not _fitting(entry.removesuffix(BEHIND), names):
             raise ConfigError(_unknown(model, entry, names))
@@ -58,12 +58,12 @@ def _named(graph: Graph, entry: str) -> set[str]:
 
 
 def _fitting(pattern: str, names: Collection[str]) -> set[str]:
-    """Return the name that is spelt so, or else the names that fit the pattern."""
+    """Return the name equal to the pattern if there is one, else the names that match it."""
     return {pattern} if pattern in names else {name for name in names if fnmatchcase(name, pattern)}
 
 
 def _with_all_behind(graph: Graph, first: Collection[str]) -> set[str]:
-    """Return the names of the nodes that read what the first ones, or others of them, make."""
+    """Return the names `first` and those of all nodes that depend on them."""
     made, names = set[str](), set(first)
     for node in graph.nodes:
         if not set(first).isdisjoint(node.origin) or not made.isdisjoint(node.inputs):
@@ -73,7 +73,7 @@ def _with_all_behind(graph: Graph, first: Collection[str]) -> set[str]:
 
 
 def _unknown(model: str, entry: str, names: Collection[str]) -> str:
-    """Return the message for an entry that fits no node."""
+    """Return the error message for an entry that matches no node."""
     pattern = entry.removesuffix(BEHIND)
     if any(sign in pattern for sign in "*?["):
         return f"keep_float: no node of {model} has a name that fits '{pattern}'"

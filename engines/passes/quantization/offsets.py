@@ -1,10 +1,10 @@
-"""Weights of uint8 off the middle of their type, in int8: what does not fit is a number that a channel shares.
+"""Compute uint8 weights with a zero point other than 128 in int8, with the offset as a second contraction.
 
-    w = s[o] * (k + r[o])                   k int8, r a whole number
+    w = s[o] * (k + r[o])                   k int8, r a whole number per output channel
     x * w = x * (s[o] * k) + s[o] * r[o] * (x * 1)
 
-x * 1 is one more contraction in int8, by ones: the sum of a row, or of what a window sees, for one output channel that
-all share. In groups, each output channel has its own.
+x * 1 is an int8 contraction by ones with one output channel, the sum over a row or a window, which all output channels
+share. With groups, each output channel has its own.
 """
 from __future__ import annotations
 
@@ -23,20 +23,34 @@ from engines.passes.rewriting.facts import output_axis
 
 
 def with_offsets_apart(graph: Graph, nodes: Iterable[Node]) -> tuple[Graph, dict[tuple[str, ...], QParams]]:
-    """The graph in which those of the contractions whose weights are such multiply by int8 twice, and how these weights
-    are quantised, by outputs of the nodes that read them."""
+    """Split contractions by weights on an offset grid into one by int8 weights and one by ones.
+
+    Parameters
+    ----------
+    graph : Graph
+        An optimised graph.
+    nodes : iterable of Node
+        Contractions of the graph by constant weights; those without an offset grid stay.
+
+    Returns
+    -------
+    Graph
+        The rewritten graph.
+    dict of tuple of str to QParams
+        The quantisation of the new weights, by the outputs of the nodes that read them.
+    """
     chosen = {id(node): found for node in nodes if node.anchor.op != "ConvTranspose"
               and (found := offset_grid(graph.constants[node.anchor.inputs[1]], output_axis(node))) is not None}
     if not chosen:
         return graph, {}
-    splitter = _Splitter(graph)
+    splitter = _OffsetSplitter(graph)
     for node in graph.nodes:
         splitter.nodes.append(splitter.split(node, *chosen[id(node)]) if id(node) in chosen else node)
     return splitter.finish(), splitter.weights
 
 
-class _Splitter(GraphEditor):
-    """weights: outputs of a contraction -> the numbers of its weights. totals: products by ones that there are."""
+class _OffsetSplitter(GraphEditor):
+    """State of the pass: quantisation of weights by the outputs of their reader, and the products by ones so far."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
@@ -44,7 +58,7 @@ class _Splitter(GraphEditor):
         self.totals: dict[tuple[object, ...], str] = {}
 
     def split(self, node: Node, scales: Array, rest: Array) -> Node:
-        """The node whose anchor is by what fits int8, and adds what is missing; what it adds is made before it."""
+        """Return the node with its anchor on int8 weights, plus the offset's term, whose nodes are added before it."""
         anchor, axis, (y,) = node.anchor, output_axis(node), node.outputs
         weight = self.graph.constants[anchor.inputs[1]]
         along = [-1 if i == axis else 1 for i in range(weight.ndim)]
@@ -67,7 +81,7 @@ class _Splitter(GraphEditor):
         return node.with_body((first, *parts, *node.body[1:]))
 
     def _by_ones(self, node: Node, axis: int, shape: Iterable[int], factors: Array) -> str:
-        """The anchor by weights that are `factors` throughout, one for each output channel."""
+        """Return the result of the anchor by weights that equal `factors` in each output channel."""
         anchor, shape = node.anchor, tuple(shape)
         key = (anchor.op, anchor.inputs[0], str(sorted(anchor.attrs.items())), shape, factors.tobytes())
         if key not in self.totals:

@@ -1,12 +1,12 @@
-"""The stored type of every edge, and the arithmetic of every node.
+"""Choose the stored type of every edge and the arithmetic of every node from calibrated ranges.
 
     activations   u8 = saturate(round(x / scale) + zero_point)      scale = (high - low) / 255, one per tensor
     weights       s8 = round(w / scale[o])                          scale[o] = max |w[o]| / 127, one per output channel
 
-The range always holds 0, which is exact: padding with the zero point is padding with zero. A tensor that is never
-negative has zero point 0 and all of 0..255. Contractions by constant weights compute in int8, and products of tensors
-that are all stored so; their bias, what follows them in a body, and all other nodes compute in float between a
-dequantisation and a quantisation.
+The range always includes 0, which is represented exactly, so that padding with the zero point is padding with zero. A
+tensor without negative values has zero point 0 and uses all of 0..255. Contractions by constant weights compute in
+int8, and so do products of tensors that are all stored in 8 bits; their bias, the nodes after them in a body, and all
+other nodes compute in float between a dequantisation and a quantisation.
 """
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from engines.passes.rewriting.notes import Note, note
 from engines.passes.rules.pad import never_negative
 
 Ranges = Mapping[str, tuple[float, float]]
-SUMS = 1 << 31              # of an int8 contraction stay below
+SUMS = 1 << 31              # exclusive bound of the sums of an int8 contraction
 FLOAT_PRECISIONS = ("fp32", "fp16", "bf16")
 
 
 def edges_to_calibrate(graph: Graph) -> tuple[str, ...]:
-    """The float tensors of an optimised graph that an int8 build may store in 8 bits."""
+    """Return the float tensors of an optimised graph whose ranges an int8 build needs."""
     inputs = [node.anchor.inputs[0] for node in contractions(graph, ())]
     read = set(inputs)
     names = [name for group in classes(graph, closed(graph, float_tensors(graph)))
@@ -42,10 +42,18 @@ def edges_to_calibrate(graph: Graph) -> tuple[str, ...]:
 
 
 def quantize(graph: Graph, ranges: Ranges, keep_float: Collection[str] = (), log: list[Note] | None = None) -> Graph:
-    """An optimised graph with its edges stored as uint8 and its contractions in int8, as far as ranges are known.
+    """Return an optimised graph with edges stored as uint8 and contractions in int8, as far as ranges are known.
 
-    ranges: tensor -> (low, high) of its real values, from calibration. keep_float: names of ONNX nodes that stay float,
-    or patterns of them (kept.py); an entry that fits no node is passed over.
+    Parameters
+    ----------
+    graph : Graph
+        An optimised float graph.
+    ranges : mapping of str to (float, float)
+        The (low, high) of the real values of tensors, from calibration.
+    keep_float : collection of str
+        Names of ONNX nodes that stay float, or patterns of them (kept.py); entries that match no node are ignored.
+    log : list of Note, optional
+        Receives the contractions that stay float, and why.
     """
     keep_float = kept_nodes(graph, keep_float)
     graph = _with_stored_types(graph, ranges, keep_float)
@@ -63,8 +71,26 @@ def quantize(graph: Graph, ranges: Ranges, keep_float: Collection[str] = (), log
 
 def in_int8(graph: Graph, inputs: Mapping[int, TensorType], weights: Mapping[tuple[str, ...], QParams],
             keep_float: Collection[str], recurrences: bool = False) -> Graph:
-    """A graph with stored types whose contractions compute as told: those that make the outputs in `weights` in int8,
-    by weights quantised so and inputs of these types, by id of the node; all others in float."""
+    """Set the arithmetic of a graph whose stored types are decided.
+
+    Parameters
+    ----------
+    graph : Graph
+        A graph with the stored type of every edge.
+    inputs : mapping of int to TensorType
+        The type in which an int8 contraction reads its input, by id of the node.
+    weights : mapping of tuple of str to QParams
+        The quantisation of the weights of the int8 contractions, by the outputs of the node.
+    keep_float : collection of str
+        Names of the ONNX nodes that compute in float.
+    recurrences : bool
+        Let Recurrence nodes compute in int8.
+
+    Returns
+    -------
+    Graph
+        The graph with int8 weights and conversions; all other contractions compute in float.
+    """
     wanted = {id(node): as_float(graph, node) for node in graph.nodes
               if is_weighted(node) and not is_product(graph, node)} | dict(inputs)
     graph = with_int8_weights(with_conversions(graph, wanted), weights, "int8")
@@ -75,13 +101,18 @@ def in_int8(graph: Graph, inputs: Mapping[int, TensorType], weights: Mapping[tup
 
 
 def set_float_precision(graph: Graph, precision: str) -> Graph:
-    """The graph with every edge that allows it stored in a float precision, and its contractions computed in it.
+    """Return the graph with edges stored, and contractions computed, in a float precision.
 
-    fp16 edges have dtype float16; bf16 ones ml_dtypes.bfloat16, NumPy's dtype of that name. Inputs, outputs and what
-    kernels do not run on stored types stay float32.
+    fp16 edges have dtype float16, bf16 edges ml_dtypes.bfloat16. Graph inputs and outputs, and tensors of nodes without
+    kernels on stored types, stay float32.
+
+    Raises
+    ------
+    ConfigError
+        If `precision` is none of FLOAT_PRECISIONS.
     """
     if precision not in FLOAT_PRECISIONS:
-        raise ConfigError(f"'{precision}' is no float precision; those are {', '.join(FLOAT_PRECISIONS)}")
+        raise ConfigError(f"unknown float precision '{precision}'; choose one of {', '.join(FLOAT_PRECISIONS)}")
     if precision == "fp32":
         return with_weights_as_bytes(graph)
     dtype = dtype_named("float16" if precision == "fp16" else "bfloat16")
@@ -97,26 +128,25 @@ def set_float_precision(graph: Graph, precision: str) -> Graph:
     return graph.rebuild(replace(node, precision=precision) if node.outputs in names else node for node in graph.nodes)
 
 
-# ---- what is quantised
+# ---- edges
 def contractions(graph: Graph, keep_float: Collection[str]) -> list[Node]:
-    """The nodes that kernels run in int8, if their inputs and weights are quantised."""
+    """Return the contractions by constant weights, except those to keep in float, that can compute in int8."""
     return [node for node in graph.nodes if computes_by(graph, node) and not set(node.origin) & set(keep_float)
             and is_float(graph.types[node.anchor.inputs[0]]) and not graph.is_constant(node.anchor.inputs[0])]
 
 
 def _is_worth_it(graph: Graph, group: Collection[str], read: Set[str]) -> bool:
-    """Return True for images, whose bytes matter, and for vectors that contractions read; a gate of one pixel stays
-    exact."""
+    """Return True if a class holds an image or an input of a contraction; other tensors, such as gates, stay float."""
     return any(name in read or is_image(graph, name) for name in group)
 
 
 def parted(graph: Graph, ranges: Ranges, kept: Collection[str]) -> Graph:
-    """Return the graph with a layer for each part of a wide one that is split into parts of unlike ranges."""
+    """Split the wide layers of an optimised graph whose parts have unlike ranges into one layer per part."""
     return with_parts_apart(graph, _spans(graph, ranges), float_tensors(graph) | kept_tensors(graph, kept))
 
 
 def _spans(graph: Graph, ranges: Ranges) -> dict[str, tuple[float, float]]:
-    """Return the ranges of the graph's tensors, of which some are known never to be negative."""
+    """Return the ranges of the graph's tensors, without negative values where the graph rules them out."""
     return {name: _bounded(graph, name, span) for name, span in ranges.items() if name in graph.types}
 
 
@@ -137,7 +167,7 @@ def _with_stored_types(graph: Graph, ranges: Ranges, kept: Collection[str]) -> G
 
 
 def _bounded(graph: Graph, name: str, span: tuple[float, float]) -> tuple[float, float]:
-    """A range without the negative values that a histogram's bins may add to a tensor that has none."""
+    """Clip a range to [0, inf) if the tensor cannot be negative: a histogram's bins may reach below 0."""
     node = graph.producer.get(name)
     last = node.body[-1] if node is not None and node.body else node
     never = last is not None and (last.op == "Relu" or never_negative(graph, name) and not (node and node.body))
@@ -145,14 +175,14 @@ def _bounded(graph: Graph, name: str, span: tuple[float, float]) -> tuple[float,
 
 
 def activation_params(low: float, high: float) -> QParams:
-    """uint8 over [low, high], widened to hold 0; 0 is exact."""
+    """Return the uint8 parameters of a range, widened to include 0, which is represented exactly."""
     low, high = min(low, 0.0), max(high, 0.0)
     scale = float(np.float32((high - low) / 255)) or 1.0 / 255
     return QParams((scale,), (int(np.clip(round(-low / scale), 0, 255)),), "uint8")
 
 
 def _input_type(graph: Graph, node: Node, ranges: Ranges) -> TensorType | None:
-    """How an int8 contraction reads its input: as it is stored, or converted from float. None: no range is known."""
+    """Return the type in which an int8 contraction reads its input, stored or converted; None without a range."""
     name = node.anchor.inputs[0]
     kind = graph.types[name]
     if kind.quant is not None:
@@ -161,7 +191,7 @@ def _input_type(graph: Graph, node: Node, ranges: Ranges) -> TensorType | None:
 
 
 def _why_float(graph: Graph, node: Node, ranges: Ranges) -> str:
-    """Why a contraction does not compute in int8; "" if it does."""
+    """Return why a contraction does not compute in int8; "" if it does."""
     name, weight = node.anchor.inputs[:2]
     if _input_type(graph, node, ranges) is None:
         return f"no range is known for its input '{name}'"
@@ -171,31 +201,30 @@ def _why_float(graph: Graph, node: Node, ranges: Ranges) -> str:
 
 
 def sums_fit(weight: Array, axis: int) -> bool:
-    """Whether no sum of bytes times these weights, as int8, leaves int32, whatever the bytes and in whatever order."""
+    """Return True if a sum of any bytes times the int8 weights fits int32, in any order of summation."""
     depth = weight.size // weight.shape[axis]
     if 255 * 127 * depth < SUMS:
         return True
     rows = np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1)
     largest = np.maximum(np.abs(rows).max(axis=1), np.finfo(np.float32).tiny)
     one_sided = (np.maximum(sign * rows, 0).sum(axis=1, dtype=np.float64) / largest for sign in (1, -1))
-    return bool(255 * (127 * np.maximum(*one_sided).max() + depth / 2) < SUMS)      # depth / 2: of rounding
+    return bool(255 * (127 * np.maximum(*one_sided).max() + depth / 2) < SUMS)      # depth / 2: error of rounding
 
 
 def as_float(graph: Graph, node: Node) -> TensorType:
-    """How a contraction reads its input that does not compute in int8."""
+    """Return the type in which a float contraction reads its input."""
     return replace(graph.types[node.anchor.inputs[0]], quant=None)
 
 
 def _is_exact(graph: Graph, node: Node) -> bool:
-    """Whether a node without constant weights computes in int8: a product does if its factors are stored in 8 bits, as
-    they are, so nothing more is lost."""
+    """Return True for a product of run-time tensors that are all stored in 8 bits, which is exact in int8."""
     factors = node.anchor.inputs[:3 if node.anchor.op == ATTENTION else 2]
     return is_product(graph, node) and all(graph.types[name].quant for name in factors)
 
 
 # ---- weights
 def weight_params(weight: Array, axis: int) -> QParams:
-    """int8, symmetric, one scale for each index of `axis`; a channel of zeros has scale 1."""
+    """Return symmetric int8 parameters with one scale per index of `axis`; a channel of zeros has scale 1."""
     largest = np.abs(weight).max(axis=tuple(i for i in range(weight.ndim) if i != axis))
     scales = np.where(largest > 0, largest / 127, 1).astype(np.float32)
     return QParams(tuple(map(float, scales)), (0,) * len(scales), "int8", axis)

@@ -1,4 +1,4 @@
-"""A recipe carried out on a graph: channels smoothed, biases corrected; quantising it is what is left."""
+"""Apply a quantisation recipe to a graph: smooth channels and correct biases, before `quantize`."""
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -14,9 +14,9 @@ from engines.passes.quantization.smoothing import smoothable, smoothed
 
 
 def prepared(graph: Graph, recipe: Recipe, keep_float: Collection[str] = ()) -> Graph:
-    """The optimised float graph as the recipe wants it quantised.
+    """Return an optimised float graph with the recipe's smoothing and bias correction applied.
 
-    Tensors that this graph does not have, as it may be for other shapes, are passed over.
+    Tensors of the recipe that the graph lacks, as at other shapes, are ignored.
     """
     able = set(smoothable(graph)) if recipe.smoothing else ()
     graph = smoothed(graph, {name: factors for name, factors in recipe.smoothing.items() if name in able})

@@ -1,12 +1,12 @@
-"""SmoothQuant (Xiao et al. 2023, arXiv 2211.10438): outliers of single channels move from activations into weights.
+"""SmoothQuant (Xiao et al. 2023, arXiv 2211.10438): move outlier channels from activations into weights.
 
     (x / s) (s W) = x W
 
-A tensor of a transformer has a few channels far larger than the others, and one scale for all of them leaves the others
-few steps. Dividing channel by channel costs nothing at run time: a layer norm's scale and shift, or the constants of
-what follows a product, do it; another reader of x, a residual sum, multiplies by s among its own constants.
+Tensors of transformers have a few channels far larger than the others, which leaves the others few steps of a common
+scale. The division is folded into the scale and shift of the layer norm that computes x, or is one Mul in the body of
+another producer; readers of x other than products, such as residual sums, multiply by s in their bodies.
 
-calibration.smoothing chooses s, by tensor: so a graph of the same model for other shapes is smoothed alike.
+calibration.smoothing chooses s per tensor name, so a graph of the same model at other shapes is smoothed equally.
 """
 from __future__ import annotations
 
@@ -23,39 +23,41 @@ from engines.passes.rewriting.facts import NORMS, is_pointwise, is_weighted
 
 Floats = NDArray[np.float64]
 
-MOST_READERS = 4        # of a weight: smoothing makes a copy of it for each
+MOST_READERS = 4        # most readers of a weight: smoothing copies it for each
 
 
 def smoothable(graph: Graph) -> tuple[str, ...]:
-    """Tensors of an optimised float graph whose channels can be scaled for free: made by a layer norm or by a node that
-    ends in arithmetic, and read by products with constants, and else by arithmetic only. Weights that many nodes share
-    stay as they are, so that the plan holds them once.
+    """Return the tensors of an optimised float graph whose channels can be scaled inside existing kernels.
+
+    They are computed by a layer norm, a heavy node or a pointwise one, and read by products with constant matrices and
+    by pointwise operations only. Tensors whose weights more than MOST_READERS nodes share are left out, so that the
+    plan holds such weights once.
     """
     return tuple(node.outputs[0] for node in graph.nodes if _scales_its_output(graph, node)
                  and node.outputs[0] not in graph.outputs and _readers_allow(graph, node.outputs[0]))
 
 
 def weights_behind(graph: Graph, tensor: str) -> list[Array]:
-    """The matrices, [inputs, outputs], that a tensor is multiplied by."""
+    """Return the constant matrices [inputs, outputs] that a tensor is multiplied by."""
     return [_rows(node.anchor, graph.constants[node.anchor.inputs[1]])
             for node in graph.consumers[tensor] if _multiplies(graph, node, tensor)]
 
 
 def smoothed(graph: Graph, factors: Mapping[str, Iterable[float]]) -> Graph:
-    """The same function, each tensor of `factors` divided by its factors. Tensors keep their names."""
+    """Return an equivalent graph in which each tensor of `factors` is divided by its factors, one per channel."""
     for tensor, values in factors.items():
         graph = _Smoothing(graph, tensor, np.asarray(tuple(values), np.float64)).run()
     return graph
 
 
-# ---- what is possible
+# ---- conditions
 def _rows(product: Node, weight: Array) -> Array:
-    """The weights as [inputs, outputs]."""
+    """Return the weights as [inputs, outputs]; its own inverse."""
     return weight.T if product.op == "Gemm" and product.attrs.get("transB") else weight
 
 
 def _multiplies(graph: Graph, node: Node, tensor: str) -> bool:
-    """Whether the node is a product of the tensor with a constant matrix."""
+    """Return True if the node multiplies the tensor by a constant matrix."""
     anchor = node.anchor
     return (is_weighted(anchor) and anchor.inputs[0] == tensor and not anchor.attrs.get("transA")
             and graph.is_constant(anchor.inputs[1]) and graph.constants[anchor.inputs[1]].ndim == 2)
@@ -79,9 +81,9 @@ def _readers_allow(graph: Graph, tensor: str) -> bool:
         for node in readers)
 
 
-# ---- doing it
+# ---- rewriting
 class _Smoothing(GraphEditor):
-    """Smooths one tensor: divides it by its factors where it is made, multiplies the weights that read it by them."""
+    """Smoothing of one tensor: divides it in its producer, and multiplies by the factors in its readers."""
 
     def __init__(self, graph: Graph, tensor: str, factors: Floats) -> None:
         super().__init__(graph)
@@ -106,14 +108,14 @@ class _Smoothing(GraphEditor):
             return replace(node, inputs=(node.inputs[0], *constants))
         *before, last = node.body or (node,)
         share, inner = self._constant(self.tensor, 1 / self.factors), self._inner()
-        if last.op == "Relu" and before:        # it stays last: what it makes is known to be never negative
+        if last.op == "Relu" and before:        # a Relu stays last: it marks the tensor as never negative
             scale = Node("Mul", (last.inputs[0], share), (inner,), name=inner)
             return node.with_body([*before, scale, replace(last, inputs=(inner,))])
         scale = Node("Mul", (inner, share), (self.tensor,), name=self.tensor)
         return node.with_body([*before, replace(last, outputs=(inner,)), scale])
 
     def _reading(self, node: Node) -> Node:
-        parts, first = list(node.body or (node,)), 0        # first: of the parts that read what the tensor was before
+        parts, first = list(node.body or (node,)), 0        # first: the part from which on the tensor is restored
         if not is_pointwise(parts[0]):
             first = 1
         if _multiplies(self.graph, node, self.tensor):

@@ -1,9 +1,9 @@
-"""Which edges may be stored in another type than float32, and which of them must be stored alike.
+"""Find the edges that may be stored in another type than float32, and the classes that share one type.
 
-Tensors that share memory (the parts of a Concat or Split) or whose elements are only moved or selected are one class:
-one type, one scale. A class stays float32 if any of its tensors is an input or output of the graph, or is touched by a
-node that kernels do not run on stored types. Tensors that an int8 build leaves in float32 (floats.py) end a class: a
-conversion stands between them and it (joins.py).
+Tensors that share memory (the parts of a Concat or Split) or whose elements are only moved or selected are one class,
+with one type and one scale. A class stays float32 if any of its tensors is an input or output of the graph, or is an
+operand of a node without kernels on stored types. Tensors that an int8 build leaves in float32 (floats.py) belong to
+no class: conversions connect them with the others (joins.py).
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_VOLUMES = ("Conv", "ConvTranspose", "MaxPool", "AveragePool", "GlobalMaxPool
 
 
 def float_edges(graph: Graph) -> set[str]:
-    """Return the tensors of float32 that nodes make."""
+    """Return the float32 outputs of all nodes."""
     return {name for node in graph.nodes for name in node.outputs if name and graph.types[name].dtype == FLOAT}
 
 
@@ -66,8 +66,11 @@ def classes(graph: Graph, floats: Collection[str] = ()) -> list[tuple[str, ...]]
 
 
 def stored_by(graph: Graph, node: Node) -> Stored:
-    """As its operator says, but for a Pad by other numbers, a Cast of integers, a Transpose that moves nothing, and for
-    what only general nests compute, on floats."""
+    """Return the operator's storage rule for a node, with exceptions.
+
+    Stored.FLOAT: nodes that only generic loop nests compute, a Pad by other numbers than zero, and Casts of integers.
+    Stored.ALIKE: a Transpose that copies nothing.
+    """
     if _by_nests(graph, node.anchor):
         return Stored.FLOAT
     if node.op == "Pad" and not pads_with_zeros(node) or node.op == "Cast" and not all(
@@ -79,19 +82,19 @@ def stored_by(graph: Graph, node: Node) -> Stored:
 
 
 def _by_nests(graph: Graph, node: Node) -> bool:
-    """A window, or another operator on images, over those with their channels first, or over volumes."""
+    """Return True for an operator on images that has no dedicated kernel: on channels-first images, or on volumes."""
     if not issubclass(op_of(node.op), LayoutOp):
         return False
     return not node.attrs.get("channels_last") or len(graph.shape(node.inputs[0])) > 4 and node.op not in _OF_VOLUMES
 
 
 def is_image(graph: Graph, name: str) -> bool:
-    """Large enough that its bytes matter: more than one pixel an item."""
+    """Return True if a tensor has more than one pixel per item, so that its size matters."""
     return len(shape := graph.shape(name)) > 2 and any(extent != 1 for extent in shape[1:-1])
 
 
 def computes_by(graph: Graph, node: Node) -> bool:
-    """Whether the node is a contraction by constant weights that kernels run in every precision."""
+    """Return True for a contraction by constant weights that kernels run in every precision."""
     anchor = node.anchor
     if not is_weighted(node) or not graph.is_constant(anchor.inputs[1]):
         return False
@@ -102,12 +105,12 @@ def computes_by(graph: Graph, node: Node) -> bool:
     return graph.constants[anchor.inputs[1]].ndim == 2
 
 
-def with_conversions(graph: Graph, wanted: Mapping[int, TensorType]) -> Graph:
-    """Node `id` reads its data input as the given type: an Identity before it converts what is stored otherwise."""
+def with_conversions(graph: Graph, types: Mapping[int, TensorType]) -> Graph:
+    """Insert an Identity before each node in `types`, by id, whose data input is stored in another type."""
     editor = GraphEditor(graph)
     converted: dict[tuple[str, np.dtype[Any], QParams | None], str] = {}
     for node in graph.nodes:
-        type_ = wanted.get(id(node))
+        type_ = types.get(id(node))
         source = node.anchor.inputs[0] if node.anchor.inputs else ""
         if type_ is not None and graph.types[source] != type_:
             key = source, type_.dtype, type_.quant
@@ -121,6 +124,6 @@ def with_conversions(graph: Graph, wanted: Mapping[int, TensorType]) -> Graph:
 
 
 def reading(node: Node, names: Mapping[str, str]) -> Node:
-    """The node whose anchor reads other tensors; a body's later nodes go on reading what they read."""
+    """Return the node with its anchor's inputs renamed; later nodes of a body keep theirs."""
     anchor = replace(node.anchor, inputs=tuple(names.get(name, name) for name in node.anchor.inputs))
     return node.with_body((anchor, *node.body[1:]))

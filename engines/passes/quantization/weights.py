@@ -1,11 +1,11 @@
-"""Weights as whole numbers: for contractions in int8, and kept so for those in float whose model has them so.
+"""Integer weights: for int8 contractions, and for float contractions of models whose weights are quantised.
 
-    w = s[o] * k                    s[o] is a part of the epilogue, so that a kernel multiplies by k as it does by w
-    w = s[o, b] * (k - z[o, b])     of four bits, a scale for each block b of the inner axis: MatMulBlocks
-    rows of a table that a Gather takes are bytes times a scale for each row
+    w = s[o] * k                    k int8; s[o] is part of the epilogue
+    w = s[o, b] * (k - z[o, b])     four bits with a scale for each block b of the inner axis: MatMulBlocks
+    table[i] = s[i] * k[i]          rows that a Gather reads, with a scale for each row
 
-A model with weights quantised alone is a float model whose constants lie on a grid: its numbers lose nothing as bytes,
-and a product of few rows, which takes as long as its weights take to read, takes a quarter of it.
+After weight-only quantisation a model's constants lie on a grid, so that storing them as bytes is lossless. A
+product of few rows is bound by the memory traffic of its weights, which is a quarter of that of float32.
 """
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from engines.passes.quantization.storage import computes_by, reading
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import output_axis
 
-LEAST = 1 << 12         # weights of a product whose bytes matter
+LEAST = 1 << 12         # least number of weights that are converted
 
 
 def with_weights_as_bytes(graph: Graph) -> Graph:
-    """The graph whose products in float32 have their weights in int8 where that loses nothing of them."""
+    """Store weights of float32 products, and tables of Gathers, in 8 or 4 bits where that is lossless."""
     graph = _with_tables_of_bytes(_with_blocks(graph))
     chosen = {node.outputs: quant for node in graph.nodes if _is_large_product(graph, node)
               and (quant := _grid(graph.constants[node.anchor.inputs[1]], output_axis(node))) is not None}
@@ -34,7 +34,7 @@ def with_weights_as_bytes(graph: Graph) -> Graph:
 
 
 def _is_large_product(graph: Graph, node: Node) -> bool:
-    """Whether it multiplies floats by a matrix whose bytes matter."""
+    """Return True for a product of float32 by a constant matrix of at least LEAST elements."""
     if node.anchor.op not in ("MatMul", "Gemm") or node.precision != "fp32" or not computes_by(graph, node):
         return False
     x, weight = graph.types[node.anchor.inputs[0]], graph.constants[node.anchor.inputs[1]]
@@ -42,12 +42,12 @@ def _is_large_product(graph: Graph, node: Node) -> bool:
 
 
 def _grid(weight: Array, axis: int) -> QParams | None:
-    first = np.moveaxis(weight, axis, 0)[:1]        # of a float model not even one channel is on a grid
+    first = np.moveaxis(weight, axis, 0)[:1]        # quick test: in a float model not even one channel is on a grid
     return grid_params(weight, axis) if grid_params(first, 0) else None
 
 
 def _with_blocks(graph: Graph) -> Graph:
-    """The products by weights of four bits as MatMulBlocks."""
+    """Replace products by 4-bit block-quantised weights by MatMulBlocks."""
     editor = GraphEditor(graph)
     for node in graph.nodes:
         if _is_large_product(graph, node):
@@ -71,8 +71,10 @@ def _by_blocks(editor: GraphEditor, node: Node, blocks: Blocks) -> Node:
 
 
 def with_rounded_rows(graph: Graph) -> Graph:
-    """The graph whose products by weights of four bits read bytes where the model lets their rows be rounded, by blocks
-    like those of the weights: for targets with kernels for it."""
+    """Let MatMulBlocks nodes read rows as bytes where the model rounds them in blocks of the weights' size.
+
+    Only for targets with kernels for such rows.
+    """
     editor, made = GraphEditor(graph), dict[str, str]()
     for node in graph.nodes:
         product = node.anchor
@@ -87,7 +89,7 @@ def with_rounded_rows(graph: Graph) -> Graph:
 
 
 def _with_tables_of_bytes(graph: Graph) -> Graph:
-    """A Gather of rows on a grid: of their bytes, times what it gathers of their scales."""
+    """Replace a Gather from a table on a grid by a Gather of bytes times a Gather of scales."""
     editor = GraphEditor(graph)
     for node in graph.nodes:
         if _is_large_table(graph, node) and (quant := _grid(graph.constants[node.inputs[0]], 0)) is not None:
@@ -98,7 +100,7 @@ def _with_tables_of_bytes(graph: Graph) -> Graph:
 
 
 def _is_large_table(graph: Graph, node: Node) -> bool:
-    """Whether it gathers rows of floats whose bytes matter."""
+    """Return True for a Gather of rows from a float32 table of at least LEAST elements."""
     table = graph.constants.get(node.inputs[0]) if node.op == "Gather" and node.attrs["axis"] == 0 else None
     return (table is not None and table.ndim == 2 and table.dtype == FLOAT and table.size >= LEAST
             and graph.types[node.outputs[0]].quant is None)
@@ -117,7 +119,7 @@ def _gather_bytes(editor: GraphEditor, node: Node, quant: QParams) -> None:
 
 
 def with_int8_weights(graph: Graph, chosen: Mapping[tuple[str, ...], QParams], precision: str) -> Graph:
-    """The nodes that make `chosen` outputs read int8 weights, quantised so, and compute in this precision."""
+    """Quantise the weights of the nodes with outputs in `chosen` to int8, and set the nodes' precision."""
     editor = GraphEditor(graph)
     for node in graph.nodes:
         if (quant := chosen.get(node.outputs)) is not None:

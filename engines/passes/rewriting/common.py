@@ -1,4 +1,4 @@
-"""Common subexpressions: nodes that compute the same from the same are one node; equal constants are one constant."""
+"""Common subexpression elimination: merge equal nodes of equal inputs, and equal constants."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -16,6 +16,7 @@ from engines.passes.rewriting.editor import GraphEditor
 
 
 def merge_common(graph: Graph) -> Graph:
+    """Return the graph with one node for each set of equal deterministic nodes, and with equal constants merged."""
     editor = GraphEditor(graph)
     for names in _look_alikes(graph.constants):
         for name, first in _first_equal(names, graph.constants) if len(names) > 1 else ():
@@ -35,7 +36,7 @@ def merge_common(graph: Graph) -> Graph:
 
 
 def _look_alikes(constants: Mapping[str, Array]) -> Iterable[list[str]]:
-    """Names of constants that may be equal, in order: most others differ in their first row, which is soon compared."""
+    """Group the names of constants by dtype, shape and first row: only constants of one group may be equal."""
     found: dict[Hashable, list[str]] = {}
     for name, array in constants.items():
         if isinstance(array, Deferred):
@@ -46,8 +47,10 @@ def _look_alikes(constants: Mapping[str, Array]) -> Iterable[list[str]]:
 
 
 def _first_equal(names: Iterable[str], constants: Mapping[str, Array]) -> Iterator[tuple[str, str]]:
-    """Each name, and the first whose constant equals its own. What lies in one place is not compared: a weight that all
-    layers have in common is there for each of them, transposed."""
+    """Yield each name with the first name of an equal constant.
+
+    Views of one address with equal strides are not compared: layers that share a weight each have a transposed view.
+    """
     first_at: dict[Hashable, str] = {}
     first_of: dict[bytes, str] = {}
     for name in names:
@@ -68,14 +71,14 @@ def _key(node: Node) -> Hashable:
 
 
 def _frozen(value: Any) -> Hashable:
-    """An attribute as something that can be compared and hashed by value."""
+    """Return an attribute in a form that is compared and hashed by value."""
     if isinstance(value, Mapping):
         return tuple(sorted((key, _frozen(item)) for key, item in value.items()))
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, CountedDim):
         return structure(value.extent)
-    if type(value) is Counted:          # those that were counted alike
+    if type(value) is Counted:          # compared by expression
         return structure(value)
     if isinstance(value, list | tuple):
         return tuple(map(_frozen, value))

@@ -11,7 +11,7 @@
 
 The definition is a generator that yields each tensor whose answer it needs. The decorator keeps a stack of generators
 instead of recursing, so a chain may be longer than Python's recursion limit, and it stores each answer with the graph,
-so a tensor that is reached along 2**n paths (n times x * sigmoid(x)) is asked about once.
+so a tensor that is reached along 2**n paths (n times x * sigmoid(x)) is visited once.
 """
 from __future__ import annotations
 

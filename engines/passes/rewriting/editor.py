@@ -1,4 +1,4 @@
-"""GraphEditor: the one way to build a graph from another. Graphs are immutable; an editor collects what is to change.
+"""GraphEditor builds a new graph from an immutable one by collecting changes.
 
     editor = GraphEditor(graph)
     for node in graph.nodes:
@@ -9,7 +9,7 @@
             editor.nodes.append(node)
     return editor.finish()
 
-Passes that keep more state extend it. What is added and in the end not needed costs nothing: `finish` drops it.
+Passes that keep more state extend it. `finish` drops the nodes and constants that nothing reads.
 """
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from engines.ops import op_of
 
 
 class GraphEditor:
-    """`graph` is the graph that is read and stays as it is; `nodes`, in order, and what is added make the next one."""
+    """Builder of a graph from `graph`, which stays unchanged: `nodes`, in order, become the nodes of the next one."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.nodes: list[Node] = []
-        self.constants: dict[str, Array] = {}       # added, or in place of one of the same name
-        self.types: dict[str, TensorType] = {}      # likewise
+        self.constants: dict[str, Array] = {}       # new, or overriding those of the graph
+        self.types: dict[str, TensorType] = {}      # new, or overriding those of the graph
         self._taken = {*graph.inputs, *graph.types, *graph.constants}
         self._replaced: dict[str, str] = {}
 
-    # ---- what there is
+    # ---- queries
     def type(self, name: str) -> TensorType:
         return self.types.get(name) or self.graph.types[name]
 
@@ -44,63 +44,63 @@ class GraphEditor:
         return self.type(name).shape
 
     def constant(self, name: str) -> Array | None:
-        """The values of a tensor that is constant, before or by what was added; else None."""
+        """Return the values of a constant of the graph or of the editor; None for any other tensor."""
         return self.constants.get(name, self.graph.constants.get(name))
 
-    # ---- what is new
-    def fresh_name(self, wanted: str) -> str:
-        """`wanted`, or with a number behind it if the name is taken; it is taken from now on."""
-        name = next(n for i in count() if (n := f"{wanted}.{i}" if i else wanted) not in self._taken)
+    # ---- additions
+    def fresh_name(self, hint: str) -> str:
+        """Reserve and return `hint`, or if it is taken `hint.1`, `hint.2`, ..."""
+        name = next(n for i in count() if (n := f"{hint}.{i}" if i else hint) not in self._taken)
         self._taken.add(name)
         return name
 
-    def add_tensor(self, wanted: str, type_: TensorType) -> str:
-        """The name of a new tensor, which a node is still to make."""
-        name = self.fresh_name(wanted)
+    def add_tensor(self, hint: str, type_: TensorType) -> str:
+        """Return the name of a new tensor, for which the caller must add a node."""
+        name = self.fresh_name(hint)
         self.types[name] = type_
         return name
 
-    def add_constant(self, wanted: str, array: Array, quant: QParams | None = None) -> str:
-        """The name of a new constant."""
-        name = self.add_tensor(wanted, type_of(array, quant))
+    def add_constant(self, hint: str, array: Array, quant: QParams | None = None) -> str:
+        """Add a constant and return its name."""
+        name = self.add_tensor(hint, type_of(array, quant))
         # NumPy's arithmetic on arrays without axes gives scalars
         self.constants[name] = array if isinstance(array, Deferred) else np.asarray(array)
         return name
 
-    def add(self, wanted: str, op: str, inputs: Sequence[str], attrs: Mapping[str, Any] | None = None,
+    def add(self, hint: str, op: str, inputs: Sequence[str], attrs: Mapping[str, Any] | None = None,
             origin: Sequence[str] = ()) -> str:
-        """The name of a new tensor, whose type follows from the node that makes it."""
-        type_, *_ = op_of(op).infer(Node(op, tuple(inputs), (wanted,), attrs or {}),
+        """Add a node with one new output, whose type is inferred; return the output's name."""
+        type_, *_ = op_of(op).infer(Node(op, tuple(inputs), (hint,), attrs or {}),
                                     [self.type(name) if name else None for name in inputs],
                                     [self.constant(name) for name in inputs])
-        return self.make(self.add_tensor(wanted, type_), op, inputs, attrs, origin)
+        return self.make(self.add_tensor(hint, type_), op, inputs, attrs, origin)
 
     def make(self, output: str, op: str, inputs: Sequence[str], attrs: Mapping[str, Any] | None = None,
              origin: Sequence[str] = ()) -> str:
-        """The node, called after its output, that makes a tensor whose type is known; its name once more."""
+        """Add the node that computes `output`, a tensor of known type, and is named after it; return `output`."""
         self.nodes.append(Node(op, tuple(inputs), (output,), attrs or {}, output, tuple(origin)))
         return output
 
     # ---- the next graph
     def replace(self, name: str, by: str) -> None:
-        """Whoever reads the tensor `name`, the graph's outputs too, reads `by` instead."""
+        """Let all readers of the tensor `name`, and graph outputs, read `by` instead."""
         self._replaced[name] = by
 
     def current(self, name: str) -> str:
-        """The tensor that stands in the place of `name` by now: mostly itself."""
+        """Return the tensor that replaces `name`; `name` itself if nothing does."""
         while name in self._replaced:
             name = self._replaced[name]
         return name
 
     def finish(self) -> Graph:
-        """The next graph; verify() is the caller's part."""
+        """Return the new graph, which the caller verifies."""
         return self.graph.rebuild(self._renamed() if self._replaced else self.nodes, self.constants, self.types)
 
     def _renamed(self) -> list[Node]:
-        """The nodes, reading what stands in the place of replaced tensors.
+        """Return the nodes, with replaced tensors substituted in their inputs.
 
-        A graph output keeps its name: there the node that makes the value makes the output's name instead, and where
-        that cannot be (the value is itself an input, a constant or an output) an Identity stays.
+        A graph output keeps its name: the node that computes its replacement takes over that name. If the
+        replacement is itself an input, a constant or an output, an Identity computes the output.
         """
         target = {name: self.current(name) for name in self._replaced}
         made = {output for node in self.nodes for output in node.outputs}
@@ -117,7 +117,7 @@ class GraphEditor:
 
 
 def renamed(node: Node, names: Mapping[str, str]) -> Node:
-    """The node, and the nodes of its body, with other names for the tensors in `names`; itself if it has none."""
+    """Return the node, including its body, with the tensors in `names` renamed; the node itself if nothing changes."""
     if not node.body and names.keys().isdisjoint(node.inputs) and names.keys().isdisjoint(node.outputs):
         return node
     return replace(node, inputs=tuple(names.get(i, i) for i in node.inputs),
@@ -126,5 +126,5 @@ def renamed(node: Node, names: Mapping[str, str]) -> Node:
 
 
 def merged_origin(nodes: Iterable[Node]) -> tuple[str, ...]:
-    """The ONNX nodes that all of `nodes` stand for, in order, each once."""
+    """Return the names of the ONNX nodes that `nodes` implement, in order, without duplicates."""
     return tuple(dict.fromkeys(name for node in nodes for name in node.origin))

@@ -1,4 +1,4 @@
-"""Questions that passes ask about a graph."""
+"""Predicates and small queries on graphs that several passes use."""
 from __future__ import annotations
 
 import numpy as np
@@ -12,36 +12,36 @@ def is_pointwise(node: Node) -> bool:
 
 
 def is_weighted(node: Node) -> bool:
-    """Whether the node, or the anchor of its body, is a convolution or a matrix product, by weights if constant."""
+    """Return True if the node's anchor is a convolution or a matrix product; its input 1 may be computed."""
     return op_of(node.anchor.op).output_axis is not None
 
 
 def output_axis(node: Node) -> int:
-    """The axis of a weighted node's weights that counts output channels."""
+    """Return the axis of the output channels in the weights of a weighted node."""
     axis = op_of(node.anchor.op).output_axis
     assert axis is not None
     return axis
 
 
 def moved_from(node: Node) -> tuple[str, ...]:
-    """The tensors whose elements are all that the node's results hold; none for a node that computes."""
+    """Return the inputs whose elements a data-moving node copies to its outputs; () for a node that computes."""
     return op_of(node.op).data(node)
 
 
 def scalar(graph: Graph, name: str) -> float | None:
-    """The number, if the tensor is a constant of one element."""
+    """Return the value of a constant of one element, else None."""
     constant = graph.constants.get(name)
     return float(constant.reshape(())) if constant is not None and constant.size == 1 else None
 
 
 def reader(graph: Graph, name: str) -> Node | None:
-    """The one node that reads the tensor, if no other does and it is no graph output."""
+    """Return the only reader of a tensor; None if there are others or the tensor is a graph output."""
     readers = graph.consumers.get(name, ())
     return readers[0] if len(readers) == 1 and name not in graph.outputs else None
 
 
 def per_channel(constant: Array, rank: int, channels: int, axis: int = 1) -> Array | None:
-    """[channels], if the constant, broadcast to a tensor of that rank, varies along `axis` at most; else None."""
+    """Return a constant as an array [channels] if it broadcasts along all axes but `axis` of the rank, else None."""
     if constant.ndim > rank:
         return None
     shape = (*(1,) * (rank - constant.ndim), *constant.shape)
@@ -51,35 +51,35 @@ def per_channel(constant: Array, rank: int, channels: int, axis: int = 1) -> Arr
 
 
 def spatial(node: Node, rank: int, key: str, default: int) -> tuple[int, ...]:
-    """strides, dilations, ... of a window over `rank` spatial axes."""
+    """Return a window's attribute `key` (strides, dilations, ...) for `rank` spatial axes."""
     return tuple(node.attrs.get(key, (default,) * rank))
 
 
 def pads(node: Node, rank: int) -> tuple[int, ...]:
-    """Before each spatial axis, then after each."""
+    """Return the pads in ONNX's order: the begins of all spatial axes, then the ends."""
     return tuple(node.attrs.get("pads", (0,) * (2 * rank)))
 
 
 def pads_with_zeros(node: Node) -> bool:
-    """Whether a Pad adds zeros: exact in every stored type, and what a convolution's own padding holds."""
+    """Return True for a Pad by zeros, which are exact in every stored type and equal a convolution's own padding."""
     return node.op == "Pad" and node.attrs.get("mode", "constant") == "constant" and node.attrs.get("value", 0) == 0
 
 
-NORMS = ("LayerNormalization", "RMSNormalization")         # from `axis` on; the inputs behind x are a scale, a bias
+NORMS = ("LayerNormalization", "RMSNormalization")         # over the axes from `axis` on; inputs: x, scale, bias
 ATTENTION = "ScaledDotProductAttention"
 
 
-# ---- products of two run-time tensors: their kernels read and write rows that are any number of bytes apart
+# ---- products of two run-time tensors: their kernels read and write rows of any stride
 def is_product(graph: Graph, node: Node) -> bool:
-    """Whether the node multiplies by a tensor that is computed at run time."""
+    """Return True for an attention, or a MatMul whose right factor is computed at run time."""
     anchor = node.anchor
     return anchor.op == ATTENTION or anchor.op == "MatMul" and not graph.is_constant(anchor.inputs[1])
 
 
 def is_view_of_input(graph: Graph, node: Node) -> bool:
-    """Whether a Transpose moves nothing: all its readers are products that read its input in the other order.
+    """Return True if a Transpose copies nothing, since all its readers are products that read its input with strides.
 
-    A left factor needs its last axis to be contiguous, a right one that or the one before.
+    The last axis of a left factor must be contiguous; of a right one, its last axis or the one before it.
     """
     perm, (source,), (result,) = node.attrs["perm"], node.inputs, node.outputs
     contiguous = perm.index(len(perm) - 1) - len(perm)
@@ -94,7 +94,7 @@ def is_view_of_input(graph: Graph, node: Node) -> bool:
 
 
 def is_view_of_output(graph: Graph, node: Node) -> bool:
-    """Whether a Transpose moves nothing because a product, whose only reader it is, writes in the other order."""
+    """Return True if a Transpose copies nothing, since it is the only reader of a product that writes with strides."""
     source, perm = node.inputs[0], node.attrs["perm"]
     producer = graph.producer.get(source)
     return (producer is not None and is_product(graph, producer) and reader(graph, source) is node
@@ -102,5 +102,5 @@ def is_view_of_output(graph: Graph, node: Node) -> bool:
 
 
 def _epilogue_inputs(node: Node) -> set[str]:
-    """What the nodes after a body's anchor read."""
+    """Return the tensors that the nodes after a body's anchor read."""
     return {name for part in node.body[1:] for name in part.inputs}

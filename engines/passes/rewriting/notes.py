@@ -1,4 +1,4 @@
-"""What a pass tells the user: which node it left alone, or changed in a way worth knowing, and why."""
+"""Notes of the passes to the user: which nodes were left as they are, or changed notably, and why."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ class Note:
 
 
 def note(log: list[Note] | None, node: Node, what: str, why: str) -> None:
-    """Appends a note, if anybody listens; one that repeats (rules run in rounds) is kept once."""
+    """Append a note to the log, if there is one and it lacks this note: rules run in rounds and repeat theirs."""
     entry = Note(label(node), what, why)
     if log is not None and entry not in log:
         log.append(entry)
 
 
 def label(node: Node) -> str:
-    """How a user knows the node: the last ONNX node it stands for, or what it makes."""
+    """Return a name that the user knows: the last named ONNX node of the node's origin, else its first output."""
     return next((name for name in reversed(node.origin) if name), node.outputs[0])

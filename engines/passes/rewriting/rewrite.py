@@ -1,4 +1,4 @@
-"""Rewriting by rules: a rule has a pattern, may refuse with a reason, and drafts what stands in its place.
+"""Pattern rewriting: a rule has a pattern, may refuse a match with a reason, and drafts the replacement.
 
     class ConvRelu(Rule):
         pattern = P("Relu", P("Conv", bind="conv"))
@@ -6,11 +6,11 @@
         def rewrite(self, match, draft): draft.finish("ConvRelu", match["conv"].inputs)
 
 A round is one sweep over the nodes and one rebuild; rounds repeat until nothing changes. (Restarting after each match
-instead costs seconds on a graph of a thousand nodes.) Within a round a node takes part in one match at most, so a
-rule always sees the graph it was matched on.
+would cost seconds on a graph of a thousand nodes.) Within a round a node takes part in at most one match, so a rule
+always sees the graph that it was matched on.
 
-The last node drafted takes the outputs of the pattern's root, so tables keyed by tensor name stay true; every drafted
-node inherits the origins of all that was matched.
+The last drafted node takes the outputs of the pattern's root, so tables keyed by tensor name stay valid; every drafted
+node inherits the origins of all matched nodes.
 """
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from engines.passes.rewriting.notes import Note, note
 
 @dataclass(frozen=True)
 class No:
-    """Why a rule does not apply; falsy."""
+    """Refusal of a match, with its reason; falsy."""
     reason: str
 
     def __bool__(self) -> bool:
@@ -38,20 +38,20 @@ class No:
 
 @dataclass(frozen=True)
 class Constant:
-    """A pattern's operand that must be a constant."""
+    """Operand of a pattern that must be a constant."""
     bind: str
 
 
 @dataclass(frozen=True)
 class Value:
-    """A pattern's operand that may be anything; bound twice, it must be the same tensor."""
+    """Operand of a pattern that may be any tensor; a name bound twice must be one tensor."""
     bind: str
 
 
 class P:
-    """A node of a pattern: one of the ops named (`"Conv Gemm"`), with these operands.
+    """Node of a pattern: one of the operators named (`"Conv Gemm"`), with these operands.
 
-    Operands left out, and `...`, match anything. What an inner node makes may be read by the pattern alone.
+    Omitted operands, and `...`, match anything. The output of an inner node must have no reader outside the pattern.
     """
 
     def __init__(self, ops: str, *inputs: P | Constant | Value | EllipsisType, bind: str = "") -> None:
@@ -62,16 +62,16 @@ class P:
 
 @dataclass(frozen=True)
 class Match:
-    """Where a pattern was found. `match["conv"]` is the node, `match.value("x")` the tensor bound to that name."""
+    """Match of a pattern: `match["conv"]` is the node and `match.value("x")` the tensor bound to that name."""
     graph: Graph
     root: Node
-    nodes: tuple[Node, ...]             # all that match, root first; they are replaced
+    nodes: tuple[Node, ...]             # the matched nodes, root first, which are replaced
     bound: Mapping[str, Node]
     values: Mapping[str, str]
 
     @property
-    def made(self) -> TensorType:
-        """The type of what the root makes, which is what the rule makes in its place."""
+    def type(self) -> TensorType:
+        """The type of the root's output, which the replacement must have."""
         return self.graph.types[self.root.outputs[0]]
 
     def __getitem__(self, bind: str) -> Node:
@@ -88,7 +88,10 @@ class Match:
 
 
 class Rule:
-    """A rewriting rule: see the module's text."""
+    """Rewriting rule; see the module's docstring.
+
+    `check` returns a falsy value, `No(reason)` if the user should know why, to refuse a match.
+    """
     pattern: P
 
     def check(self, match: Match) -> bool | No:
@@ -99,39 +102,39 @@ class Rule:
 
 
 class Draft:
-    """What a rule puts in place of its match. New tensors are named after the tensor that the match makes."""
+    """Replacement of a match. New tensors are named after the output of the match's root."""
 
     def __init__(self, match: Match, editor: GraphEditor) -> None:
         self._match = match
         self._editor = editor
 
     def constant(self, suffix: str, array: Array) -> str:
-        """Adds a constant; returns its name."""
+        """Add a constant and return its name."""
         return self._editor.add_constant(self._name(suffix), array)
 
     def node(self, op: str, inputs: Sequence[str], attrs: Mapping[str, Any] | None = None) -> str:
-        """Adds a node that makes one inner tensor; returns that tensor's name."""
+        """Add a node with one inner output and return the output's name."""
         return self._editor.add(self._name(op.lower()), op, inputs, attrs, self._origin())
 
     def cut(self, x: str, axis: int, start: int, end: int) -> str:
-        """Adds a Slice along one axis; returns what it makes."""
+        """Add a Slice of [start, end) along one axis and return its output's name."""
         return self.node("Slice", [x], {"axes": (axis,), "starts": (start,), "ends": (end,), "steps": (1,)})
 
     def finish(self, op: str, inputs: Sequence[str], attrs: Mapping[str, Any] | None = None) -> None:
-        """Adds the node that makes what the match's root made."""
+        """Add the last node, which takes the outputs of the match's root."""
         root = self._match.root
         self._editor.nodes.append(Node(op, tuple(inputs), root.outputs, attrs or {}, root.name, self._origin()))
 
     def finish_view(self, op: str, x: str) -> None:
-        """Finishes with a Reshape or Expand of x to the shape of what the match made."""
-        self.finish(op, [x], {"shape": self._match.made.shape})
+        """Finish with a Reshape or Expand of x to the shape of the root's output."""
+        self.finish(op, [x], {"shape": self._match.type.shape})
 
     def absorb(self, *nodes: Node) -> None:
-        """What is drafted stands for these too, though others may read what they make: they go if nobody does."""
+        """Add nodes to the origin of the replacement. They are removed only if nothing else reads them."""
         self._match = replace(self._match, nodes=(*self._match.nodes, *nodes))
 
     def same_as(self, name: str) -> None:
-        """What the match made is the tensor `name`: its readers read that instead."""
+        """Replace the root's output by the tensor `name`."""
         self._editor.replace(self._match.root.outputs[0], name)
 
     def _origin(self) -> tuple[str, ...]:
@@ -142,28 +145,28 @@ class Draft:
 
 
 def find(graph: Graph, root: Node, pattern: P) -> Match | None:
-    """The match of `pattern` whose last node is `root`, if there is one."""
-    found = _match_node(graph, root, pattern, _Found((), {}, {}))
+    """Return the match of `pattern` whose root is the node `root`, or None."""
+    found = _match_node(graph, root, pattern, _PartialMatch((), {}, {}))
     return found and Match(graph, root, found.nodes, found.bound, found.values)
 
 
-class _Found(NamedTuple):
-    """What has matched so far: of thousands of tries few become a Match."""
+class _PartialMatch(NamedTuple):
+    """Partial match, cheap to copy: few of thousands of attempts become a Match."""
     nodes: tuple[Node, ...]
     bound: Mapping[str, Node]
     values: Mapping[str, str]
 
 
-def _match_node(graph: Graph, node: Node, pattern: P, so_far: _Found) -> _Found | None:
+def _match_node(graph: Graph, node: Node, pattern: P, so_far: _PartialMatch) -> _PartialMatch | None:
     if node.op not in pattern.ops or len(node.inputs) < len(pattern.inputs):
         return None
     bound = {**so_far.bound, pattern.bind: node} if pattern.bind else so_far.bound
-    here = _Found((*so_far.nodes, node), bound, so_far.values)
+    here = _PartialMatch((*so_far.nodes, node), bound, so_far.values)
     if not pattern.inputs:
         return here
     commutes = op_of(node.op).commutative and len(pattern.inputs) == len(node.inputs) == 2
     for inputs in permutations(node.inputs) if commutes else (node.inputs,):
-        found: _Found | None = here
+        found: _PartialMatch | None = here
         for name, part in zip(inputs, pattern.inputs, strict=False):
             if found is None:
                 break
@@ -173,28 +176,29 @@ def _match_node(graph: Graph, node: Node, pattern: P, so_far: _Found) -> _Found 
     return None
 
 
-def _match_operand(graph: Graph, name: str, part: P | Constant | Value | EllipsisType, so_far: _Found) -> _Found | None:
+def _match_operand(graph: Graph, name: str, part: P | Constant | Value | EllipsisType,
+                   so_far: _PartialMatch) -> _PartialMatch | None:
     if isinstance(part, P):
         node = graph.producer.get(name)
         if node is None or len(node.outputs) > 1 or name in graph.outputs or len(graph.consumers[name]) != 1:
-            return None                     # a value that is seen from outside cannot be replaced
+            return None                     # a value that is read outside the pattern cannot be replaced
         return _match_node(graph, node, part, so_far)
     if isinstance(part, EllipsisType):
         return so_far
     if isinstance(part, Constant) and not graph.is_constant(name) or so_far.values.get(part.bind, name) != name:
         return None
-    return _Found(so_far.nodes, so_far.bound, {**so_far.values, part.bind: name})
+    return _PartialMatch(so_far.nodes, so_far.bound, {**so_far.values, part.bind: name})
 
 
 def apply(graph: Graph, rules: Sequence[Rule], log: list[Note] | None = None) -> Graph:
-    """The graph after rounds of `rules` (earlier rules first at each node) until none applies; verified."""
+    """Apply `rules` in rounds (earlier rules first at each node) until none matches; return the verified graph."""
     while (after := _sweep(graph, rules, log)) is not None:
         graph = verify(after)
     return graph
 
 
 def _sweep(graph: Graph, rules: Sequence[Rule], log: list[Note] | None) -> Graph | None:
-    """One round; None if nothing applied."""
+    """Run one round; return None if no rule applied."""
     by_op: dict[str, list[Rule]] = {}
     for rule in rules:
         for op in rule.pattern.ops:
@@ -208,7 +212,7 @@ def _sweep(graph: Graph, rules: Sequence[Rule], log: list[Note] | None) -> Graph
                 continue
             try:
                 verdict = rule.check(match)
-            except Pinned:              # it asks for what is known at one shape only
+            except Pinned:              # the rule needs an extent that is symbolic here
                 continue
             if verdict:
                 rule.rewrite(match, Draft(match, editor))

@@ -1,4 +1,4 @@
-"""Pointwise arithmetic in one form, and activations under their names.
+"""Rewrite pointwise arithmetic in canonical form, and recognise activations.
 
     Clip(x, 0, inf) = Max(x, 0) = Relu(x)           x ** 2 = x * x        x - c = x + (-c)        x / c = x * (1 / c)
     1 / x = Reciprocal(x)
@@ -18,13 +18,13 @@ from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Va
 
 
 def _near(match: Match, bind: str, number: float) -> bool:
-    """A constant of one element, equal to `number` as far as exporters round it."""
+    """Return True for a constant of one element close to `number`, which exporters may have rounded."""
     constant = match.constant(bind)
     return constant.size == 1 and math.isclose(float(constant.reshape(())), number, rel_tol=1e-4)
 
 
 def bounds(node: Node) -> tuple[float, float]:
-    """(low, high) of a Clip or Relu."""
+    """Return (low, high) of a Clip or Relu."""
     if node.op == "Relu":
         return 0.0, math.inf
     return float(node.attrs.get("min", -math.inf)), float(node.attrs.get("max", math.inf))
@@ -50,12 +50,12 @@ class ClipToRelu(Rule):
 
 
 class ExtremeToClip(Rule):
-    """Max or Min with a number."""
+    """Replace a Max or Min with a scalar by a Clip or Relu."""
     pattern = P("Max Min", Value("x"), Constant("bound"))
 
     def check(self, match: Match) -> bool:
         return (len(match.root.inputs) == 2 and match.constant("bound").size == 1 and _is_float(match)
-                and match.shape(match.value("x")) == match.made.shape)
+                and match.shape(match.value("x")) == match.type.shape)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         bound = float(match.constant("bound").reshape(()))
@@ -64,7 +64,7 @@ class ExtremeToClip(Rule):
 
 
 class MergeClips(Rule):
-    """Clip(Clip(x, a, b), c, d) = Clip(x, a', b') with a and b brought into [c, d]."""
+    """Merge clips: Clip(Clip(x, a, b), c, d) = Clip(x, a', b') with a and b clipped to [c, d]."""
     pattern = P("Clip Relu", P("Clip Relu", Value("x"), bind="first"))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
@@ -81,7 +81,7 @@ class SubtractConstant(Rule):
 
 
 class MergeSums(Rule):
-    """(x + c) + d = x + (c + d), of embeddings; a number d may belong to an activation, as in Clip(x + 3, 0, 6)."""
+    """Merge sums of constants: (x + c) + d = x + (c + d). A scalar d stays: it may be part of an activation (x + 3)."""
     pattern = P("Add", P("Add", Value("x"), Constant("c")), Constant("d"))
 
     def check(self, match: Match) -> bool:
@@ -112,7 +112,7 @@ class OneByNumber(Rule):
     pattern = P("Div", Constant("one"), Value("x"))
 
     def check(self, match: Match) -> bool:
-        same_shape = match.shape(match.value("x")) == match.made.shape
+        same_shape = match.shape(match.value("x")) == match.type.shape
         return _is_float(match) and bool(np.all(match.constant("one") == 1)) and same_shape
 
     def rewrite(self, match: Match, draft: Draft) -> None:
@@ -154,7 +154,7 @@ class ClipToHardSigmoid(Rule):
 
 
 class _Named(Rule):
-    """Arithmetic on x alone that is one operator of x."""
+    """Base of rules that replace arithmetic on x by one operator."""
     op: str
 
     def rewrite(self, match: Match, draft: Draft) -> None:
@@ -171,7 +171,7 @@ class HardSwish(_Named):
 
 
 class HardSwishByClip(_Named):
-    """x * Clip(x + 3, 0, 6) / 6, the division last"""
+    """Recognise (x * Clip(x + 3, 0, 6)) / 6."""
     op = "HardSwish"
     pattern = P("Mul", P("Mul", Value("x"), _SIX), Constant("sixth"))
 
@@ -180,7 +180,7 @@ class HardSwishByClip(_Named):
 
 
 class HardSwishByScaledInput(HardSwishByClip):
-    """(x / 6) * Clip(x + 3, 0, 6)"""
+    """Recognise (x / 6) * Clip(x + 3, 0, 6)."""
     pattern = P("Mul", P("Mul", Value("x"), Constant("sixth")), _SIX)
 
 
@@ -198,7 +198,7 @@ _ERF = P("Add", P("Erf", P("Mul", Value("x"), Constant("root"))), Constant("one"
 
 
 class Gelu(_Named):
-    """(x * (1 + Erf(x / sqrt 2))) * 1/2"""
+    """Recognise (x * (1 + Erf(x / sqrt 2))) * 1/2."""
     op = "Gelu"
     pattern = P("Mul", P("Mul", Value("x"), _ERF), Constant("half"))
 
@@ -207,17 +207,17 @@ class Gelu(_Named):
 
 
 class GeluHalfFirst(Gelu):
-    """(x * 1/2) * (1 + Erf(x / sqrt 2))"""
+    """Recognise (x * 1/2) * (1 + Erf(x / sqrt 2))."""
     pattern = P("Mul", P("Mul", Value("x"), Constant("half")), _ERF)
 
 
 class GeluHalfInside(Gelu):
-    """x * ((1 + Erf(x / sqrt 2)) * 1/2)"""
+    """Recognise x * ((1 + Erf(x / sqrt 2)) * 1/2)."""
     pattern = P("Mul", Value("x"), P("Mul", _ERF, Constant("half")))
 
 
 def _is_float(match: Match) -> bool:
-    return bool(match.made.dtype.kind == "f")
+    return bool(match.type.dtype.kind == "f")
 
 
 CANONICAL = (ClipToRelu(), ExtremeToClip(), MergeClips(), SubtractConstant(), MergeSums(), DivideByConstant(),

@@ -1,10 +1,10 @@
-"""Batch normalisation with fixed statistics is a scale and a shift per channel.
+"""Fold batch normalisation, a scale and a shift per channel, into neighbouring layers.
 
     BN(y) = y * k + c        k = gamma / sqrt(var + epsilon)        c = beta - mean * k
 
     BN(Conv(x, W, b)) = Conv(x, k W, k b + c)
-    Conv(BN(x), W, b) = Conv(x, W k, b + W c)        without padding, which BN would have to shift too
-    BN(x) = x * k + c                                where neither applies
+    Conv(BN(x), W, b) = Conv(x, W k, b + W c)        without padding, or with c = 0
+    BN(x) = x * k + c                                if neither applies
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STATISTICS = (Constant("gamma"), Constant("beta"), Constant("mean"), Constant("
 
 
 def _scale_and_shift(match: Match) -> tuple[Array, Array]:
-    """k and c, float64 [C]."""
+    """Return k and c, float64 [C]."""
     gamma, beta, mean, var = (match.constant(bind).astype(np.float64) for bind in ("gamma", "beta", "mean", "var"))
     k = gamma / np.sqrt(var + match["bn"].attrs.get("epsilon", 1e-5))
     return k, beta - mean * k

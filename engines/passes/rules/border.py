@@ -1,4 +1,4 @@
-"""A padded 1x1 convolution computes nothing in its padding: around what it makes of x lies its bias.
+"""Replace a padded 1x1 convolution by an unpadded one: its outputs in the padding equal its bias.
 
     Conv(x, w, b, pads=p, strides=s) = Pad(Conv(x[first:last + 1], w, strides=s), q) + b
 """
@@ -14,8 +14,8 @@ from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 
 
 @dataclass(frozen=True)
-class _Axis:
-    """Outputs of one axis: `before` and `after` that read padding, `count` that read x from `first` to `last`."""
+class _OutputAxis:
+    """Outputs along one axis: `before` and `after` of them read padding, `count` read x from `first` to `last`."""
     before: int
     count: int
     after: int
@@ -23,11 +23,11 @@ class _Axis:
     last: int
 
 
-def _axis(extent: int, outputs: int, pad: int, stride: int) -> _Axis:
+def _axis(extent: int, outputs: int, pad: int, stride: int) -> _OutputAxis:
     before = min(-(-pad // stride), outputs)
     count = max(min((extent - 1 + pad) // stride + 1, outputs) - before, 0)
     first = before * stride - pad
-    return _Axis(before, count, outputs - before - count, first, first + max(count - 1, 0) * stride)
+    return _OutputAxis(before, count, outputs - before - count, first, first + max(count - 1, 0) * stride)
 
 
 class PaddedPointwiseConv(Rule):
@@ -41,7 +41,7 @@ class PaddedPointwiseConv(Rule):
             return No("its bias is computed at run time")
         if not all(isinstance(extent, int) for extent in match.shape(match.value("x"))[2:]):
             return No("its extents are known at run time only")
-        return all(axis.count for axis in self._axes(match)) or No("all that it makes is padding")
+        return all(axis.count for axis in self._axes(match)) or No("all its outputs are padding")
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         conv, axes = match.root, self._axes(match)
@@ -59,7 +59,7 @@ class PaddedPointwiseConv(Rule):
         column = draft.constant("border", np.reshape(bias, (-1, *(1,) * rank)))
         draft.finish("Add", [draft.node("Pad", [y], attrs), column])
 
-    def _axes(self, match: Match) -> list[_Axis]:
+    def _axes(self, match: Match) -> list[_OutputAxis]:
         conv, extents = match.root, [as_int(extent) for extent in match.shape(match.value("x"))[2:]]
         made = [as_int(extent) for extent in match.shape(conv.outputs[0])[2:]]
         before, strides = pads(conv, len(extents)), spatial(conv, len(extents), "strides", 1)

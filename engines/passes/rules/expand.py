@@ -1,6 +1,6 @@
-"""What repeats is an Expand, and what is alike for all items is computed for one.
+"""Replace repetition by Expand, and compute values that are equal for all items once.
 
-    Tile(x, repeats) = Reshape(Expand(Reshape(x)))          with an axis of its own for each that is repeated
+    Tile(x, repeats) = Reshape(Expand(Reshape(x)))          with a new axis for each repeated axis
     ConstantOfShape(shape) = Expand(number, shape)
     f(Expand(x)) = Expand(f(x))                             along the batch: of constants, f(x) is then a constant
 """
@@ -21,7 +21,7 @@ Shape = tuple[Dim, ...]
 
 
 class TileToExpand(Rule):
-    """[.., n, ..] -> [.., 1, n, ..] -> [.., r, n, ..] -> [.., r * n, ..]; an axis of extent 1 is expanded itself."""
+    """Replace a Tile: [.., n, ..] -> [.., 1, n, ..] -> [.., r, n, ..] -> [.., r * n, ..]; axes of 1 expand directly."""
     pattern = P("Tile", Value("x"))
 
     def check(self, match: Match) -> bool:
@@ -36,7 +36,7 @@ class TileToExpand(Rule):
             own = extent != 1 and repeat != 1
             apart += [1, extent] if own else [extent]
             repeated += [repeat, extent] if own else [repeat if extent == 1 else extent]
-        if len(apart) == len(match.made.shape):
+        if len(apart) == len(match.type.shape):
             draft.finish_view("Expand", x)
             return
         for op, made in (("Reshape", tuple(apart)), ("Expand", tuple(repeated))):
@@ -45,19 +45,19 @@ class TileToExpand(Rule):
 
 
 class FillToExpand(Rule):
-    """Of a shape that depends on the batch; others are constants."""
+    """Replace a ConstantOfShape whose shape depends on the batch; others are folded."""
     pattern = P("ConstantOfShape")
 
     def check(self, match: Match) -> bool:
-        return BATCH in match.made.shape
+        return BATCH in match.type.shape
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        number = np.asarray(match.root.attrs.get("value", 0), match.made.dtype).reshape(1)
+        number = np.asarray(match.root.attrs.get("value", 0), match.type.dtype).reshape(1)
         draft.finish_view("Expand", draft.constant("number", number))
 
 
 class ItemsAlike(Rule):
-    """A node that keeps the items apart and reads, of tensors with that axis, only such as were expanded along it"""
+    """Compute a node for one item if all its batched operands are Expands along the batch, and expand the result."""
     pattern = P(" ".join(set(OPS) - {"Expand"}))
 
     def check(self, match: Match) -> bool:
@@ -66,7 +66,7 @@ class ItemsAlike(Rule):
         alike = [_of_one(graph, name) for name in node.inputs if name]
         if len(node.outputs) != 1 or made.count(BATCH) != 1 or None in alike or not any(alike):
             return False
-        return _keeps_items_apart(graph, node) and _made_of_one(graph, node) == _without_batch(made)
+        return _keeps_items_apart(graph, node) and _shape_of_one(graph, node) == _without_batch(made)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         graph, node = match.graph, match.root
@@ -75,7 +75,7 @@ class ItemsAlike(Rule):
 
     @staticmethod
     def _one(graph: Graph, name: str, draft: Draft) -> str:
-        """The operand as one item has it."""
+        """Return the operand for one item: without its Expand along the batch."""
         if not name or BATCH not in graph.shape(name):
             return name
         source, shape = graph.producer[name].inputs[0], _without_batch(graph.shape(name))
@@ -89,7 +89,7 @@ def _without_batch(shape: Sequence[Dim]) -> Shape:
 
 
 def _of_one(graph: Graph, name: str) -> bool | None:
-    """Whether the operand was expanded along the batch; it has no such axis if not; None for all others."""
+    """Return True for an Expand along the batch, False for an operand without the batch axis, None for others."""
     node, shape = graph.producer.get(name), graph.shape(name)
     if BATCH not in shape:
         return False
@@ -99,7 +99,7 @@ def _of_one(graph: Graph, name: str) -> bool | None:
 
 
 def _keeps_items_apart(graph: Graph, node: Node) -> bool:
-    """Whether item n of the result depends on item n of the operands only, in the same way for all n."""
+    """Return True if item n of the result depends on item n of the operands alone, equally for all n."""
     inputs, outputs = ([graph.types[name] if name else None for name in names] for names in (node.inputs, node.outputs))
     items = [kind.shape.index(BATCH) if kind is not None and BATCH in kind.shape else None for kind in inputs]
     try:
@@ -110,12 +110,12 @@ def _keeps_items_apart(graph: Graph, node: Node) -> bool:
 
 
 def _attrs_of_one(node: Node) -> dict[str, Any]:
-    """The attributes with an extent of 1 for the batch."""
+    """Return the attributes with 1 in place of the batch."""
     return {key: _without_batch(value) if key in ("shape", "sizes") else value for key, value in node.attrs.items()}
 
 
-def _made_of_one(graph: Graph, node: Node) -> Shape:
-    """The shape that the node makes of one item."""
+def _shape_of_one(graph: Graph, node: Node) -> Shape:
+    """Return the shape of the node's output for one item."""
     kinds = [replace(graph.types[name], shape=_without_batch(graph.shape(name))) if name else None
              for name in node.inputs]
     one = replace(node, attrs=_attrs_of_one(node))

@@ -1,6 +1,6 @@
-"""One index of an axis is a cut, which is a view where a Gather would be a copy.
+"""Replace a Gather of one index by a Slice, which is a view where a Gather copies.
 
-    Gather(x, i, axis) = Reshape(Slice(x, i, i + 1, axis), shape)       for one constant number i
+    Gather(x, i, axis) = Reshape(Slice(x, i, i + 1, axis), shape)       for a constant scalar i
 """
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Va
 
 
 class GatherOfOne(Rule):
-    """Not of the batch, which is never cut; not of the last axis, whose elements a view must keep together."""
+    """Replace a Gather of one index, except along the batch and along the last axis, where a Slice is no view."""
     pattern = P("Gather", Value("x"), Constant("index"))
 
     def check(self, match: Match) -> bool:

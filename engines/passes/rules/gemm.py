@@ -1,9 +1,9 @@
-"""Matrix products by constants in one form: Gemm(x, W [N, K], b [N]) = x W' + b.
+"""Rewrite matrix products by constants in one form: Gemm(x, W [N, K], b [N]) = x W' + b.
 
     alpha * x B + beta * C = x (alpha B')' + beta C
     MatMul(x [M, K], B [K, N]) = Gemm(x, B')
 
-and those of two computed factors by Transposes, which a product's kernels read as views, and MatMul:
+A Gemm of two computed factors becomes a MatMul of Transposes, which its kernels read with strides:
 
     alpha * A' B' + beta * C = alpha (A' B') + beta C
 """
@@ -46,15 +46,15 @@ class CanonicalGemm(Rule):
 
 
 class GemmOfComputed(Rule):
-    """Without a batch in what is transposed: its items stay where they are."""
+    """Rewrite a Gemm of computed factors, unless it transposes the batch axis."""
     pattern = P("Gemm", Value("a"), Value("b"))
 
     def check(self, match: Match) -> bool | No:
         attrs, a, b = match.root.attrs, match.value("a"), match.value("b")
         if match.graph.is_constant(b) and not attrs.get("transA"):
             return False
-        if match.made.dtype != "float32":
-            return No(f"its elements are {match.made.dtype}")
+        if match.type.dtype != "float32":
+            return No(f"its elements are {match.type.dtype}")
         if BATCH in match.shape(b) or attrs.get("transA") and BATCH in match.shape(a):
             return No("a batch is in what is transposed")
         return True
@@ -85,11 +85,11 @@ def _scaled(match: Match, draft: Draft, x: str, factor: float) -> str:
 
 
 def _factor(match: Match, draft: Draft, factor: float) -> str:
-    return draft.constant("factor", np.full(1, factor, match.made.dtype))
+    return draft.constant("factor", np.full(1, factor, match.type.dtype))
 
 
 class MatMulToGemm(Rule):
-    """Only for a matrix on the left: with more axes it stays a MatMul."""
+    """Rewrite a MatMul of two matrices as a Gemm; with more axes on the left it stays a MatMul."""
     pattern = P("MatMul", Value("x"), Constant("weight"))
 
     def check(self, match: Match) -> bool:

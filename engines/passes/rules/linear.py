@@ -1,4 +1,4 @@
-"""What Conv, ConvTranspose and Gemm have in common: constant weights, one bias per output channel.
+"""Helpers of rules on linear layers: Conv, ConvTranspose and Gemm, with one bias per output channel.
 
     (W x + b) * k + c = (k W) x + (k b + c)         k, c: one number per output channel
 """
@@ -13,7 +13,7 @@ LINEAR = "Conv ConvTranspose Gemm"
 
 
 def weights_are_constant(graph: Graph, node: Node) -> bool | No:
-    """Whether the node is a linear map whose constants may be rewritten: Gemm in canonical form only."""
+    """Return True if the weights and bias are constants that may be rewritten, and a Gemm is in canonical form."""
     for name in node.inputs[1:]:
         if name and not graph.is_constant(name):
             return No(f"'{name}' is not a constant")
@@ -23,7 +23,7 @@ def weights_are_constant(graph: Graph, node: Node) -> bool | No:
 
 
 def is_canonical(graph: Graph, node: Node) -> bool:
-    """Gemm(x, W [N, K], b [N]) = x W' + b"""
+    """Return True for a Gemm of the form x W' + b, with W [N, K] and b [N]."""
     attrs = node.attrs
     plain = attrs.get("transB") == 1 and not attrs.get("transA") and attrs.get("alpha", 1) == attrs.get("beta", 1) == 1
     return plain and all(graph.shape(name) == graph.shape(node.inputs[1])[:1] for name in node.inputs[2:] if name)
@@ -35,26 +35,26 @@ def output_channels(graph: Graph, node: Node) -> int:
 
 
 def scale_outputs(node: Node, weight: Array, factor: Array) -> Array:
-    """`weight` with the weights of output channel o multiplied by factor[o], in float64, and rounded once."""
+    """Return `weight` with output channel o multiplied by factor[o], computed in float64 and rounded once."""
     if node.op == "ConvTranspose":      # [Cin, Cout / groups, ...]: a block of rows for each group
         groups = node.attrs.get("group", 1)
         blocks, factors = weight.reshape(groups, -1, *weight.shape[1:]), (groups, 1, -1, *(1,) * (weight.ndim - 2))
     else:
         blocks, factors = weight, (-1, *(1,) * (weight.ndim - 1))
-    scaled = np.empty_like(blocks)      # told where to put its results, numpy widens a piece at a time
+    scaled = np.empty_like(blocks)      # with `out`, NumPy converts to float64 in small blocks
     np.multiply(blocks, factor.reshape(factors), out=scaled, dtype=np.float64, casting="same_kind")
     return scaled.reshape(weight.shape)
 
 
 def bias_of(graph: Graph, node: Node) -> Array:
-    """float64 [channels]; zeros where the node has none."""
+    """Return the node's bias as float64 [channels]; zeros if it has none."""
     if len(node.inputs) > 2 and node.inputs[2]:
         return graph.constants[node.inputs[2]].astype(np.float64).reshape(-1)
     return np.zeros(output_channels(graph, node))
 
 
 def finish_scaled(match: Match, draft: Draft, node: Node, factor: Array | None, offset: Array) -> None:
-    """Finishes with node(x) * factor + offset as one node; both float64 [channels]."""
+    """Finish with node(x) * factor + offset as one node; both are float64 [channels], and no factor means 1."""
     weight = match.graph.constants[node.inputs[1]]
     bias = bias_of(match.graph, node)
     name = node.inputs[1]

@@ -1,12 +1,12 @@
-"""Lookups that exporters write in a roundabout way: token types, positions, masks of single items.
+"""Simplify Gathers that exporters write in indirect forms: token types, positions, masks of single items.
 
-    x.reshape(N * S, ...)[n * S + s]  for every item n  =  x[:, s]          a lookup that stays inside each item
+    x.reshape(N * S, ...)[n * S + s]  for every item n  =  x[:, s]          a Gather inside each item
     x[n, s]  by GatherND of pairs (n, s)                =  x[:, s]
-    x[n, i_n]  by GatherND of pairs (n, i_n)            =  GatherElements(x, i)     a row of each item: its last token
-    x.reshape(N * S, ...)[n * S + i_n]                  =  GatherElements(x, i)     likewise, of one index or more
+    x[n, i_n]  by GatherND of pairs (n, i_n)            =  GatherElements(x, i)     a row per item: its last token
+    x.reshape(N * S, ...)[n * S + i_n]                  =  GatherElements(x, i)     one or more rows per item
     table[expand(i)] = expand(table[i])
-    (a number everywhere)[i] = the number everywhere
-    GatherElements(x, expand(i)) = GatherElements(x, i, shape)      which reads i as often as it must
+    constant[i] = expand(number)                                    if all elements are one number
+    GatherElements(x, expand(i)) = GatherElements(x, i, shape)      which broadcasts i
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Va
 
 
 class LookupInItem(Rule):
-    """Gather(Reshape(x [N, ...] -> [N * S, ...]), n * S + offsets)"""
+    """Rewrite Gather(Reshape(x [N, ...] -> [N * S, ...]), n * S + offsets)."""
     pattern = P("Gather", Value("flat"), Value("places"))
 
     def check(self, match: Match) -> bool:
@@ -47,20 +47,20 @@ class LookupInItem(Rule):
 
 
 def _rows_of_item(match: Match, flat: str) -> int:
-    """How many rows of the flat tensor belong to an item; 0 if that cannot be told."""
+    """Return the number of rows of the flattened tensor per item; 0 if it is unknown."""
     rows = extent(match.shape(flat)[0])
     return rows.coefficient if isinstance(rows, Extent) and not rows.constant else 0
 
 
 def _picked(match: Match, draft: Draft, x: str, shape: tuple[Dim, ...], offsets: Array) -> None:
-    """Finishes with x[:, offsets], of x of that shape, in the shape of what the match makes."""
+    """Finish with x[:, offsets] in the shape of the root's output; x has shape `shape`."""
     if offsets.size != shape[1] or (offsets.ravel() != np.arange(offsets.size)).any():
         x = draft.node("Gather", [x, draft.constant("places", offsets.ravel())], {"axis": 1})
     draft.finish_view("Reshape", x)
 
 
 class LookupOfPairs(Rule):
-    """GatherND(x [N, S, ...], pairs (n, offset))"""
+    """Rewrite GatherND(x [N, S, ...], pairs (n, offset))."""
     pattern = P("GatherND", Value("x"), P("Concat", Value("items"), Value("offsets"), bind="pairs"))
 
     def check(self, match: Match) -> bool:
@@ -111,7 +111,7 @@ def by_item(graph: Graph, name: str) -> Walk[tuple[int, Array] | None]:
 
 
 def _expanded(shape: tuple[Dim, ...], part: tuple[int, Array]) -> tuple[int, Array] | None:
-    """The integers of an Expand to `shape`."""
+    """Return (step, offsets) of an Expand to `shape`."""
     step, offsets = part
     alone = shape[:1] == (BATCH,) and (offsets.ndim == len(shape) and offsets.shape[0] == 1
                                        or offsets.ndim < len(shape) and not step)
@@ -119,19 +119,19 @@ def _expanded(shape: tuple[Dim, ...], part: tuple[int, Array]) -> tuple[int, Arr
 
 
 def _reshaped(shape: tuple[Dim, ...], part: tuple[int, Array]) -> tuple[int, Array] | None:
-    """The integers of a Reshape to `shape`."""
+    """Return (step, offsets) of a Reshape to `shape`."""
     step, offsets = part
     alone = shape[:1] == (BATCH,) and offsets.size == math.prod(map(as_int, shape[1:]))
     return (step, offsets.reshape(1, *map(int, shape[1:]))) if alone else None
 
 
 def _added(_: tuple[Dim, ...], left: tuple[int, Array], right: tuple[int, Array]) -> tuple[int, Array]:
-    """The integers of an Add."""
+    """Return (step, offsets) of an Add."""
     return left[0] + right[0], np.asarray(left[1] + right[1])
 
 
 def _multiplied(_: tuple[Dim, ...], left: tuple[int, Array], right: tuple[int, Array]) -> tuple[int, Array] | None:
-    """The integers of a Mul by one number."""
+    """Return (step, offsets) of a Mul by a scalar."""
     (step, x), (zero, y) = sorted((left, right), key=lambda part: -part[0])
     return (step * int(y.reshape(())), np.asarray(x * y)) if not zero and y.size == 1 else None
 
@@ -141,7 +141,7 @@ _COUNTING: Mapping[str, Callable[..., tuple[int, Array] | None]] = {
 
 
 class LookupOfRow(Rule):
-    """GatherND(x [N, S, ...], pairs (n, place of item n))"""
+    """Rewrite GatherND(x [N, S, ...], pairs (n, index of item n))."""
     pattern = LookupOfPairs.pattern
 
     def check(self, match: Match) -> bool:
@@ -157,24 +157,26 @@ class LookupOfRow(Rule):
 
 
 class LookupOfFlatRow(Rule):
-    """Gather(Reshape(x [N, S, ...] -> [N * S, ...]), n * S + places [N, ...]), taken to lie in the item: detections
-    that a TopK of each item chose"""
+    """Rewrite Gather(Reshape(x [N, S, ...] -> [N * S, ...]), n * S + places [N, ...]).
+
+    The places, as a TopK per item yields them, are assumed to lie inside their item.
+    """
     pattern = P("Gather", Value("flat"), Value("places"))
 
     def check(self, match: Match) -> bool:
         flat = match.graph.producer.get(match.value("flat"))
         return (flat is not None and flat.op == "Reshape" and match.root.attrs.get("axis", 0) == 0
-                and match.shape(flat.inputs[0])[0] == BATCH and self._place(match) is not None)
+                and match.shape(flat.inputs[0])[0] == BATCH and self._added_index(match) is not None)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        place = self._place(match)
+        place = self._added_index(match)
         assert place is not None
         x = match.graph.producer[match.value("flat")].inputs[0]
         _rows_of_each(match, draft, x, _rows_of_item(match, match.value("flat")), place)
 
     @staticmethod
-    def _place(match: Match) -> str | None:
-        """The tensor that is added to n * S."""
+    def _added_index(match: Match) -> str | None:
+        """Return the tensor that is added to n * S, or None."""
         graph, places = match.graph, match.graph.producer.get(match.value("places"))
         if places is None or places.op != "Add" or match.shape(places.outputs[0])[:1] != (BATCH,):
             return None
@@ -187,7 +189,7 @@ class LookupOfFlatRow(Rule):
 
 
 def _rows_of_each(match: Match, draft: Draft, x: str, rows: int, places: str) -> None:
-    """Finish with x[n, places[n]], where x holds so many rows an item and places has one index or more an item."""
+    """Finish with x[n, places[n]], where x has `rows` rows per item and `places` one or more indices per item."""
     size = math.prod(map(as_int, match.shape(x)[1:])) // rows
     count = math.prod(map(as_int, match.shape(places)[1:]))
     data = draft.node("Reshape", [x], {"shape": (BATCH, rows, size)})
@@ -197,7 +199,7 @@ def _rows_of_each(match: Match, draft: Draft, x: str, rows: int, places: str) ->
 
 
 class ExpandedLookup(Rule):
-    """Gather(table, Expand(i)) = Expand(Gather(table, i)): token types, the same for every item"""
+    """Move an Expand of constant indices after the Gather, as for token types that are equal for all items."""
     pattern = P("Gather", Constant("table"), P("Expand", Constant("places")))
 
     def check(self, match: Match) -> bool:
@@ -209,7 +211,7 @@ class ExpandedLookup(Rule):
 
 
 class LookupOfOneNumber(Rule):
-    """GatherElements from a constant that holds one number only: token types, looked up by position"""
+    """Replace a GatherElements from a constant of equal elements, as token types by position, by an Expand."""
     pattern = P("GatherElements", Value("data"))
 
     def check(self, match: Match) -> bool:
@@ -222,7 +224,7 @@ class LookupOfOneNumber(Rule):
 
     @staticmethod
     def _number(match: Match) -> Array | None:
-        """[1]"""
+        """Return the only value of the data as an array [1], or None."""
         name = match.value("data")
         source = match.graph.producer.get(name)
         data = match.graph.constants.get(source.inputs[0] if source is not None and source.op == "Expand" else name)
@@ -230,19 +232,19 @@ class LookupOfOneNumber(Rule):
 
 
 class RepeatedPlaces(Rule):
-    """GatherElements by places that are alike for all items, or heads"""
+    """Let a GatherElements broadcast indices that are equal for all items, or heads."""
     pattern = P("GatherElements", Value("x"), Value("places"))
 
     def check(self, match: Match) -> bool:
         places = match.graph.producer.get(match.value("places"))
-        x, made = list(match.shape(match.value("x"))), list(match.made.shape)
+        x, made = list(match.shape(match.value("x"))), list(match.type.shape)
         axis = match.root.attrs["axis"]
         return (places is not None and places.op == "Expand" and isinstance(made[axis], int)
                 and x[:axis] + x[axis + 1:] == made[:axis] + made[axis + 1:])
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         source = match.graph.producer[match.value("places")].inputs[0]
-        attrs = {**match.root.attrs, "shape": match.made.shape}
+        attrs = {**match.root.attrs, "shape": match.type.shape}
         draft.finish("GatherElements", [match.value("x"), source], attrs)
 
 

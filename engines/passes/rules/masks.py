@@ -1,9 +1,9 @@
-"""Masks of attention as exporters make them, in as few nodes and as small as they are.
+"""Simplify exported attention masks: fewer nodes on smaller tensors.
 
     a & true = a | false = a
-    f(expand(x), y) = f(x, y)                       if the result is as large without
-    f(expand(x), number) = expand(f(x, number))     so that the step above meets it further down
-    where(isnan(softmax(x)), 0, softmax(x)) = softmax(x)        ours gives zeros where there is nothing to see
+    f(expand(x), y) = f(x, y)                       if the result has the same shape
+    f(expand(x), number) = expand(f(x, number))     so that the rule above applies further down
+    where(isnan(softmax(x)), 0, softmax(x)) = softmax(x)        our softmax gives zeros for a fully masked row
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POINTWISE = P(" ".join(name for name, op in OPS.items() if op.pointwise))
 
 
 class NeutralLogic(Rule):
-    """And with nothing but true, Or with nothing but false"""
+    """Remove an And with all true, or an Or with all false."""
     pattern = P("And Or", Value("other"), Constant("neutral"))
 
     def check(self, match: Match) -> bool:
@@ -24,27 +24,27 @@ class NeutralLogic(Rule):
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         other = match.value("other")
-        if match.shape(other) == match.made.shape:
+        if match.shape(other) == match.type.shape:
             draft.same_as(other)
         else:
             draft.finish_view("Expand", other)
 
 
 class NeedlessExpand(Rule):
-    """A pointwise node whose result is as large without the Expand of an operand"""
+    """Remove Expands of a pointwise node's operands if broadcasting gives the same shape."""
     pattern = _POINTWISE
 
     def check(self, match: Match) -> bool:
         shapes = [match.shape(name) for name in _sources(match)]
         return (_sources(match) != list(match.root.inputs)
-                and broadcast(*shapes) == match.made.shape)
+                and broadcast(*shapes) == match.type.shape)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         draft.finish(match.root.op, _sources(match), match.root.attrs)
 
 
 class LaterExpand(Rule):
-    """A pointwise node of one Expand and numbers"""
+    """Move an Expand past a pointwise node whose other operands are scalars."""
     pattern = _POINTWISE
 
     def check(self, match: Match) -> bool:
@@ -56,7 +56,7 @@ class LaterExpand(Rule):
 
 
 def _sources(match: Match) -> list[str]:
-    """The node's inputs, with what was expanded in place of what it was expanded to."""
+    """Return the root's inputs, with the inputs of Expands in place of their outputs."""
     nodes = [match.graph.producer.get(name) for name in match.root.inputs]
     return [node.inputs[0] if node is not None and node.op == "Expand" else name
             for node, name in zip(nodes, match.root.inputs, strict=True)]

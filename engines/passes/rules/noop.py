@@ -1,4 +1,4 @@
-"""Nodes that compute nothing are removed.
+"""Remove nodes that return their input unchanged.
 
     Identity(x) = Cast(x, its own dtype) = Reshape(x, its own shape) = Concat(x)
     = Pad(x, 0) = Resize(x, 1) = ReduceSum(x, over no axes) = x + 0 = x * 1 = x times the identity matrix = x
@@ -12,7 +12,7 @@ from engines.ops import op_of
 from engines.passes.rewriting.facts import pads, spatial
 from engines.passes.rewriting.rewrite import Draft, Match, P, Rule
 
-# Of each list the result is the first input if the node fulfils one condition; which, is this rule's own idea.
+# Each list has one condition under which a node returns its first input; see `_computes_nothing` and `_neutral`.
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0, "Pow": 1.0}
 _JOINS = ("Concat", "Max", "Min")
 _SAME_IF_SHAPE_IS = ("Reshape", "Expand", "Tile", "Pad", "Slice", "Split", "Flatten", "Squeeze", "Unsqueeze")
@@ -34,7 +34,7 @@ class RemoveNoOp(Rule):
 
 
 def _unchanged(graph: Graph, node: Node) -> str | None:
-    """The input that the node's first output is equal to, if there is one."""
+    """Return the input that the node's first output is equal to, or None."""
     if any(graph.consumers.get(o) or o in graph.outputs for o in node.outputs[1:] if o):
         return None         # a MaxPool's indices, the other parts of a Split
     x, y = node.inputs[0], node.outputs[0]
@@ -45,12 +45,12 @@ def _unchanged(graph: Graph, node: Node) -> str | None:
     if not _computes_nothing(graph, node) or graph.types[x].shape != graph.types[y].shape:
         return None
     if node.op == "Identity" and y in graph.outputs and (x not in graph.producer or x in graph.outputs):
-        return None         # an output that is an input, a constant or another output needs a node to be made
+        return None         # a graph output equal to an input, a constant or another output needs a node
     return x
 
 
 def _computes_nothing(graph: Graph, node: Node) -> bool:
-    """Given that the output has the shape of the first input."""
+    """Return True if a node, whose output has the shape of its first input, leaves the elements unchanged."""
     if node.op in _JOINS:
         return len(node.inputs) == 1
     if node.op == "Cast":
@@ -61,7 +61,7 @@ def _computes_nothing(graph: Graph, node: Node) -> bool:
     if node.op == "Slice":
         return all(step > 0 for step in node.attrs["steps"])
     if node.op == "Pad":
-        return not any(node.attrs["pads"])          # not only equal in shape: a shift crops one side and pads the other
+        return not any(node.attrs["pads"])          # a shift keeps the shape: it crops and pads
     if node.op in _REDUCTIONS:
         return not node.attrs.get("axes", (0,))
     if node.op == "Resize":
@@ -79,7 +79,7 @@ def _is_identity(matrix: Array | None) -> bool:
 
 
 def _neutral(graph: Graph, node: Node) -> str | None:
-    """x of x + 0, 0 + x, x - 0, x * 1, 1 * x, x / 1, x ** 1."""
+    """Return x for x + 0, 0 + x, x - 0, x * 1, 1 * x, x / 1 and x ** 1, else None."""
     sides = (0, 1) if op_of(node.op).commutative else (0,)
     for side in sides:
         constant = graph.constants.get(node.inputs[1 - side])
@@ -91,5 +91,5 @@ def _neutral(graph: Graph, node: Node) -> str | None:
 
 
 def _is_all(constant: Array, value: float) -> bool:
-    """Whether each element is the value: of large tables the first one mostly tells."""
+    """Return True if each element is the value; tests the first one before a scan of the whole array."""
     return not constant.size or bool(constant.flat[0] == value and np.all(constant == value))

@@ -1,8 +1,9 @@
-"""Norms along the last axis under their names, and scales and shifts after them as part of them.
+"""Recognise norms along the last axis, and fold scales and shifts into them.
 
     c = x - mean(x);  c / sqrt(mean(c * c) + epsilon) = c * (1 / sqrt(...)) = LayerNormalization(x, 1)
     LayerNormalization(x, g, b) * k + d = LayerNormalization(x, k g, k b + d)
-    x / sqrt(mean(x * x) + epsilon) = x * (1 / sqrt(...)) = RMSNormalization(x, 1);  RMSNormalization(x, g) * k likewise
+    x / sqrt(mean(x * x) + epsilon) = x * (1 / sqrt(...)) = RMSNormalization(x, 1)
+    RMSNormalization(x, g) * k = RMSNormalization(x, k g)
     x / max(sqrt(sum(x * x)), epsilon) = LpNormalization(x)
 """
 from __future__ import annotations
@@ -13,21 +14,21 @@ from engines.ir.graph import Array, Graph, Node
 from engines.passes.rewriting.facts import per_channel
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
 
-SMALL = 1e-10       # a bound below a norm that only a row of zeros falls under: LpNormalization leaves such a row zero
+SMALL = 1e-10       # lower bounds of a norm up to this affect only rows of zeros, which LpNormalization leaves zero
 
 _VARIANCE = P("ReduceMean", P("Mul", Value("c"), Value("c")), bind="variance")
 _DEVIATION = P("Sqrt", P("Add", _VARIANCE, Constant("epsilon")))
 
 
 def _over_last_axis(graph: Graph, reduction: Node) -> bool:
-    """Reduced over the last axis alone, which stays as an axis of extent 1."""
+    """Return True if a node reduces the last axis alone and keeps it with extent 1."""
     rank = len(graph.shape(reduction.inputs[0]))
     axes = [axis % rank for axis in reduction.attrs.get("axes", range(rank))]
     return axes == [rank - 1] and bool(reduction.attrs.get("keepdims", 1))
 
 
 def _centred(graph: Graph, name: str) -> tuple[Node, Node] | None:
-    """(mean, subtraction) if the tensor is x - mean(x) along the last axis."""
+    """Return (mean, subtraction) if the tensor is x - mean(x) along the last axis, else None."""
     subtraction = graph.producer.get(name)
     if subtraction is None or subtraction.op != "Sub":
         return None
@@ -38,7 +39,7 @@ def _centred(graph: Graph, name: str) -> tuple[Node, Node] | None:
 
 
 class RmsNorm(Rule):
-    """x / sqrt(mean(x * x) + epsilon)"""
+    """Recognise x / sqrt(mean(x * x) + epsilon)."""
     pattern = P("Div", Value("c"), _DEVIATION)
 
     def check(self, match: Match) -> bool | No:
@@ -46,28 +47,28 @@ class RmsNorm(Rule):
             return False
         if match.constant("epsilon").size != 1:
             return No("its epsilon is more than one number")
-        return (isinstance(match.made.shape[-1], int)
-                and match.made.shape == match.shape(match.value("c")))
+        return (isinstance(match.type.shape[-1], int)
+                and match.type.shape == match.shape(match.value("c")))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         self._finish(match, draft, "RMSNormalization", match.value("c"))
 
     @staticmethod
     def _finish(match: Match, draft: Draft, op: str, x: str) -> None:
-        """The norm of x, its scale 1."""
-        kind = match.made
+        """Finish with a norm of x with scale 1."""
+        kind = match.type
         ones = draft.constant("scale", np.ones(int(kind.shape[-1]), kind.dtype))
         draft.finish(op, [x, ones], {"axis": len(kind.shape) - 1,
                                      "epsilon": float(match.constant("epsilon").reshape(()))})
 
 
 class RmsNormByReciprocal(RmsNorm):
-    """x * (1 / sqrt(mean(x * x) + epsilon))"""
+    """Recognise x * (1 / sqrt(mean(x * x) + epsilon))."""
     pattern = P("Mul", Value("c"), P("Reciprocal", _DEVIATION))
 
 
 class LayerNorm(RmsNorm):
-    """The same of c = x - mean(x)"""
+    """Recognise c / sqrt(mean(c * c) + epsilon) with c = x - mean(x)."""
 
     def check(self, match: Match) -> bool | No:
         return _centred(match.graph, match.value("c")) is not None and super().check(match)
@@ -84,7 +85,7 @@ class LayerNormByReciprocal(LayerNorm):
 
 
 class NormScale(Rule):
-    """A product with a constant per channel after a norm, or a sum where the norm has a bias."""
+    """Fold a Mul by one constant per channel into a norm, or an Add into a LayerNormalization."""
     pattern = P("Mul Add", P("LayerNormalization RMSNormalization", Value("x"), Constant("scale"), bind="norm"),
                 Constant("constant"))
 
@@ -92,7 +93,7 @@ class NormScale(Rule):
         norm = match["norm"]
         return ((norm.op == "LayerNormalization" or match.root.op == "Mul")
                 and norm.attrs.get("axis", -1) % self._rank(match) == self._rank(match) - 1
-                and match.made.shape == match.shape(norm.outputs[0])
+                and match.type.shape == match.shape(norm.outputs[0])
                 and all(name in match.graph.constants for name in norm.inputs[1:] if name)
                 and self._vector(match) is not None)
 
@@ -117,7 +118,7 @@ class NormScale(Rule):
 
 
 class L2Norm(Rule):
-    """x / Clip(ReduceL2(x), epsilon), as sentence encoders end"""
+    """Recognise x / Clip(ReduceL2(x), epsilon), the last step of sentence encoders."""
     pattern = P("Div", Value("x"), P("Clip", P("ReduceL2", Value("x"), bind="norm"), bind="clip"))
 
     def check(self, match: Match) -> bool | No:
@@ -132,7 +133,7 @@ class L2Norm(Rule):
 
 
 class L2NormExpanded(L2Norm):
-    """The same with the norm repeated by a node of its own"""
+    """Recognise x / Clip(ReduceL2(x), epsilon) whose denominator is expanded by a separate node."""
     pattern = P("Div", Value("x"), P("Expand", P("Clip", P("ReduceL2", Value("x"), bind="norm"), bind="clip")))
 
 

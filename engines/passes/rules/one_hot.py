@@ -1,8 +1,6 @@
-"""A product of one-hot rows is a lookup: token types and bytes, as TensorFlow's exporters write them.
+"""Replace a product of one-hot rows, as TensorFlow's exporters write token types and bytes, by a Gather.
 
-    ((i = 0, 1, ...) ? 1 : 0) @ W + c = (W + c)[i]          where i is none of the places, c alone
-
-The places are compared with all numbers of a range, the product reads a row of zeros for each but one.
+    ((i = 0, 1, ...) ? 1 : 0) @ W + c = (W + c)[i]          c alone if i is out of range
 """
 from __future__ import annotations
 
@@ -37,10 +35,10 @@ class OneHotProduct(Rule):
         if root.attrs.get("transB"):
             weights = weights.T
         depth, columns = weights.shape
-        table = np.concatenate([weights, np.zeros((1, columns), weights.dtype)])        # its last row is nobody's
+        table = np.concatenate([weights, np.zeros((1, columns), weights.dtype)])        # last row: out of range
         for name in root.inputs[2:]:
             table = table + match.graph.constants[name]
-        places = draft.node("Reshape", [match.value("places")], {"shape": match.made.shape[:-1]})
+        places = draft.node("Reshape", [match.value("places")], {"shape": match.type.shape[:-1]})
         dtype = match.graph.types[match.value("places")].dtype
         none, first = (draft.constant(suffix, np.array(n, dtype)) for suffix, n in (("none", depth), ("first", 0)))
         places = draft.node("Where", [draft.node("Less", [places, first]), none, places])

@@ -1,8 +1,8 @@
-"""A Pad before a window operator becomes its own padding.
+"""Fold a Pad into the padding of the window operator after it.
 
     Conv(Pad(x, p, 0), pads=q) = Conv(x, pads=p + q)
     AveragePool(Pad(x, p, 0)) = AveragePool(x, pads=p, count_include_pad)
-    MaxPool(Pad(x, p, v), pads=q) = MaxPool(x, pads=p + q)      if v never exceeds what the window holds of x
+    MaxPool(Pad(x, p, v), pads=q) = MaxPool(x, pads=p + q)      if v exceeds no value of x
 """
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engines.passes.rewriting.dataflow import Walk, dataflow
 from engines.passes.rewriting.facts import moved_from, pads, spatial
 from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 
-# Below any value that a network computes: exporters write numbers like -3.4e38 where they mean minus infinity.
+# Less than any value that a network computes: exporters write numbers such as -3.4e38 for minus infinity.
 _MINUS_INFINITY = -1e30
 _NEVER_NEGATIVE = ("Relu", "Sigmoid", "HardSigmoid", "Abs", "Exp", "Sqrt", "Softplus", "Softmax")
-_KEEP_SIGN = ("MaxPool", "AveragePool", "GlobalAveragePool")        # beside what only moves elements
+_KEEP_SIGN = ("MaxPool", "AveragePool", "GlobalAveragePool")        # in addition to nodes that only move elements
 
 
 def _image_pads(match: Match) -> tuple[int, ...] | No:
-    """What the Pad adds before each spatial axis, then after each."""
+    """Return the pads of the spatial axes, begins then ends, or why the Pad cannot be folded."""
     widths = tuple(match["pad"].attrs["pads"])
     rank = len(widths) // 2
     if match["pad"].attrs.get("mode", "constant") != "constant":
@@ -36,15 +36,15 @@ def _image_pads(match: Match) -> tuple[int, ...] | No:
 
 
 class _PadBefore(Rule):
-    """A Pad before a window operator, whose own padding becomes the two together."""
-    attrs: ClassVar[Mapping[str, int]] = {}         # of the operator, beside the pads
+    """Base of rules that add a Pad's widths to the padding of a window operator."""
+    attrs: ClassVar[Mapping[str, int]] = {}         # attributes that the operator needs with these pads
 
     def check(self, match: Match) -> bool | No:
         added = _image_pads(match)
         return added if isinstance(added, No) else self.fits(match, added, float(match["pad"].attrs.get("value", 0)))
 
     def fits(self, match: Match, added: tuple[int, ...], value: float) -> bool | No:
-        """Whether the operator does the same with these pads, filled with `value`."""
+        """Return True if the operator's own padding by `added` is equal to a Pad with `value`."""
         raise NotImplementedError
 
     def rewrite(self, match: Match, draft: Draft) -> None:
@@ -94,7 +94,7 @@ class PadMaxPool(_PadBefore):
 
 @dataflow
 def never_negative(graph: Graph, name: str) -> Walk[bool]:
-    """Return True if no value of the tensor can be below zero, judging by the nodes that make it."""
+    """Return True if the nodes that compute the tensor rule out negative values."""
     node = graph.producer.get(name)
     if node is None:
         return False

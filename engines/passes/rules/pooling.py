@@ -1,6 +1,6 @@
-"""Means and maxima over whole images.
+"""Rewrite means and maxima over whole images as global pools.
 
-    ReduceMean(x, spatial axes) = GlobalAveragePool(x)          ReduceMax: GlobalMaxPool; of one axis the other way
+    ReduceMean(x, spatial axes) = GlobalAveragePool(x)          ReduceMax: GlobalMaxPool; reversed for one axis
     AveragePool(x, kernel = extents of x) = GlobalAveragePool(x)
 """
 from __future__ import annotations
@@ -13,7 +13,7 @@ _GLOBAL = {"ReduceMean": "GlobalAveragePool", "ReduceMax": "GlobalMaxPool",
 
 
 class SpatialReduce(Rule):
-    """`channels_last`: the images are [N, H, W, C], the volumes [N, D, H, W, C]."""
+    """Replace a reduction of all spatial axes by a global pool; `channels_last` says that the channels are last."""
     pattern = P("ReduceMean ReduceMax", Value("x"))
 
     def __init__(self, channels_last: bool = False) -> None:
@@ -34,7 +34,7 @@ class SpatialReduce(Rule):
 
 
 class GlobalPoolOfRows(Rule):
-    """Of [N, C, L]: there is no image whose layout would matter."""
+    """Replace a global pool of signals [N, C, L], which has no image layout, by a reduction."""
     pattern = P("GlobalAveragePool GlobalMaxPool", Value("x"))
 
     def check(self, match: Match) -> bool:

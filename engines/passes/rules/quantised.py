@@ -1,14 +1,14 @@
-"""QuantizeLinear and DequantizeLinear of a model, as facts about the tensor between them.
+"""Rewrite QuantizeLinear and DequantizeLinear (Q/DQ) pairs as FakeQuantize, and place these at producers.
 
     DequantizeLinear(QuantizeLinear(x)) = FakeQuantize(x)
-    the same by a scale s[c] for each channel = s * FakeQuantize(x / s)
-    FakeQuantize(move(x)) = move(FakeQuantize(x))           where elements are only moved, or the greatest are selected
-    FakeQuantize(x) = x                                     if x is made of such numbers already
+    DequantizeLinear(QuantizeLinear(x)) = s * FakeQuantize(x / s)       with a scale s[c] for each channel
+    FakeQuantize(move(x)) = move(FakeQuantize(x))           if elements are only moved, or maxima are selected
+    FakeQuantize(x) = x                                     if x is on the same grid already
     FakeQuantize(Clip(FakeQuantize(x))) = FakeQuantize(Clip(x))         Relu(FakeQuantize(x)) = FakeQuantize(Relu(x))
 
-A FakeQuantize so stands right behind what computes, where kernels round anyway, and patterns of nodes that move stay
-whole. int8 is written as uint8 with another zero point, which is how kernels store activations. What is left of the
-two without the other, at the model's borders or around what computes on integers, becomes arithmetic.
+A FakeQuantize then directly follows the node that computes the tensor, whose kernel rounds when it stores, and does
+not split patterns of data movement. int8 becomes uint8 with a zero point greater by 128, as kernels store activations.
+A single Q or DQ, at the model's inputs and outputs or around integer operators, becomes arithmetic.
 """
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
 def _sources(node: Node) -> tuple[str, ...]:
-    """The inputs whose elements are all that a moving node's result holds."""
+    """Return the inputs whose elements a moving or selecting node copies."""
     return node.inputs[:1] if node.op in _SELECT else op_of(node.op).data(node)
 
 
 def _numbers(graph: Graph, node: Node) -> tuple[Array, Array] | None:
-    """(scale, zero point) of a Q or DQ, where both are known."""
+    """Return (scale, zero point) of a Q or DQ, or None if one is computed at run time."""
     scale, zero = (graph.constants.get(name) for name in (*node.inputs, "")[1:3])
     kind = graph.types[node.outputs[0] if node.op == "QuantizeLinear" else node.inputs[0]].dtype
     if scale is None or zero is None and len(node.inputs) > 2 and node.inputs[2]:
@@ -59,10 +59,10 @@ class PairToFakeQuantize(Rule):
             return False
         numbers = _numbers(match.graph, match.root)
         if numbers is None or not _same(numbers, _numbers(match.graph, first)):
-            return No("what quantises the tensor has other numbers than what dequantises it, or they are not constant")
+            return No("its QuantizeLinear and DequantizeLinear have different or computed scales and zero points")
         if numbers[0].size != 1 or numbers[1].dtype.name not in _INTEGERS:
             return No(f"an activation with {numbers[0].size} scales, stored as {numbers[1].dtype}, is kept in float")
-        return match.graph.types[first.inputs[0]].dtype == match.made.dtype == FLOAT and bool(numbers[0].item() > 0)
+        return match.graph.types[first.inputs[0]].dtype == match.type.dtype == FLOAT and bool(numbers[0].item() > 0)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         first = match.graph.producer[match.value("stored")]
@@ -73,7 +73,7 @@ class PairToFakeQuantize(Rule):
 
 
 def _rounding(scale: Array, zero: Array) -> dict[str, float]:
-    """The attributes of the FakeQuantize that rounds to numbers stored so."""
+    """Return the attributes of the FakeQuantize with this scale and zero point; int8 is shifted to uint8."""
     limits = np.iinfo(zero.dtype)
     shift = 128 if limits.min == -128 else 0
     return {"scale": float(scale.item()), "zero_point": zero.item() + shift, "low": limits.min + shift,
@@ -81,20 +81,22 @@ def _rounding(scale: Array, zero: Array) -> dict[str, float]:
 
 
 class PairOfChannels(Rule):
-    """A scale for each channel, as depthwise convolutions are given: FakeQuantize(x / scale, 1) * scale. The product is
-    then a part of their weights."""
+    """Rewrite a Q/DQ pair with one scale per channel as FakeQuantize(x / scale, 1) * scale.
+
+    A depthwise convolution after it absorbs the product into its weights.
+    """
     pattern = P("DequantizeLinear", P("QuantizeLinear", Value("x"), bind="first"))
 
     def check(self, match: Match) -> bool:
         numbers, axes = _numbers(match.graph, match.root), [node.attrs.get("axis", 1) for node in match.nodes]
         return (_same(numbers, _numbers(match.graph, match["first"])) and axes[0] == axes[1] and numbers is not None
-                and numbers[0].ndim == 1 and numbers[0].size > 1 and match.made.dtype == FLOAT
+                and numbers[0].ndim == 1 and numbers[0].size > 1 and match.type.dtype == FLOAT
                 and numbers[1].dtype.name in _BYTES and bool(np.all(numbers[1] == numbers[1][0])))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         numbers = _numbers(match.graph, match.root)
         assert numbers is not None
-        rank = len(match.made.shape)
+        rank = len(match.type.shape)
         scale = numbers[0].reshape(-1, *(1,) * (rank - match.root.attrs.get("axis", 1) % rank - 1))
         steps = draft.node("Mul", [match.value("x"), draft.constant("steps", (1 / scale).astype(np.float32))])
         shift = 128 if numbers[1].dtype == np.int8 else 0
@@ -104,7 +106,7 @@ class PairOfChannels(Rule):
 
 
 class MoveDequantized(Rule):
-    """DequantizeLinear(move(x)) = move(DequantizeLinear(x)): a pool, or a Reshape, between the two of a pair."""
+    """Move a pool, Reshape or other move out of a pair: DequantizeLinear(move(x)) = move(DequantizeLinear(x))."""
     pattern = P("DequantizeLinear", Value("stored"))
 
     def check(self, match: Match) -> bool:
@@ -120,13 +122,13 @@ class MoveDequantized(Rule):
 
 
 def _finish_moved(move: Node, draft: Draft, changed: Callable[[str], str]) -> None:
-    """Finishes with a node that moves, of changed tensors."""
+    """Finish with the node `move` on changed sources."""
     sources = {name: changed(name) for name in dict.fromkeys(_sources(move))}
     draft.finish(move.op, [sources.get(name, name) for name in move.inputs], move.attrs)
 
 
 class MoveFakeQuantized(Rule):
-    """What is read by others too stays as it is, but for the parts of a Concat, which each have a place to go to."""
+    """Move a FakeQuantize before a move whose sources have no other readers, or before a Concat."""
     pattern = P("FakeQuantize", P(" ".join(_MOVES), bind="move"))
 
     def check(self, match: Match) -> bool:
@@ -143,8 +145,7 @@ class MoveFakeQuantized(Rule):
 
 
 class RoundRecurrent(MoveFakeQuantized):
-    """Move a FakeQuantize to a recurrent layer that was split. Elsewhere what moves may be a kernel, which rounds as
-    well."""
+    """Move a FakeQuantize to a Recurrence, after `split_recurrent`. Kernels of other moves may round themselves."""
 
     def check(self, match: Match) -> bool:
         return _moved_from_recurrence(match.graph, match["move"].outputs[0]) and super().check(match)
@@ -152,7 +153,7 @@ class RoundRecurrent(MoveFakeQuantized):
 
 @dataflow
 def _moved_from_recurrence(graph: Graph, name: str) -> Walk[bool]:
-    """Return True if a Recurrence makes the elements of the tensor, and other nodes only move them."""
+    """Return True if the tensor holds elements of a Recurrence's result, perhaps moved."""
     node = graph.producer.get(name)
     if node is not None and node.op in _MOVES and len(_sources(node)) == 1:
         return (yield _sources(node)[0])  # type: ignore[no-any-return]
@@ -171,7 +172,7 @@ class QuantizedTwice(Rule):
 
 @dataflow
 def grid(graph: Graph, name: str) -> Walk[dict[str, float] | None]:
-    """Return the attributes of the FakeQuantize that rounded all numbers of the tensor, or None if there is none."""
+    """Return the attributes of the FakeQuantize that all elements of the tensor passed, or None."""
     node = graph.producer.get(name)
     if node is None:
         return None
@@ -206,7 +207,7 @@ class ClampFirst(Rule):
 
 
 def _aligned(draft: Draft, match: Match, name: str, rank: int) -> str:
-    """A scale or zero point, one number or one for each index of the axis, shaped to broadcast."""
+    """Return a scale or zero point, scalar or per channel, in a shape that broadcasts."""
     shape = match.shape(name)
     if shape in ((), (1,)):
         return name
@@ -215,22 +216,25 @@ def _aligned(draft: Draft, match: Match, name: str, rank: int) -> str:
 
 
 def _is_alone(match: Match) -> bool:
-    """Whether its scales are no blocks, and floats as kernels compute on them."""
+    """Return True if the node's scale is float32 and not by blocks."""
     scale = match.graph.types[match.root.inputs[1]]
     return not match.root.attrs.get("block_size") and len(scale.shape) < 2 and scale.dtype == FLOAT
 
 
 class DequantizedByArithmetic(Rule):
-    """(x - zero point) * scale, of integers that come from elsewhere. Where a quantised layer reads it, a FakeQuantize
-    that changes nothing says that these are numbers of a grid: the layer then computes on the integers."""
+    """Replace a DequantizeLinear by (x - zero point) * scale.
+
+    If a quantised layer reads it, a FakeQuantize that changes nothing marks the values as integers of a grid, so that
+    the layer computes in int8.
+    """
     pattern = P("DequantizeLinear", Value("stored"))
 
     def check(self, match: Match) -> bool:
-        return _is_alone(match) and match.made.dtype == FLOAT and not match.graph.is_constant(match.value("stored"))
+        return _is_alone(match) and match.type.dtype == FLOAT and not match.graph.is_constant(match.value("stored"))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         stored, scale, *zero = filter(None, match.root.inputs)
-        rank = len(match.made.shape)
+        rank = len(match.type.shape)
         x = draft.node("Cast", [stored], {"to": FLOAT.name})
         if zero:
             point = draft.node("Cast", [_aligned(draft, match, zero[0], rank)], {"to": FLOAT.name})
@@ -243,7 +247,7 @@ class DequantizedByArithmetic(Rule):
 
     @staticmethod
     def _grid_of_layer(match: Match) -> dict[str, float] | None:
-        """How a quantised layer's input was rounded, if this is one."""
+        """Return the FakeQuantize attributes if a quantised layer reads the root's output, else None."""
         numbers = _numbers(match.graph, match.root)
         if numbers is None or numbers[0].size != 1 or numbers[1].dtype.name not in _BYTES or numbers[0].item() <= 0:
             return None
@@ -252,7 +256,7 @@ class DequantizedByArithmetic(Rule):
 
 @dataflow
 def _is_read_by_layer(graph: Graph, name: str) -> Walk[bool]:
-    """Return True if a contraction by weights on a grid reads the tensor, or reads its elements moved elsewhere."""
+    """Return True if a contraction by weights on a grid reads the tensor, perhaps through moves."""
     for node in graph.consumers[name]:
         if node.op in _MOVES and name in _sources(node):
             for output in node.outputs:
@@ -264,30 +268,30 @@ def _is_read_by_layer(graph: Graph, name: str) -> Walk[bool]:
 
 
 def _is_on_grid(graph: Graph, layer: Node) -> bool:
-    """Whether its weights are integers of a scale."""
+    """Return True if the layer's weights are a scale, per output channel, times integers."""
     weight, axis = graph.constants.get(layer.inputs[1]), output_axis(layer)
     return (weight is not None and axis < weight.ndim
             and (grid_params(weight, axis) is not None or offset_grid(weight, axis) is not None))
 
 
 class QuantizedByArithmetic(Rule):
-    """Clip(Round(x / scale) + zero point), for who reads the integers themselves."""
+    """Replace a QuantizeLinear by Clip(Round(x / scale) + zero point) for readers of the integers."""
     pattern = P("QuantizeLinear", Value("x"))
 
     def check(self, match: Match) -> bool:
-        return (_is_alone(match) and match.made.dtype.name in _INTEGERS
+        return (_is_alone(match) and match.type.dtype.name in _INTEGERS
                 and match.graph.types[match.value("x")].dtype == FLOAT)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         x, scale, *zero = filter(None, match.root.inputs)
-        rank = len(match.made.shape)
-        limits = np.iinfo(match.made.dtype)
+        rank = len(match.type.shape)
+        limits = np.iinfo(match.type.dtype)
         y = draft.node("Round", [draft.node("Div", [x, _aligned(draft, match, scale, rank)])])
         if zero:
             point = draft.node("Cast", [_aligned(draft, match, zero[0], rank)], {"to": FLOAT.name})
             y = draft.node("Add", [y, point])
         y = draft.node("Clip", [y], {"min": float(limits.min), "max": float(limits.max), "saturates": 1})
-        draft.finish("Cast", [y], {"to": match.made.dtype.name})
+        draft.finish("Cast", [y], {"to": match.type.dtype.name})
 
 
 PAIRS: Sequence[Rule] = (PairToFakeQuantize(), PairOfChannels(), QuantizedTwice(), MoveDequantized(), ClampedTwice(),

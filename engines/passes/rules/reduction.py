@@ -1,7 +1,7 @@
-"""Rarer reductions by commoner ones.
+"""Rewrite rare reductions by common ones.
 
     ReduceL1(x) = ReduceSum(|x|)    ReduceSumSquare(x) = ReduceSum(x * x)    ReduceL2(x) = sqrt(ReduceSum(x * x))
-    ReduceSum(integers) = the last of CumSum(integers)
+    ReduceSum(integers) = last element of CumSum(integers)
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ReductionOfPowers(Rule):
 
 
 class SumOfIntegers(Rule):
-    """Along one axis behind the batch: how many tokens there are"""
+    """Replace a ReduceSum of integers along one axis after the batch, such as a count of tokens, by a CumSum."""
     pattern = P("ReduceSum", Value("x"))
 
     def check(self, match: Match) -> bool:

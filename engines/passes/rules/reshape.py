@@ -1,4 +1,4 @@
-"""Views in one form.
+"""Rewrite views in one form, and merge adjacent ones.
 
     Flatten(x) = Squeeze(x) = Unsqueeze(x) = Reshape(x, shape)
     Transpose(x) = Reshape(x, shape)                 if it only moves axes of extent 1
@@ -19,7 +19,7 @@ class ToReshape(Rule):
 
 
 class TransposeOfOnes(ToReshape):
-    """The axes longer than 1 keep their order, so the elements do."""
+    """Replace a Transpose that only moves axes of extent 1, which keeps the order of elements, by a Reshape."""
     pattern = P("Transpose", Value("x"))
 
     def check(self, match: Match) -> bool:

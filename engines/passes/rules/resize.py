@@ -1,8 +1,8 @@
-"""Images whose channels are last in the model are resized as images.
+"""Rewrite a Resize of channels-last images as one of channels-first images between Transposes.
 
     Resize(x) along the middle axes = Transpose(Resize(Transpose(x)), back)
 
-The Transposes go where layouts are settled: they are the layout that images are stored in.
+The layout pass removes the Transposes, since it stores images channels last.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ResizeOfChannelsLast(Rule):
     pattern = P("Resize", Value("x"))
 
     def check(self, match: Match) -> bool:
-        before, after = match.shape(match.value("x")), match.made.shape
+        before, after = match.shape(match.value("x")), match.type.shape
         scales = match.root.attrs.get("scales", (1,) * len(before))
         changed = [a != b or scale != 1 for a, b, scale in zip(before, after, scales, strict=True)]
         if match.graph.types[match.value("x")].dtype.itemsize == 1:     # blended in fixed point, where it is
@@ -33,7 +33,7 @@ class ResizeOfChannelsLast(Rule):
 
 
 def _along(attrs: Mapping[str, Any], perm: Sequence[int]) -> dict[str, Any]:
-    """The attributes with the numbers of each axis where the axis is now."""
+    """Return the attributes with the entries of each axis permuted."""
     moved = dict(attrs)
     for name in resize.BY_AXIS & attrs.keys():
         count = len(attrs[name]) // len(perm)       # a region of interest has two for each axis

@@ -1,7 +1,7 @@
-"""A product or sum with constants directly after a linear node is part of it.
+"""Fold a Mul or Add with constants into the linear layer before it, or a Mul into the layer after it.
 
     Conv(x, W, b) * k = Conv(x, k W, k b)        Conv(x, W, b) + c = Conv(x, W, b + c)
-    Conv(x * k, W, b) = Conv(x, W k, b)          for one number k (padding stays zero), or where each channel is alone
+    Conv(x * k, W, b) = Conv(x, W k, b)          for a scalar k (padding stays zero), or a depthwise Conv
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LinearScale(Rule):
         weights = weights_are_constant(match.graph, linear)
         if not weights:
             return weights
-        if match.made.shape != match.shape(linear.outputs[0]):
+        if match.type.shape != match.shape(linear.outputs[0]):
             return No("the constant has more elements than the layer's output")
         if self._channels(match) is None:
             return No(f"the constant {list(match.constant('constant').shape)} varies within a channel")
@@ -79,6 +79,6 @@ class ScaleDepthwise(Rule):
 
     @staticmethod
     def _factors(match: Match) -> Array | None:
-        """One for each channel."""
+        """Return the factor of each channel, float64, or None if they vary within a channel."""
         shape = match.shape(match.root.inputs[0])
         return per_channel(match.constant("factor").astype(np.float64), len(shape), as_int(shape[1]))

@@ -1,7 +1,7 @@
-"""Assignments to a part of a tensor are joints of what stays and what is new.
+"""Replace ScatterND to consecutive rows or columns by a Concat of kept and new parts.
 
     ScatterND(x, rows i, i + 1, ... j - 1, new) = Concat(x[:i], new, x[j:])         along the first axis
-    ScatterND(x, (n, i), (n, i + 1), ... (n, j - 1) for all n, new)                 likewise along the second one
+    ScatterND(x, (n, i), (n, i + 1), ... (n, j - 1) for all n, new)                 = Concat along the second axis
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ScatterOfRows(Rule):
     def check(self, match: Match) -> bool | No:
         rows, extent = match.constant("rows"), match.shape(match.value("x"))[0]
         if rows.ndim != 2 or rows.shape[1] != 1:
-            return No("its places are no rows")
+            return No("its indices are not rows")
         return _follow(match, rows[:, 0], extent)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
@@ -27,13 +27,13 @@ class ScatterOfRows(Rule):
 
 
 class ScatterOfColumns(Rule):
-    """As PyTorch writes x[:, i:j] = new: by a number for each item beside those of the columns."""
+    """Replace PyTorch's export of x[:, i:j] = new: a ScatterND to pairs (item, column)."""
     pattern = P("ScatterND", Value("x"), Value("places"), Value("new"))
 
     def check(self, match: Match) -> bool | No:
         shape, columns = match.shape(match.value("x")), self._columns(match)
         if columns is None or len(shape) < 2:
-            return No("its places are not the same columns of all items")
+            return No("its columns are not constant and equal for all items")
         return _follow(match, columns, shape[1])
 
     def rewrite(self, match: Match, draft: Draft) -> None:
@@ -43,7 +43,7 @@ class ScatterOfColumns(Rule):
 
     @staticmethod
     def _columns(match: Match) -> Array | None:
-        """Those that are assigned to, of every item."""
+        """Return the columns that are assigned to, if they are equal for all items, else None."""
         graph, places, items = match.graph, match.value("places"), match.shape(match.value("x"))[0]
         if match.shape(places)[-1] != 2:
             return None
@@ -63,18 +63,18 @@ class ScatterOfColumns(Rule):
 
 
 def _follow(match: Match, places: Array, extent: int | str) -> bool | No:
-    """Whether an assignment is to places that follow each other along an axis of that extent."""
+    """Return True if a ScatterND overwrites consecutive indices of an axis of this extent."""
     if match.root.attrs.get("reduction", "none") != "none":
-        return No("it adds to what is there")
+        return No("it has a reduction")
     if not isinstance(extent, int) or not places.size:
-        return No("its places are no rows")
+        return No("the extent of its axis is unknown, or it has no indices")
     first = int(places[0]) % extent
     return np.array_equal(places % extent, np.arange(first, first + len(places))) or No(
-        "its rows do not follow each other")
+        "its indices are not consecutive")
 
 
 def _join(match: Match, draft: Draft, places: Array, axis: int) -> None:
-    """Finishes with what stays before and behind these places along an axis, and what is new between."""
+    """Finish with a Concat of the parts before, at and after the indices `places` of an axis."""
     x, new = match.value("x"), match.value("new")
     shape = match.shape(x)
     extent, first = as_int(shape[axis]), int(places[0]) % as_int(shape[axis])

@@ -1,4 +1,4 @@
-"""ShuffleNet's channel shuffle is one gather of channels.
+"""Replace ShuffleNet's channel shuffle by one Gather of channels.
 
     Reshape(Transpose(Reshape(x [N, a*b, ...], [N, a, b, ...]), swap a and b), [N, b*a, ...])
     = Gather(x, indices, axis=1)        indices[j * a + i] = i * b + j
@@ -18,7 +18,7 @@ class ChannelShuffle(Rule):
         x, apart = match.shape(match.value("x")), match.shape(match["apart"].outputs[0])
         perm = tuple(match["swap"].attrs["perm"])
         return (len(apart) == len(x) + 1 and apart[0] == x[0] and apart[3:] == x[2:]
-                and perm == (0, 2, 1, *range(3, len(apart))) and match.made.shape == x)
+                and perm == (0, 2, 1, *range(3, len(apart))) and match.type.shape == x)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         a, b = (as_int(extent) for extent in match.shape(match["apart"].outputs[0])[1:3])

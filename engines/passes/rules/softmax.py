@@ -1,4 +1,4 @@
-"""What works along one axis works along the innermost, where kernels want it.
+"""Move the axis of Softmax and other norms along one axis to the innermost position, as kernels require.
 
     Softmax(x, axis) = Transpose(Softmax(Transpose(x)), back)
 """
@@ -8,7 +8,7 @@ from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 
 class AlongInnermost(Rule):
-    """Once layouts are settled: an image's channels are innermost then."""
+    """Transpose around a Softmax that is not along the last axis. Runs after layouts are chosen (channels last)."""
     pattern = P("Softmax LogSoftmax LpNormalization", Value("x"))
 
     def check(self, match: Match) -> bool:

@@ -1,9 +1,9 @@
-"""What is computed of each row that is looked up is computed of the table: characters, before recurrent layers.
+"""Move products and sums from looked-up rows to the table, as for the characters of recurrent layers.
 
     table[i] @ W = (table @ W)[i]        table[i] + c = (table + c)[i]
 
-through views that keep rows whole, which the places i are seen through instead. Of a padded sequence a recurrent layer
-then costs what its used steps cost, for the product of all steps is gone.
+Views that keep rows whole may stand between; they are applied to the indices i instead. A recurrent layer on a padded
+sequence then costs only its valid steps, since there is no projection of all steps.
 """
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from engines.passes.rewriting.facts import reader
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 from engines.passes.rules.linear import is_canonical
 
-KEPT = 4                # tables of products that are kept for the same model at other shapes
-LARGEST = 1 << 20       # bytes of a table that is made though the weights take fewer: those of a second level of cache
+KEPT = 4                # number of cached tables, for the same model at other shapes
+LARGEST = 1 << 20       # bytes of a table that is computed although the weights are smaller: it fits the L2 cache
 
 
 class ProductOfRows(Rule):
-    """A product of looked-up rows and weights is looked up in a table of products, if that takes no more bytes than the
-    weights, which nobody needs then, or than LARGEST."""
+    """Look up rows of a table of products in place of a product of looked-up rows and weights.
+
+    The table must take no more bytes than the weights that it replaces, or than LARGEST.
+    """
     pattern = P("MatMul Gemm", Value("rows"), Constant("weights"))
 
     def check(self, match: Match) -> bool:
@@ -45,14 +47,16 @@ class ProductOfRows(Rule):
 
 
 class SumOfRows(Rule):
-    """A bias of looked-up rows is added to the table, if nothing else reads that (there would be two of it), and if it
-    is not stored as bytes, which a sum is not, or takes no more than LARGEST."""
+    """Add a bias of looked-up rows to the table, if nothing else reads the table.
+
+    A table that could be stored in 8 or 4 bits, which the sum could not, must take no more bytes than LARGEST.
+    """
     pattern = P("Add", Value("rows"), Constant("bias"))
 
     def check(self, match: Match) -> bool:
         bias, lookup = match.constant("bias"), _lookup(match)
         if (lookup is None or reader(match.graph, lookup.inputs[0]) is None
-                or bias.shape != match.made.shape[-1:]):
+                or bias.shape != match.type.shape[-1:]):
             return False
         table = match.graph.constants[lookup.inputs[0]]
         return bool(table.nbytes <= max(_stored_bytes(table), LARGEST))
@@ -69,14 +73,14 @@ def _products(table: Array, weights: Array) -> Array:
 
 
 def _stored_bytes(weights: Array) -> int:
-    """What the weights take in a plan: those that were quantised before are stored in a byte or half of one again."""
+    """Return the bytes that weights take in a plan: those on a grid are stored in one byte or half a byte each."""
     if grid_params(weights, 0) is not None or grid_params(weights, 1) is not None:
         return weights.size
     return weights.nbytes if block_params(weights.T) is None and block_params(weights) is None else weights.size // 2
 
 
 def _lookup(match: Match) -> Node | None:
-    """The Gather of rows of a constant table that the match's rows are a view of, if nothing else reads them."""
+    """Return the Gather from a constant table of which the match's rows are a view, if nothing else reads them."""
     graph, name = match.graph, match.value("rows")
     while (node := graph.producer.get(name)) is not None and reader(graph, name) is not None:
         if node.op == "Gather":
@@ -97,7 +101,7 @@ def _keeps_rows(graph: Graph, node: Node) -> bool:
 
 
 def _finish(match: Match, draft: Draft, lookup: Node, table: Array) -> None:
-    """Finishes with the rows of that table, at the places that the match's rows stand at."""
+    """Finish with a Gather of rows of `table`, its indices viewed as the match's rows were."""
     views, name = [], match.value("rows")
     while name != lookup.outputs[0]:
         views.append(match.graph.producer[name])

@@ -1,4 +1,4 @@
-"""ONNX Runtime's own operators (com.microsoft), a file a family, written out by ONNX's; and ours, of programs."""
+"""Lower ONNX Runtime's contrib operators (com.microsoft) to ONNX's, one module per family; and our own of programs."""
 from importlib import import_module
 from pkgutil import iter_modules
 

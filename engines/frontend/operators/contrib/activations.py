@@ -1,4 +1,4 @@
-"""Activations, those that add a bias first, and those that other fused operators name."""
+"""Lower contrib activations, activations with a bias, and those that fused operators name."""
 from __future__ import annotations
 
 from engines.errors import GraphError
@@ -7,14 +7,14 @@ from engines.frontend.operators.normalise import Call
 from engines.ir.graph import Node
 from engines.ir.shapes import fixed
 
-# The activations that fused operators name, with the attributes that their parameters are, in order.
+# Activations of fused operators, with the attributes for their parameters, in order.
 _PARAMETERS: dict[str, tuple[str, ...]] = {
     "Relu": (), "Tanh": (), "Sigmoid": (), "Softplus": (), "Softsign": (), "LeakyRelu": ("alpha",), "Elu": ("alpha",),
     "ThresholdedRelu": ("alpha",), "HardSigmoid": ("alpha", "beta"), "Clip": ("min", "max")}
 
 
 def activated(w: StandardParts, call: Call, x: str, name: str | None, parameters: list[float | None]) -> list[Node]:
-    """Ends in the activation of x, None for none; parameters: in the order of its attributes, None for a default."""
+    """Finish with the activation of x, if any; `parameters` are in the order of its attributes, None for a default."""
     if not name:
         return w.finish("Identity", x)
     if name not in _PARAMETERS:
@@ -51,13 +51,13 @@ def _gemm_fast_gelu(call: Call) -> list[Node]:
 
 @contrib("QuickGelu", "X:T", "alpha=1.702")
 def _quick_gelu(call: Call) -> list[Node]:
-    """x * sigmoid(alpha * x)"""
+    """Lower QuickGelu: x * sigmoid(alpha * x)."""
     return StandardParts(call).finish("Swish", call.node.inputs[0], alpha=call.attr("alpha", 1.702))
 
 
 @contrib("BiasSplitGelu", "X:T bias:T")
 def _bias_split_gelu(call: Call) -> list[Node]:
-    """One half of x + bias times the Gelu of the other."""
+    """Lower BiasSplitGelu: the first half of x + bias times the Gelu of the second."""
     w, half = StandardParts(call), fixed(call.type().shape[-1:])[0] // 2
     x = w("Add", *call.node.inputs)
     return w.finish("Mul", w.cut(x, -1, 0, half), w("Gelu", w.cut(x, -1, half, 2 * half)))

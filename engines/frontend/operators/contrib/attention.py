@@ -1,7 +1,7 @@
-"""ONNX Runtime's attentions, as ONNX's Attention on heads [N, heads, tokens, depth] with what is added to the scores.
+"""Lower ONNX Runtime's attentions to ONNX's Attention on heads [N, heads, tokens, depth] with an additive mask.
 
-A key that a mask hides is not out of reach: its score becomes less by 10000 (mask_filter_value). One that comes after
-the query is, where the node is unidirectional.
+A mask lowers the score of a hidden key by 10000 (mask_filter_value) instead of excluding it. Keys after the query are
+excluded if the node is unidirectional.
 """
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _WITH_WEIGHTS = f"do_rotary=0 past_present_share_buffer=0 {_ATTRIBUTES}"
 
 
 @dataclass(frozen=True)
-class _Scores:
-    """The extents of the scores of one head; queries are the last of the tokens that keys are of."""
+class _ScoreExtents:
+    """Extents of the scores of one head; the queries are the last tokens of the keys."""
     items: Dim
     queries: int
     keys: int
@@ -50,7 +50,10 @@ def _quantised_attention(call: Call) -> list[Node]:
 
 def _of_projections(w: StandardParts, call: Call, x: str, sizes: Sequence[int] | None, mask: int, past: int,
                     bias: int) -> list[Node]:
-    """x: q, k and v side by side; sizes: of each. The past has keys and values, [2, N, heads, tokens, depth]."""
+    """Lower an attention on projections x, which has q, k and v of `sizes` side by side.
+
+    The past holds keys and values [2, N, heads, tokens, depth]; mask, past and bias are indices of inputs.
+    """
     items, tokens, _ = call.type().shape
     third = fixed(call.type(1).shape[1:2])[0] // 3
     parts = w.several("Split", x, w.ints(*(sizes or (third,) * 3)), outputs=3, axis=-1)
@@ -62,7 +65,7 @@ def _of_projections(w: StandardParts, call: Call, x: str, sizes: Sequence[int] |
         keys += fixed(call.type(past).shape[3:4])[0]
     if len(call.node.outputs) > 1:
         w.output(1, "Concat", *(w("Unsqueeze", part, w.ints(0)) for part in (k, v)), axis=0)
-    added = _added(w, call, _Scores(items, queries, keys), mask, bias)
+    added = _added(w, call, _ScoreExtents(items, queries, keys), mask, bias)
     return _finish(w, call, (q, k, v), added)
 
 
@@ -70,8 +73,11 @@ def _of_projections(w: StandardParts, call: Call, x: str, sizes: Sequence[int] |
 @contrib("MultiHeadAttention", "query:T key:T? value:T? bias:T? key_padding_mask:I? attention_bias:T? past_key:T? "
          "past_value:T? past_sequence_length:I? cache_indirection:I?", _ATTRIBUTES, 3)
 def _multi_head(call: Call) -> list[Node]:
-    """q, k and v are apart, or side by side for each head: [N, tokens, heads, 3, depth], or 2 for k and v alone. What
-    is [N, heads, tokens, depth] already comes from elsewhere, and no bias is added to it."""
+    """Lower MultiHeadAttention.
+
+    q, k and v are separate, or interleaved per head: [N, tokens, heads, 3, depth], or 2 for k and v alone. Keys and
+    values of shape [N, heads, tokens, depth] are those of cross-attention, to which no bias is added.
+    """
     _refuse(call, 8, 9)
     w, heads = StandardParts(call), call.attr("num_heads")
     q, k, v = _three(w, call, heads)
@@ -83,7 +89,7 @@ def _multi_head(call: Call) -> list[Node]:
         count += fixed(call.type(6).shape[2:3])[0]
     w.output(1, "Identity", k)
     w.output(2, "Identity", v)
-    added = _added(w, call, _Scores(items, fixed([queries])[0], count), mask=4, bias=5)
+    added = _added(w, call, _ScoreExtents(items, fixed([queries])[0], count), mask=4, bias=5)
     return _finish(w, call, (q, k, v), added)
 
 
@@ -92,7 +98,7 @@ def _ready(call: Call, index: int) -> bool:
 
 
 def _three(w: StandardParts, call: Call, heads: int) -> Sequence[str]:
-    """q, k and v [N, heads, tokens, depth]"""
+    """Return q, k and v, each [N, heads, tokens, depth]."""
     given = call.node.inputs
     if call.rank == 5:
         return _apart(w, given[0], 3)
@@ -114,19 +120,19 @@ def _projected(w: StandardParts, x: str, bias: Sequence[str], heads: int) -> str
 
 
 def _apart(w: StandardParts, x: str, count: int) -> Sequence[str]:
-    """[N, tokens, heads, count, depth] -> [N, heads, tokens, depth] each"""
+    """Split [N, tokens, heads, count, depth] into `count` tensors [N, heads, tokens, depth]."""
     one = np.dtype(np.int64)
     return [w("Transpose", w("Gather", x, w.number(i, one), axis=3), perm=(0, 2, 1, 3)) for i in range(count)]
 
 
-# ---- what all have in common
+# ---- common parts
 def heads_first(w: StandardParts, x: str, heads: int) -> str:
-    """[N, tokens, heads * depth] -> [N, heads, tokens, depth]"""
+    """Reshape [N, tokens, heads * depth] to [N, heads, tokens, depth]."""
     return w("Transpose", w.reshape(x, 0, 0, heads, -1), perm=(0, 2, 1, 3))
 
 
 def side_by_side(w: StandardParts, y: str) -> list[Node]:
-    """Ends in the heads of y side by side."""
+    """Finish with y [N, heads, tokens, depth] as [N, tokens, heads * depth]."""
     return w.finish("Reshape", w("Transpose", y, perm=(0, 2, 1, 3)), w.ints(0, 0, -1))
 
 
@@ -138,12 +144,12 @@ def _finish(w: StandardParts, call: Call, parts: Sequence[str], added: Sequence[
 
 
 def scaled(call: Call) -> dict[str, float]:
-    """The scale, if it is not the usual one, 1 / sqrt(depth)."""
+    """Return the scale attribute, or {} for the default of 1 / sqrt(depth)."""
     return {"scale": scale} if (scale := call.attr("scale", 0.0)) else {}
 
 
-def _added(w: StandardParts, call: Call, scores: _Scores, mask: int, bias: int) -> list[str]:
-    """What is added to the scores; each broadcasts to them."""
+def _added(w: StandardParts, call: Call, scores: _ScoreExtents, mask: int, bias: int) -> list[str]:
+    """Return the tensors to add to the scores, which broadcast to them."""
     dtype = next(t.dtype for t in call.types if t is not None and t.dtype.kind not in "iu")
     terms: list[str] = []
     hidden = call.attr("mask_filter_value", -10000.0)
@@ -158,9 +164,12 @@ def _added(w: StandardParts, call: Call, scores: _Scores, mask: int, bias: int) 
     return terms
 
 
-def _seen(w: StandardParts, call: Call, scores: _Scores, index: int) -> str:
-    """Whether a key is seen, of a mask in one of its forms: 1 for each key, or for each query and key, where it is; the
-    number of keys of each item; the keys' ends, then their beginnings."""
+def _seen(w: StandardParts, call: Call, scores: _ScoreExtents, index: int) -> str:
+    """Return a bool tensor that is true for visible keys, from a mask in one of its forms.
+
+    Forms: 1 for visible keys, per key or per query and key; the number of keys of each item; the ends of the keys and
+    then their begins.
+    """
     name, shape, items = call.node.inputs[index], call.type(index).shape, scores.items
     zero = w.number(0, np.dtype(np.int32))
     if len(shape) == 1:
@@ -172,7 +181,7 @@ def _seen(w: StandardParts, call: Call, scores: _Scores, index: int) -> str:
         places = w.constant(np.arange(scores.keys, dtype=np.int32))
         inside = w("Less", places, ends)
         return w("And", inside, w("GreaterOrEqual", places, *begins)) if begins else inside
-    if len(shape) == 4:         # [N, 1, most, most], of which the rows of the queries and the columns of the keys count
+    if len(shape) == 4:         # [N, 1, most, most]: cut the rows of the queries, the columns of the keys
         name = w.cut(w.cut(name, 2, scores.keys - scores.queries, scores.keys), 3, 0, scores.keys)
     else:
         name = w("Unsqueeze", name, w.ints(*((1, 2) if len(shape) == 2 else (1,))))
@@ -180,6 +189,6 @@ def _seen(w: StandardParts, call: Call, scores: _Scores, index: int) -> str:
 
 
 def _refuse(call: Call, *indices: int) -> None:
-    """Inputs of decoders that keep their states in one buffer."""
+    """Raise GraphError for inputs of decoders with a shared buffer of states."""
     for index in filter(call.has, indices):
         raise GraphError(f"its input '{call.node.inputs[index]}' is of a form that is not supported")

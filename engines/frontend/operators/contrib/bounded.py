@@ -1,5 +1,4 @@
-"""Operators that the cut of a program puts in the place of ONNX's whose results only data count: all that there may be,
-and how many there are."""
+"""Operators that replace ONNX's data-dependent selections in programs: an upper bound of rows, and a count."""
 from __future__ import annotations
 
 from dataclasses import replace

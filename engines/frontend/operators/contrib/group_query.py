@@ -1,8 +1,8 @@
-"""Rotary embeddings, and the attention of decoders, where several heads share keys and values.
+"""Lower ONNX Runtime's rotary embedding and grouped-query attention.
 
-GroupQueryAttention keeps keys and values of all tokens so far, [N, heads, tokens, depth]. An item of length n, of which
-the last S tokens are new, has them at n - S .. n - 1; in the first run of a prompt, where no item is longer than S, at
-0 .. S - 1, and what is behind n is padding. The past has room for more tokens than there are, or just for those before.
+GroupQueryAttention caches the keys and values of all tokens so far, [N, heads, tokens, depth]. The S new tokens of an
+item of length n are at n - S .. n - 1; in the first run of a prompt, where no item is longer than S, at 0 .. S - 1 with
+padding from n on. The past holds just the earlier tokens, or has capacity for more.
 """
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from engines.ir.deferred import made_of
 from engines.ir.graph import Node
 from engines.ir.shapes import fixed
 
-_INT64 = 7          # as TensorProto.DataType has it
+_INT64 = 7          # TensorProto.INT64
 QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, PLACES, BIAS, SINK = range(12)
 
 
 @contrib("RotaryEmbedding", "input:T position_ids:L cos_cache:T sin_cache:T",
          "interleaved=0 is_packed_batching=0 num_heads=0 rotary_embedding_dim=0 scale=1.0")
 def _rotary(call: Call) -> list[Node]:
-    """ONNX's, but that a single position is that of the first token, and that the tables may tell the heads."""
+    """Lower to ONNX's RotaryEmbedding: a single position is that of the first token, and tables may give the heads."""
     w, (x, places, *tables) = StandardParts(call), call.node.inputs
     width, attrs = 2 * fixed(call.type(2).shape[1:2])[0], call.keep("interleaved", "num_heads", "rotary_embedding_dim")
     if call.rank == 3 and not attrs.get("num_heads"):
@@ -38,7 +38,7 @@ def _rotary(call: Call) -> list[Node]:
 
 @dataclass(frozen=True)
 class _Cache:
-    """new tokens of `tokens` in all; the past has `room` for some, the present for `present`."""
+    """Sizes of the cache: `new` of `tokens` tokens, and the capacities of the past (`room`) and the `present`."""
     new: int
     tokens: int
     room: int
@@ -87,7 +87,7 @@ def _group_query(call: Call) -> list[Node]:
 
 
 def _heads(w: StandardParts, call: Call) -> list[str]:
-    """q, k and v [N, heads, tokens, depth], of inputs of their own or side by side in one."""
+    """Return q, k and v [N, heads, tokens, depth], from separate inputs or side by side in one."""
     queries, keys = call.attr("num_heads"), call.attr("kv_num_heads")
     counts = (queries, keys, keys)
     if call.has(KEY):
@@ -100,15 +100,15 @@ def _heads(w: StandardParts, call: Call) -> list[str]:
 
 
 def _places(w: StandardParts, call: Call, cache: _Cache) -> str:
-    """Of the new tokens, among all of an item: [N or 1, S]"""
+    """Return the positions of the new tokens in their items, int64 [N or 1, S]."""
     if cache.prompt:
         return w.constant(made_of(_row, [cache.new], (1, cache.new), np.int64))
-    lengths = w("Cast", w.reshape(call.node.inputs[LENGTHS], -1, 1), to=_INT64)     # less one
+    lengths = w("Cast", w.reshape(call.node.inputs[LENGTHS], -1, 1), to=_INT64)     # lengths less one
     return w("Add", lengths, w.constant(made_of(_last, [cache.new], (cache.new,), np.int64)))
 
 
 def _turns(w: StandardParts, call: Call, cache: _Cache, places: str) -> str:
-    """The places by which queries and keys are turned, which may be given; of a prompt only the first one counts."""
+    """Return the positions for the rotary embedding: an input if given, of which a prompt uses the first only."""
     if not call.has(PLACES):
         return places
     given = call.node.inputs[PLACES]
@@ -123,11 +123,11 @@ def _turned(w: StandardParts, call: Call, x: str, places: str) -> str:
 
 
 def _present(w: StandardParts, call: Call, cache: _Cache, new: str, past: int) -> str:
-    """Keys or values of all tokens, in a tensor with the room of the past, if that is enough."""
+    """Return the keys or values of all tokens, in a tensor of the past's capacity if that suffices."""
     before = call.node.inputs[past] if call.has(past) else ""
     if cache.prompt:
         return _filled(w, new, cache.present - cache.new)
-    if cache.new == 1:      # each item has it behind its own last one
+    if cache.new == 1:      # each item's token follows its last one
         here = w("Equal", w.constant(made_of(_column, [cache.present], (cache.present, 1), np.int32)),
                  w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
         return w("Where", here, new, _filled(w, before, cache.present - cache.room))
@@ -141,9 +141,9 @@ def _filled(w: StandardParts, x: str, more: int) -> str:
     return w("Pad", x, w.ints(0, 0, 0, 0, 0, 0, more, 0)) if more else x
 
 
-# ---- what is added to the scores
+# ---- masks
 def _mask(w: StandardParts, call: Call, cache: _Cache, places: str) -> str:
-    """-inf for keys that a query does not see: [N or 1, 1, S, tokens], and the bias; "" if there is nothing to add."""
+    """Return the mask [N or 1, 1, S, tokens], -inf for hidden keys, plus the bias."""
     causal, window, dtype = call.attr("causal", 1), call.attr("local_window_size", -1), call.type().dtype
     tokens = cache.tokens
     bias = call.node.inputs[BIAS] if call.has(BIAS) else ""
@@ -156,7 +156,7 @@ def _mask(w: StandardParts, call: Call, cache: _Cache, places: str) -> str:
 
 
 def _causal(tokens: int, window: int, dtype: np.dtype[np.generic]) -> np.ndarray:
-    """Return the mask of a prompt: -inf for keys behind a query, or `window` and more before it."""
+    """Return the mask of a prompt: -inf for keys after a query, or `window` and more before it."""
     keys = np.arange(tokens)
     behind = keys[:, None] - keys
     seen = (behind >= 0) & ((behind < window) | (window < 0))
@@ -172,7 +172,7 @@ def _keys(count: int, dtype: type[np.signedinteger]) -> np.ndarray:
 
 
 def _last(count: int) -> np.ndarray:
-    """Return the places of the last tokens, counted from the last one: 1 - count, ..., 0."""
+    """Return the positions of the last tokens relative to the last one: 1 - count, ..., 0."""
     return np.arange(count) - count + 1
 
 
@@ -181,7 +181,7 @@ def _column(count: int) -> np.ndarray:
 
 
 def _seen(w: StandardParts, call: Call, tokens: int, places: str, window: int | None) -> str:
-    """window None: of no causal attention, where a query sees all keys of its item."""
+    """Return the visible keys as bools. A window of None means attention that is not causal: all keys of the item."""
     if window is None:
         return w("LessOrEqual", w.constant(made_of(_keys, [tokens, np.int32], (tokens,), np.int32)),
                  w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
@@ -192,7 +192,7 @@ def _seen(w: StandardParts, call: Call, tokens: int, places: str, window: int | 
 
 
 def _with_sink(w: StandardParts, call: Call, cache: _Cache, parts: tuple[str, str, str]) -> list[str]:
-    """One more key, whose score is the head's sink (or 0), and whose value is 0."""
+    """Append a key whose score is the head's sink (or 0) and whose value is 0 to (keys, values, mask)."""
     *both, mask = parts
     zero = w.number(0, call.type().dtype)
     both = [w("Concat", part, w("Mul", w.cut(part, 2, 0, 1), zero), axis=2) for part in both]

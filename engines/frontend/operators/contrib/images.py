@@ -1,4 +1,4 @@
-"""Samples of images by a grid, and of regions of them."""
+"""Lower operators that sample images on a grid or in regions."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _MODES = {"bilinear": "linear", "nearest": "nearest", "bicubic": "cubic"}
 
 @contrib("GridSample", "X:T Grid:T", "align_corners=0 mode=bilinear padding_mode=zeros")
 def _grid_sample(call: Call) -> list[Node]:
-    """ONNX's, whose modes have other names by now."""
+    """Lower to ONNX's GridSample, whose modes have other names."""
     return StandardParts(call).finish("GridSample", *call.node.inputs, mode=_mode(call, _MODES),
                                       **call.keep("align_corners", "padding_mode"))
 
@@ -29,9 +29,11 @@ def _mode(call: Call, known: Sequence[str] | dict[str, str]) -> str:
 
 @contrib("CropAndResize", "X:T rois:T batch_indices:I crop_size:I", "extrapolation_value=0.0 mode=bilinear")
 def _crop_and_resize(call: Call) -> list[Node]:
-    """A sample of the region's image along a grid whose corners are those of the region, [y1, x1, y2, x2], where 0 and
-    1 are the first and the last pixel. What is of no pixel has a value of its own. Along an axis of one sample that is
-    in the middle of the region."""
+    """Lower CropAndResize: sample each region's image on a grid between the region's corners.
+
+    Regions are [y1, x1, y2, x2], where 0 and 1 are the first and the last pixel. Samples outside the image are
+    `extrapolation_value`; a single sample along an axis is in the middle of the region.
+    """
     w, (images, regions, indices, _) = StandardParts(call), call.node.inputs
     rows, columns = call.ints(3) or ()
     dtype = call.type().dtype
@@ -49,7 +51,7 @@ def _crop_and_resize(call: Call) -> list[Node]:
 
 
 def _between(w: StandardParts, regions: str, dtype: np.dtype[np.generic], first: int, count: int) -> str:
-    """Places [regions, count], evenly from the number in that column to the one two columns further."""
+    """Return coordinates [regions, count], evenly spaced from column `first` to column `first + 2` of the regions."""
     begin, end = (w.cut(regions, 1, column, column + 1) for column in (first, first + 2))
     steps = np.linspace(0, 1, count) if count > 1 else np.array([0.5])
     return w("Add", begin, w("Mul", w("Sub", end, begin), w.constant(steps.astype(dtype))))

@@ -1,4 +1,4 @@
-"""Products and convolutions with what follows them: scales, Transposes, sums and activations."""
+"""Lower products and convolutions fused with scales, Transposes, sums and activations, or with packed weights."""
 from __future__ import annotations
 
 import math
@@ -18,7 +18,7 @@ _OF_CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 @contrib("FusedMatMul", "A:T B:T", "alpha=1.0 transA=0 transB=0 transBatchA=0 transBatchB=0")
 @contrib("TransposeMatMul", "A:T B:T", "alpha=1.0 transA=0 transB=0")
 def _fused_matmul(call: Call) -> list[Node]:
-    """alpha * A B of turned A and B: the first axis goes before the last (transBatch), the last two change places."""
+    """Lower FusedMatMul: alpha * A B, after transBatch moves axis 0 before the last and trans swaps the last two."""
     w = StandardParts(call)
     a, b = (_turned(w, call, index) for index in (0, 1))
     alpha = call.attr("alpha", 1.0)
@@ -51,7 +51,7 @@ def _fused_gemm(call: Call) -> list[Node]:
 
 @contrib("FusedConv", "X:T W:T B:T? Z:T?", f"activation:string activation_params:floats {_CONV}")
 def _fused_conv(call: Call) -> list[Node]:
-    """activation(Conv(X, W, B) + Z)"""
+    """Lower FusedConv: activation(Conv(X, W, B) + Z)."""
     w, inputs = StandardParts(call), (*call.node.inputs, "")
     y = w.plus(w("Conv", *inputs[:3], **call.keep(*_OF_CONV)), call, 3)
     return activated(w, call, y, call.attr("activation"), list(call.attr("activation_params") or ()))
@@ -60,7 +60,7 @@ def _fused_conv(call: Call) -> list[Node]:
 @contrib("NhwcConv", "X:T W:T B:T?", _CONV)
 @contrib("NhwcFusedConv", "X:T W:T B:T? Z:T?", f"activation:string activation_params:floats {_CONV}")
 def _nhwc_conv(call: Call) -> list[Node]:
-    """Images and weights with the channels last."""
+    """Lower convolutions with channels-last images and weights."""
     w, rank = StandardParts(call), call.rank
     first, last = (0, rank - 1, *range(1, rank - 1)), (0, *range(2, rank), 1)
     x, weights = (w("Transpose", name, perm=first) for name in call.node.inputs[:2])
@@ -71,7 +71,7 @@ def _nhwc_conv(call: Call) -> list[Node]:
 
 @contrib("CDist", "A:T B:T", "metric=sqeuclidean")
 def _distances(call: Call) -> list[Node]:
-    """The distance of each row of A from each of B."""
+    """Lower CDist: the distance of each row of A from each row of B."""
     w, metric = StandardParts(call), call.attr("metric", "sqeuclidean")
     if metric not in ("sqeuclidean", "euclidean"):
         raise GraphError(f"its metric is '{metric}'; known are sqeuclidean and euclidean")
@@ -80,14 +80,16 @@ def _distances(call: Call) -> list[Node]:
     return w.finish(op, w("Sub", a, b), w.ints(2), keepdims=0)
 
 
-EIGHT_BITS = 4          # an accuracy_level
+EIGHT_BITS = 4          # the accuracy_level of int8 rows
 
 
 @contrib("MatMulNBits", "A:T B:X scales:T zero_points:X1? g_idx:I? bias:T?",
          "K:int! N:int! accuracy_level=0 bits=4 block_size:int! weight_prepacked=0")
 def _matmul_n_bits(call: Call) -> list[Node]:
-    """A times the transpose of B [N, K], which has a scale for each block of a row. The accuracy_level says how A may
-    be rounded on the way: at EIGHT_BITS it is, by blocks like B's, as ONNX Runtime does."""
+    """Lower MatMulNBits: A times the transpose of B [N, K], which has a scale for each block of a row.
+
+    At accuracy_level EIGHT_BITS the rows of A are rounded in blocks like B's, as in ONNX Runtime.
+    """
     w, (n, k) = StandardParts(call), (call.attr("N"), call.attr("K"))
     if call.has(4):
         raise GraphError("weights in groups that are not blocks (g_idx) are not supported")
@@ -99,7 +101,7 @@ def _matmul_n_bits(call: Call) -> list[Node]:
     return w.finish("Identity", w.plus(y, call, 5))
 
 
-# What four bits mean, in units of the greatest of their block; of floats (0), the upper bit is the sign.
+# Values of four bits relative to the largest of a block: by quant_type, fp4 (the upper bit is the sign) and nf4.
 _HALF = (0.0, 0.0052083333, 0.6666666667, 1.0, 0.3333333333, 0.5, 0.1666666667, 0.25)
 _BNB4 = ((*_HALF, *(-value for value in _HALF)),
          (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -109,8 +111,11 @@ _BNB4 = ((*_HALF, *(-value for value in _HALF)),
 
 @contrib("MatMulBnb4", "A:T B:X absmax:T1", "K:int! N:int! block_size:int! quant_type:int! training_mode=0 transB=1")
 def _matmul_bnb4(call: Call) -> list[Node]:
-    """A times the transpose of B [N, K], as bitsandbytes packs it: the upper four bits of a byte first; elements in
-    row-major order have a scale for each block. quant_type: of 4-bit floats, or the quantiles of normal ones."""
+    """Lower MatMulBnb4: A times the transpose of B [N, K], packed by bitsandbytes.
+
+    The upper four bits of a byte come first; blocks of elements in row-major order have a scale each. quant_type is 0
+    for 4-bit floats (fp4) and 1 for quantiles of the normal distribution (nf4).
+    """
     w, (n, k), size = StandardParts(call), (call.attr("N"), call.attr("K")), int(call.attr("block_size"))
     call.ignore("training_mode")        # of what is kept for gradients
     if not call.attr("transB", 1):
@@ -123,10 +128,20 @@ def _matmul_bnb4(call: Call) -> list[Node]:
 
 
 def blocks_of_bits(w: StandardParts, call: Call, packed: int, scales: int, zeros: int, rows: int, columns: int) -> str:
-    """Weights [rows, columns] of two, four or eight bits, dequantised; these inputs of the call, which are constants.
+    """Dequantise weights [rows, columns] of 2, 4 or 8 bits; return their name.
 
-    The elements fill bytes from the lowest bits on; a row is padded to whole blocks, its zero points to whole bytes. A
-    zero point that is not given is the middle of the range; it may be a float, too.
+    Parameters
+    ----------
+    packed, scales, zeros : int
+        Indices of the inputs: uint8 elements, scales per block, and optional zero points (packed, or floats). Elements
+        and packed zero points must be constants.
+    rows, columns : int
+        The shape of the weights.
+
+    Notes
+    -----
+    Elements fill bytes from the lowest bits on; a row is padded to whole blocks, its zero points to whole bytes. The
+    default zero point is the middle of the range.
     """
     bits, size = int(call.attr("bits", 4)), int(call.attr("block_size"))
     if bits not in (2, 4, 8):
@@ -143,7 +158,7 @@ def blocks_of_bits(w: StandardParts, call: Call, packed: int, scales: int, zeros
 
 
 def _by_float_zeros(w: StandardParts, call: Call, elements: np.ndarray, scale: str, zero: str, size: int) -> str:
-    """(element - zero) * scale, of blocks"""
+    """Return (element - zero) * scale by blocks, with float zero points."""
     rows, columns = elements.shape
     padded = np.pad(elements, ((0, 0), (0, -columns % size))).reshape(rows, -1, size)
     real = w.constant(padded.astype(call.type().dtype))
@@ -160,7 +175,7 @@ def _known(call: Call, index: int) -> np.ndarray:
 
 
 def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
-    """The elements of a row of bytes, uint8."""
+    """Unpack elements of `bits` bits from bytes along the last axis, uint8."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     elements = packed.astype(np.uint8)[..., None] >> shifts & (1 << bits) - 1
     return elements.reshape(*packed.shape[:-1], -1).astype(np.uint8)

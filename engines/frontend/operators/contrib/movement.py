@@ -1,4 +1,4 @@
-"""Operators that ONNX has too by now, under their names of before; rows of quantised tables; windows of a tensor."""
+"""Lower data-movement operators: earlier names of ONNX operators, quantised tables, windows of a tensor."""
 from __future__ import annotations
 
 import numpy as np
@@ -10,7 +10,7 @@ from engines.frontend.operators.normalise import Call
 from engines.ir.graph import Node
 from engines.ir.shapes import fixed, normal_axis
 
-_INT64 = 7          # as TensorProto.DataType has it
+_INT64 = 7          # TensorProto.INT64
 
 
 @contrib("Trilu", "X:X k:L?", "upper=1")
@@ -21,14 +21,14 @@ def _under_the_same_name(call: Call) -> list[Node]:
 
 @contrib("Pad", "data:T pads:L value:T?", "mode=constant")
 def _pad(call: Call) -> list[Node]:
-    """pads may have an axis more, of one element."""
+    """Lower Pad, whose pads may be [1, 2 * rank]."""
     w, (x, pads, *value) = StandardParts(call), call.node.inputs
     return w.finish("Pad", x, w.reshape(pads, -1), *value, **call.keep("mode"))
 
 
 @contrib("Range", "start:X limit:X delta:X?")
 def _range(call: Call) -> list[Node]:
-    """In steps of 1 where none is given. Each of its inputs may be a list of one number."""
+    """Lower Range, with a default step of 1 and inputs of shape [] or [1]."""
     w = StandardParts(call)
     given = [w("Reshape", name, w.constant(np.zeros(0, np.int64))) for name in call.node.inputs]
     return w.finish("Range", *given, *([] if call.has(2) else [w.number(1, call.type().dtype)]))
@@ -43,7 +43,7 @@ def _expand_dims(call: Call) -> list[Node]:
 
 @contrib("Unique", "x:X", outputs=3)
 def _unique(call: Call) -> list[Node]:
-    """In the order in which they are first met; where each element is among them; how often it is there."""
+    """Lower Unique: values in order of first occurrence, the index of each element among them, and counts."""
     w = StandardParts(call)
     values, _, places, counts = w.several("Unique", call.node.inputs[0], outputs=4, sorted=0)
     for index, name in enumerate((values, places, counts)):
@@ -59,7 +59,7 @@ def _inverse(call: Call) -> list[Node]:
 @contrib("GatherBlockQuantized", "data:X indices:N scales:T zero_points:X?",
          "bits=4 block_size=128 gather_axis=0 quantize_axis=1")
 def _rows_of_a_table(call: Call) -> list[Node]:
-    """Rows of a table [rows, columns] that has a scale for each block of a row, as bytes."""
+    """Lower GatherBlockQuantized for rows of a uint8 table [rows, columns] with a scale for each block of a row."""
     w, shape = StandardParts(call), fixed(call.type().shape)
     axes = [call.attr(f"{which}_axis", default) for which, default in (("gather", 0), ("quantize", 1))]
     if len(shape) != 2 or call.type().dtype != np.uint8 or axes not in ([0, 1], [0, -1]):
@@ -71,7 +71,7 @@ def _rows_of_a_table(call: Call) -> list[Node]:
 
 @contrib("UnfoldTensor", "input:X", "dim=-1 size:int! step=1")
 def _unfold(call: Call) -> list[Node]:
-    """Windows along an axis; what is in them is a new last axis."""
+    """Lower UnfoldTensor: windows along an axis, with their elements as a new last axis."""
     rank, size, step = call.rank, int(call.attr("size")), int(call.attr("step", 1))
     axis = normal_axis(call.attr("dim", -1), rank)
     (extent,) = fixed([call.type().shape[axis]])

@@ -1,4 +1,4 @@
-"""Norms, and sums that are normalised."""
+"""Lower norms, and sums followed by norms."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _EPSILON = 1e-12
 
 @extension("", "SimplifiedLayerNormalization", "X:T scale:T", "axis=-1 epsilon=1e-5 stash_type=1", 2)
 def _simplified(call: Call) -> list[Node]:
-    """RMSNormalization, under the name that exporters for ONNX Runtime gave it before ONNX had one."""
+    """Lower to RMSNormalization, which exporters for ONNX Runtime wrote so before ONNX had it."""
     if len(call.node.outputs) > 1:
         raise GraphError("its second output, a statistic of training, is not supported")
     return StandardParts(call).finish("RMSNormalization", *call.node.inputs,
@@ -25,7 +25,7 @@ def _simplified(call: Call) -> list[Node]:
 
 @extension("", "LayerNormalization", "X:T scale:T bias:T?", "axis=-1 epsilon=1e-5 stash_type=1", 3)
 def _before_opset_17(call: Call) -> list[Node]:
-    """ONNX Runtime had it before ONNX."""
+    """Lower LayerNormalization before opset 17, where ONNX Runtime had it and ONNX did not."""
     w = StandardParts(call)
     made = w.several("LayerNormalization", *call.node.inputs, outputs=len(call.node.outputs),
                      **call.keep("axis", "epsilon", "stash_type"))
@@ -34,7 +34,7 @@ def _before_opset_17(call: Call) -> list[Node]:
     return w.nodes
 
 
-_SUMS = 3       # the output that is the sum before it is normalised
+_SUMS = 3       # index of the output that is the sum before the norm
 
 
 @contrib("SkipLayerNormalization", "input:T skip:T gamma:T beta:T? bias:T?", "epsilon=1e-12", 4)
@@ -65,9 +65,11 @@ def _with_skip(w: StandardParts, call: Call, bias: int) -> str:
 @contrib("EmbedLayerNormalization", "input_ids:I segment_ids:I? word_embedding:T position_embedding:T "
          "segment_embedding:T? gamma:T beta:T mask:I? position_ids:I?", "epsilon=1e-12 mask_index_type=0", 3)
 def _embed_layer_norm(call: Call) -> list[Node]:
-    """The norm of the sum of a word's, its position's and its segment's embedding. The other outputs: how many of the
-    mask are not 0, for each item; that sum."""
-    call.ignore("mask_index_type")      # of what the second output is to be, which is one thing only
+    """Lower EmbedLayerNormalization: the norm of the sum of word, position and segment embeddings.
+
+    The other outputs are the number of nonzero mask elements of each item, and that sum.
+    """
+    call.ignore("mask_index_type")      # the second output has one form only
     w, node = StandardParts(call), call.node
     total = _embeddings(w, call, lambda table, ids: w("Gather", node.inputs[table], ids, axis=0),
                         node.inputs[8] if call.has(8) else "")
@@ -81,7 +83,7 @@ def _embed_layer_norm(call: Call) -> list[Node]:
          "word_scale:F position_scale:F segment_scale:F? gamma_scale:F beta_scale:F word_zero:Q position_zero:Q "
          "segment_zero:Q? gamma_zero:Q beta_zero:Q", "epsilon=1e-12", 2)
 def _embed_quantised(call: Call) -> list[Node]:
-    """The same of quantised tables; rows are dequantised as they are found."""
+    """Lower QEmbedLayerNormalization, which dequantises the rows that it looks up."""
     w, node = StandardParts(call), call.node
 
     def real(stored: str, table: int) -> str:
@@ -95,7 +97,7 @@ def _embed_quantised(call: Call) -> list[Node]:
 
 
 def _embeddings(w: StandardParts, call: Call, rows: Callable[[int, str], str], positions: str) -> str:
-    """The sum of a word's, its position's and its segment's row; positions count from 0 where none are given."""
+    """Return the sum of word, position and segment rows; positions default to 0, 1, ..."""
     ids, segments = call.node.inputs[:2]
     length = fixed([call.type().shape[1]])[0]
     total = w("Add", rows(2, ids), rows(3, positions or w.constant(np.arange(length))))
@@ -103,7 +105,7 @@ def _embeddings(w: StandardParts, call: Call, rows: Callable[[int, str], str], p
 
 
 def _seen(w: StandardParts, call: Call) -> None:
-    """The second output: how many of the mask are not 0; of no mask it is 0."""
+    """Add the second output, the number of nonzero mask elements per item; 0 without a mask."""
     if call.has(7):
         seen = w("Cast", w("Cast", call.node.inputs[7], to=_BOOL), to=_INT32)
         w.output(1, "ReduceSum", seen, w.ints(1), keepdims=0)
@@ -112,7 +114,7 @@ def _seen(w: StandardParts, call: Call) -> None:
         w.output(1, "ReduceSum", zeros, w.ints(1), keepdims=0)
 
 
-_INT32, _BOOL = 6, 9        # as TensorProto.DataType has them
+_INT32, _BOOL = 6, 9        # TensorProto.INT32, BOOL
 
 
 _GROUPS = "activation:int! channels_last=1 epsilon=1e-5 groups:int!"
@@ -125,7 +127,7 @@ def _group_norm(call: Call) -> list[Node]:
 
 @contrib("SkipGroupNorm", "X:T gamma:T1 beta:T1 skip:T bias:T?", _GROUPS, 2)
 def _skip_group_norm(call: Call) -> list[Node]:
-    """The norm of X + skip + bias, which is the second output. A skip may have one element for each channel."""
+    """Lower SkipGroupNorm: the norm of X + skip + bias; the sum is the second output. A skip may be per channel."""
     w, skip = StandardParts(call), call.node.inputs[3]
     if not call.attr("channels_last", 1):
         raise GraphError("channels that are not last are not supported")

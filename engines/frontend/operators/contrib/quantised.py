@@ -1,7 +1,6 @@
-"""Operators on quantised tensors, each in its plainest form: dequantised, computed in float, quantised again.
+"""Lower contrib operators on quantised tensors to dequantisation, the float operator and quantisation.
 
-Where ONNX Runtime has the sum of a product in integers, ONNX's MatMulInteger has it too. What a node leaves of its
-zero points is 0.
+Integer products become ONNX's MatMulInteger. Absent zero points are 0.
 """
 from __future__ import annotations
 
@@ -15,20 +14,19 @@ from engines.frontend.operators.normalise import RULES, Call
 from engines.ir.graph import Node, TensorType
 from engines.ir.shapes import fixed
 
-_FLOAT = 1          # as TensorProto.DataType has it
+_FLOAT = 1          # TensorProto.FLOAT
 _UNARY = "X:Q x_scale:F x_zero_point:Q? y_scale:F y_zero_point:Q?"
 _BINARY = "A:Q A_scale:F A_zero_point:Q? B:Q B_scale:F B_zero_point:Q? C_scale:F C_zero_point:Q?"
 
 
 def _real(w: StandardParts, call: Call, index: int, **attrs: int) -> str:
-    """What the input means, of which the next two are scale and zero point."""
+    """Dequantise input `index`; the next two inputs are its scale and zero point."""
     inputs = call.node.inputs
     return w("DequantizeLinear", *(name for name in inputs[index:index + 3] if name), **attrs)
 
 
 def _stored(w: StandardParts, call: Call, y: str, scale: int) -> list[Node]:
-    """The result, by the scale and zero point that are these inputs; without a zero point it is of the type of the
-    first input."""
+    """Finish with y quantised by input `scale` and the zero point after it, which defaults to 0 in input 0's dtype."""
     inputs = call.node.inputs
     zero = inputs[scale + 1] if call.has(scale + 1) else w.number(0, call.type().dtype)
     return w.finish("QuantizeLinear", y, inputs[scale], zero)
@@ -37,7 +35,7 @@ def _stored(w: StandardParts, call: Call, y: str, scale: int) -> list[Node]:
 @contrib("QuantizeLinear", "x:T y_scale:T y_zero_point:X?", "axis:int")
 @contrib("DequantizeLinear", "x:X x_scale:T x_zero_point:X?", "axis:int")
 def _under_another_name(call: Call) -> list[Node]:
-    """ONNX's operator, as it was of 16 bits before ONNX had those."""
+    """Lower to ONNX's operator, which had no 16-bit types at first."""
     return StandardParts(call).finish(call.node.op, *call.node.inputs, **call.keep("axis"))
 
 
@@ -65,7 +63,7 @@ def _where(call: Call) -> list[Node]:
 
 @contrib("QLinearSoftmax", _UNARY, "axis=-1 opset:int!")
 def _softmax(call: Call) -> list[Node]:
-    """opset: of ONNX, whose Softmax it is. Before 13 all axes from `axis` on are one."""
+    """Lower QLinearSoftmax of ONNX's `opset`; before 13 all axes from `axis` on are flattened."""
     w, x, axis = StandardParts(call), call.node.inputs, call.attr("axis", -1)
     real = _real(w, call, 0)
     if call.attr("opset") < 13:
@@ -98,7 +96,7 @@ def _pool(call: Call) -> list[Node]:
 
 @contrib("NhwcMaxPool", "x:Q", "auto_pad=NOTSET ceil_mode=0 dilations:ints kernel_shape:ints! pads:ints strides:ints")
 def _max_pool(call: Call) -> list[Node]:
-    """Of stored numbers, whose order is that of what they mean."""
+    """Lower NhwcMaxPool to a MaxPool of the stored integers, whose order is that of the real values."""
     w, rank = StandardParts(call), call.rank
     kept = call.keep("auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "strides")
     y = w("MaxPool", w("Transpose", call.node.inputs[0], perm=(0, rank - 1, *range(1, rank - 1))), **kept)
@@ -117,7 +115,7 @@ def _mean(call: Call) -> list[Node]:
 @contrib("QGemm", "A:Q a_scale:F a_zero_point:Q B:Q1 b_scale:F b_zero_point:Q1 C:I? y_scale:F? y_zero_point:Q2?",
          "alpha=1.0 transA=0 transB=0")
 def _gemm(call: Call) -> list[Node]:
-    """alpha * A B + C, where C is in units of alpha * a_scale * b_scale; float where there is no y_scale."""
+    """Lower QGemm: alpha * A B + C, with C in units of alpha * a_scale * b_scale; float without y_scale."""
     w, inputs, alpha, turned = StandardParts(call), call.node.inputs, call.attr("alpha", 1.0), call.attr("transB", 0)
     a, b = _real(w, call, 0), _real(w, call, 3, axis=0 if turned else 1)
     y = w("Gemm", a, b, alpha=alpha, transA=call.attr("transA", 0), transB=turned)
@@ -137,7 +135,7 @@ def _matmul_to_float(call: Call) -> list[Node]:
 
 @contrib("DynamicQuantizeMatMul", "A:F B:Q b_scale:F b_zero_point:Q? bias:F?")
 def _dynamic_matmul(call: Call) -> list[Node]:
-    """A is quantised by its own range, which is found when it runs."""
+    """Lower DynamicQuantizeMatMul, which quantises A by its range at run time."""
     w, inputs = StandardParts(call), (*call.node.inputs, *[""] * 2)
     stored, scale, zero = w.several("DynamicQuantizeLinear", inputs[0], outputs=3)
     y = product(w, (stored, inputs[1], zero, inputs[3]), w("Mul", scale, inputs[2]))
@@ -145,13 +143,16 @@ def _dynamic_matmul(call: Call) -> list[Node]:
 
 
 def product(w: StandardParts, operands: tuple[str, ...], unit: str) -> str:
-    """unit * (A - a_zero_point) (B - b_zero_point); operands: A, B and those, "" for one that is 0."""
+    """Return unit * (A - a_zero_point) (B - b_zero_point).
+
+    `operands` are A, B and their zero points, "" for an absent one.
+    """
     return w("Mul", w("Cast", w("MatMulInteger", *operands), to=_FLOAT), unit)
 
 
 @contrib("MatMulInteger16", "A:X B:X1")
 def _matmul_of_16_bits(call: Call) -> list[Node]:
-    """In 32 bits, without a sign where neither of the two has one."""
+    """Lower MatMulInteger16 to a MatMul in int32, or in uint32 if both inputs are unsigned."""
     to = np.uint32 if all(call.type(i).dtype.kind == "u" for i in (0, 1)) else np.int32
     w = StandardParts(call)
     return w.finish("MatMul", *(w("CastLike", name, w.number(0, np.dtype(to))) for name in call.node.inputs))
@@ -160,7 +161,7 @@ def _matmul_of_16_bits(call: Call) -> list[Node]:
 @contrib("QLinearConv", "x:Q x_scale:F x_zero_point:Q w:Q1 w_scale:F w_zero_point:Q1 y_scale:F y_zero_point:Q2 B:I?",
          "auto_pad=NOTSET channels_last=0 dilations:ints group=1 kernel_shape:ints pads:ints strides:ints")
 def _conv(call: Call) -> list[Node]:
-    """ONNX's, or with the channels last: of the images, not of the weights."""
+    """Lower to ONNX's QLinearConv; with channels_last the images are [N, ..., C], the weights as in ONNX."""
     w, rank, inputs = StandardParts(call), call.rank, call.node.inputs
     attrs = call.keep("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
     if not call.attr("channels_last", 0):
@@ -174,9 +175,11 @@ def _conv(call: Call) -> list[Node]:
          "W_zero_point:Q R_scale:F R_zero_point:Q", "activation_alpha:floats activation_beta:floats "
          "activations:strings clip:float direction=forward hidden_size:int input_forget=0", 3)
 def _lstm(call: Call) -> list[Node]:
-    """An LSTM whose weights are [directions, inputs, 4 * hidden], and scaled by direction, or by direction and column.
-    Its inputs are rounded to eight bits by the range of all of them; the states of each item in every step by their
-    own, as ONNX Runtime does with a thread for each item."""
+    """Lower DynamicQuantizeLSTM, with weights [directions, inputs, 4 * hidden] and scales per direction, or column.
+
+    Inputs are rounded to 8 bits by their common range, states per item and step by their own range, as in ONNX Runtime
+    with one thread per item.
+    """
     w, node, given = StandardParts(call), call.node, call.node.inputs
     (directions, size, columns), hidden = fixed(call.type(1).shape), fixed(call.type(2).shape)[1]
     scale, zero, *of_states = (_by_column(w, call, index, directions, columns) for index in (8, 9, 10, 11))
@@ -196,7 +199,7 @@ def _lstm(call: Call) -> list[Node]:
 
 
 def _by_column(w: StandardParts, call: Call, index: int, directions: int, columns: int) -> str:
-    """Scales or zero points of all directions' columns."""
+    """Return scales or zero points expanded to all columns of all directions."""
     shape = fixed(call.type(index).shape)
     if shape not in ((directions,), (directions, columns)):
         raise GraphError(f"its scales of {list(shape)} are neither one for each direction nor for each column")

@@ -1,4 +1,4 @@
-"""Operators on strings: what they may be. The host evaluates them (engines/runtime/host/text.py)."""
+"""Schemas of operators on strings, which the host evaluates (engines/runtime/host/text.py)."""
 from __future__ import annotations
 
 from engines.errors import GraphError

@@ -1,4 +1,4 @@
-"""ONNX's operators of classical machine learning (ai.onnx.ml), a file a family, written out by those of tensors."""
+"""Lower ONNX's operators of classical machine learning (ai.onnx.ml) to tensor operators, one module per family."""
 from importlib import import_module
 from pkgutil import iter_modules
 

@@ -1,4 +1,4 @@
-"""What makes features of columns: scalers, encoders, and what fills in where values are missing."""
+"""Lower operators of feature engineering: scalers, encoders and imputers."""
 from __future__ import annotations
 
 import math
@@ -16,7 +16,7 @@ FLOAT = 1           # as TensorProto.DataType has it
 
 
 def as_float(w: StandardParts, call: Call, index: int = 0) -> str:
-    """The input as float32, which these operators compute in."""
+    """Return an input as float32, in which these operators compute."""
     name = call.node.inputs[index]
     return name if call.type(index).dtype == np.float32 else w("Cast", name, to=FLOAT)
 
@@ -27,7 +27,7 @@ def floats(w: StandardParts, numbers: Any) -> str:
 
 @ml("Scaler")
 def _scaler(call: Call) -> list[Node]:
-    """(x - offset) * scale"""
+    """Lower Scaler: (x - offset) * scale."""
     w, width = StandardParts(call), fixed(call.type().shape[-1:])[0]
     offset, scale = (call.attr(name) or () for name in ("offset", "scale"))
     for name, numbers in (("offset", offset), ("scale", scale)):
@@ -38,7 +38,7 @@ def _scaler(call: Call) -> list[Node]:
 
 @ml("Normalizer")
 def _normalizer(call: Call) -> list[Node]:
-    """Rows by their norm; one whose norm is 0 stays."""
+    """Lower Normalizer: divide rows by their norm, except rows of norm 0."""
     w, norm = StandardParts(call), call.attr("norm", "MAX")
     op = {"MAX": "ReduceMax", "L1": "ReduceL1", "L2": "ReduceL2"}.get(norm)
     if op is None:
@@ -51,7 +51,7 @@ def _normalizer(call: Call) -> list[Node]:
 
 @ml("Binarizer")
 def _binarizer(call: Call) -> list[Node]:
-    """1 where x is above the threshold, else 0."""
+    """Lower Binarizer: 1 where x is above the threshold, else 0."""
     w, x = StandardParts(call), call.node.inputs[0]
     above = w("Greater", x, w.number(call.attr("threshold", 0.0), call.type().dtype))
     return w.finish("CastLike", above, x)
@@ -59,7 +59,7 @@ def _binarizer(call: Call) -> list[Node]:
 
 @ml("Imputer")
 def _imputer(call: Call) -> list[Node]:
-    """Another value, of all columns or of each, where one is missing: which is a number, or NaN."""
+    """Lower Imputer: replace missing values, marked by a number or NaN, by one value or one per column."""
     w, x, dtype = StandardParts(call), call.node.inputs[0], call.type().dtype
     kind = "float" if dtype.kind == "f" else "int64"
     values, missing = call.attr(f"imputed_value_{kind}s"), call.attr(f"replaced_value_{kind}", 0)
@@ -73,7 +73,7 @@ def _imputer(call: Call) -> list[Node]:
 
 @ml("ArrayFeatureExtractor")
 def _columns(call: Call) -> list[Node]:
-    """These columns; of a vector as a row."""
+    """Lower ArrayFeatureExtractor: select columns; a vector counts as one row."""
     w, (x, places) = StandardParts(call), call.node.inputs
     if call.rank == 1:
         x = w.reshape(x, 1, -1)
@@ -82,7 +82,7 @@ def _columns(call: Call) -> list[Node]:
 
 @ml("FeatureVectorizer")
 def _side_by_side(call: Call) -> list[Node]:
-    """The first columns of each input, as many as it is said to have, zeros among them where it has fewer."""
+    """Lower FeatureVectorizer: join inputs, each cut or zero-padded to its number of columns in `inputdimensions`."""
     w, widths = StandardParts(call), call.attr("inputdimensions") or ()
     if len(widths) != len(call.node.inputs):
         raise GraphError(f"it has {len(call.node.inputs)} inputs, and the widths of {len(widths)}")
@@ -90,7 +90,7 @@ def _side_by_side(call: Call) -> list[Node]:
 
 
 def _wide(w: StandardParts, call: Call, index: int, width: int) -> str:
-    """An input as rows of so many columns. One of a single axis is a row, as ONNX Runtime has it."""
+    """Return an input as rows of `width` columns. An input of one axis is a row, as in ONNX Runtime."""
     shape = call.type(index).shape
     x, found = as_float(w, call, index), math.prod(fixed(shape[1:] or shape))
     rows = x if len(shape) == 2 else w("Flatten", x, axis=min(len(shape) - 1, 1))
@@ -101,9 +101,9 @@ def _wide(w: StandardParts, call: Call, index: int, width: int) -> str:
 
 @ml("OneHotEncoder")
 def _one_hot(call: Call) -> list[Node]:
-    """A 1 at the place of the category; nothing but zeros for one that is none."""
+    """Lower OneHotEncoder: 1 at the index of the category; all zeros for an unknown one."""
     w, categories = StandardParts(call), call.attr("cats_int64s")
-    call.ignore("zeros")            # whether to fail for a value that is of no category
+    call.ignore("zeros")            # whether to fail for an unknown category
     if not categories:
         raise GraphError("its categories are strings, which are not supported")
     x = w("Unsqueeze", call.node.inputs[0], w.ints(-1))
@@ -113,7 +113,7 @@ def _one_hot(call: Call) -> list[Node]:
 
 @ml("LabelEncoder")
 def _encoder(call: Call) -> list[Node]:
-    """The value of the key that is equal, or the default. A NaN is equal to a key that is one from opset 4 on."""
+    """Lower LabelEncoder: the value of the equal key, or the default. From opset 4 on NaN equals a NaN key."""
     w = StandardParts(call)
     keys, values = (_table(call, which) for which in ("keys", "values"))
     if len(keys) != len(values):
@@ -137,7 +137,7 @@ def _any(w: StandardParts, truths: str) -> str:
 
 
 def _table(call: Call, which: str) -> np.ndarray[Any, Any]:
-    """The keys or the values, in one of the attributes that may hold them."""
+    """Return the keys or the values, from whichever attribute holds them."""
     kinds = {"int64s": np.int64, "floats": np.float32, "tensor": None}
     for kind, dtype in kinds.items():
         if (found := call.attr(f"{which}_{kind}")) is not None:

@@ -1,4 +1,4 @@
-"""Linear models, and what makes probabilities of scores."""
+"""Lower linear models, and the transforms from scores to probabilities."""
 from __future__ import annotations
 
 import numpy as np
@@ -17,7 +17,7 @@ _TRANSFORMS = ("NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO")
 
 @ml("LinearRegressor")
 def _linear_regressor(call: Call) -> list[Node]:
-    """x coefficients' + intercepts. Of a single target the scores stay as they are, as in ONNX Runtime."""
+    """Lower LinearRegressor: x coefficients' + intercepts. A single target is not transformed, as in ONNX Runtime."""
     w, targets = StandardParts(call), call.attr("targets", 1)
     y = _scores(w, call, targets)
     transform = checked(call.attr("post_transform", "NONE"))
@@ -26,8 +26,8 @@ def _linear_regressor(call: Call) -> list[Node]:
 
 @ml("LinearClassifier")
 def _linear_classifier(call: Call) -> list[Node]:
-    """One score for each class, or one for the second of two, which is above 0 where that is the answer."""
-    call.ignore("multi_class")      # of how the model was trained
+    """Lower LinearClassifier, with one score per class, or one score for two classes: above 0 means the second."""
+    call.ignore("multi_class")      # used in training only
     w, labels = StandardParts(call), labels_of(call)
     count = len(call.attr("coefficients") or ()) // fixed(call.type().shape[-1:])[0]
     scores, transform = _scores(w, call, count), checked(call.attr("post_transform", "NONE"))
@@ -58,14 +58,14 @@ def _scores(w: StandardParts, call: Call, count: int) -> str:
 # ---- from scores to answers
 @ml("ZipMap")
 def _zip_map(call: Call) -> list[Node]:
-    """Of a map for each row, from class to probability, the probabilities, in the order of the classes."""
+    """Replace a ZipMap, a map from class to probability for each row, by the tensor of probabilities."""
     call.notices.append(f"'{call.node.outputs[0]}' is the tensor of the probabilities instead of maps, in the order of "
                         f"the classes {_names(call, 'classlabels_int64s')}")
     return StandardParts(call).finish("Identity", call.node.inputs[0])
 
 
 def labels_of(call: Call) -> np.ndarray:
-    """The classes; those that have names are their places."""
+    """Return the integer classes; indices, with a notice, for classes with names."""
     numbers = call.attr("classlabels_ints") or call.attr("classlabels_int64s")
     if numbers:
         return np.array(numbers, np.int64)
@@ -89,8 +89,10 @@ def checked(transform: str) -> str:
 
 def classified(w: StandardParts, labels: np.ndarray, scores: str, transform: str, answer: str = "",
                place: str = "") -> list[Node]:
-    """Ends in the class of each row, and the probabilities; answer: whether it is the second of two; place: which it
-    is; without either where the score is largest."""
+    """Finish with the class of each row and the transformed scores.
+
+    The class is that of index `place`, or the second of two where `answer` is true, or that of the largest score.
+    """
     place = place or (w("Squeeze", w("Cast", answer, to=_INT64), w.ints(1)) if answer else
                       w("ArgMax", scores, axis=1, keepdims=0))
     w.output(0, "Gather", w.constant(labels), place, axis=0)
@@ -99,7 +101,7 @@ def classified(w: StandardParts, labels: np.ndarray, scores: str, transform: str
 
 def transformed(w: StandardParts, scores: str, transform: str, output: int = 0,
                 dtype: np.dtype[np.generic] = FLOAT32) -> list[Node]:
-    """dtype: of the scores."""
+    """Finish output `output` with the transform (post_transform) of scores of this dtype."""
     if transform == "SOFTMAX_ZERO":
         zero, less = (w.number(number, dtype) for number in (0, 1e-7))
         counts = w("Greater", w("Abs", scores), less)
@@ -114,4 +116,4 @@ def transformed(w: StandardParts, scores: str, transform: str, output: int = 0,
     return w.nodes
 
 
-_INT64 = 7          # as TensorProto.DataType has it
+_INT64 = 7          # TensorProto.INT64

@@ -1,4 +1,4 @@
-"""Support vectors, for regression and classification (libsvm's and liblinear's models)."""
+"""Lower support vector machines for regression and classification (models of libsvm and liblinear)."""
 from __future__ import annotations
 
 from itertools import combinations
@@ -21,7 +21,7 @@ Matrix = np.ndarray[Any, np.dtype[np.float32]]
 
 @ml("SVMRegressor")
 def _regressor(call: Call) -> list[Node]:
-    """sum of coefficients * kernel(x, support vectors) + rho; of one class, whether that is above 0, as 1 and -1."""
+    """Lower SVMRegressor: sum of coefficients * kernel(x, support vectors) + rho; for one class its sign, 1 or -1."""
     w, count, width = StandardParts(call), call.attr("n_supports", 0), fixed(call.type().shape[-1:])[0]
     transform, rho = checked(call.attr("post_transform", "NONE")), call.attr("rho") or (0.0,)
     coefficients = np.array(call.attr("coefficients"), np.float32).reshape(1, -1)
@@ -30,7 +30,7 @@ def _regressor(call: Call) -> list[Node]:
         raise GraphError(f"it is not supported with post_transform = {transform}")
     if count:
         y = _weighed(w, call, _rows(w, call), vectors.reshape(count, width), coefficients, rho)
-    else:       # of a linear kernel, whose vectors were summed up
+    else:       # a linear model without vectors
         call.ignore("kernel_params", "kernel_type")
         y = _line(w, _rows(w, call), coefficients, rho)
     if not call.attr("one_class", 0):
@@ -40,10 +40,10 @@ def _regressor(call: Call) -> list[Node]:
 
 @ml("SVMClassifier")
 def _classifier(call: Call) -> list[Node]:
-    """Each two classes have a score, above 0 for the first of them; the class that wins most pairs is the answer.
+    """Lower SVMClassifier: each pair of classes has a score, above 0 for its first class; most pairs won decide.
 
-    The scores are those of the pairs, of two classes -score and score; with prob_a and prob_b a probability for each
-    class. Without support vectors each class has a score of its own. What ONNX Runtime makes of them is meant.
+    The scores output has those of the pairs, or -score and score for two classes; with prob_a and prob_b it has a
+    probability per class. Without support vectors each class has its own score. Follows ONNX Runtime.
     """
     w, labels = StandardParts(call), labels_of(call)
     count, width = len(labels), fixed(call.type().shape[-1:])[0]
@@ -71,14 +71,14 @@ def _classifier(call: Call) -> list[Node]:
 
 def _of_own_scores(w: StandardParts, call: Call, labels: np.ndarray, coefficients: Matrix, rho: Matrix,
                    transform: str) -> list[Node]:
-    """x coefficients' + rho, the same for all classes."""
+    """Lower a classifier without vectors: scores x coefficients' + rho[0], with one rho for all classes."""
     width = fixed(call.type().shape[-1:])[0]
     if len(coefficients) != len(labels) * width or not len(rho):
         raise GraphError(f"it has {len(coefficients)} coefficients and {len(rho)} of rho for {len(labels)} classes of "
                          f"{width} columns")
     scores = _line(w, _rows(w, call), coefficients.reshape(len(labels), width), [rho[0]])
     place = w("ArgMax", scores, axis=1, keepdims=0)
-    if len(labels) == 2:        # then the larger score decides by itself
+    if len(labels) == 2:        # the larger score alone decides
         limit, compared = (0.5, "GreaterOrEqual") if np.all(coefficients >= 0) else (0.0, "Greater")
         most = w("ReduceMax", scores, w.ints(1), keepdims=0)
         place = w("Where", w(compared, most, floats(w, limit)), w.ints(1), place)
@@ -86,8 +86,11 @@ def _of_own_scores(w: StandardParts, call: Call, labels: np.ndarray, coefficient
 
 
 def _of_pairs(coefficients: Matrix, starts: Any, pairs: list[tuple[int, int]]) -> Matrix:
-    """[pairs, vectors]: the vectors of both classes of a pair have coefficients against the other one; a class has
-    none against itself, which coefficients [classes - 1, vectors] leave out."""
+    """Return the weights [pairs, vectors] of the scores of pairs.
+
+    The vectors of both classes of a pair have coefficients against the other class. `coefficients` [classes - 1,
+    vectors] has no row for a class against itself.
+    """
     weights = np.zeros((len(pairs), coefficients.shape[1]), np.float32)
     for pair, (i, j) in enumerate(pairs):
         for own, other in ((i, j - 1), (j, i)):
@@ -97,14 +100,14 @@ def _of_pairs(coefficients: Matrix, starts: Any, pairs: list[tuple[int, int]]) -
 
 
 def _votes(w: StandardParts, scores: str, pairs: list[tuple[int, int]], count: int) -> str:
-    """[rows, classes]: how many pairs each class wins."""
+    """Return the number of pairs that each class wins, float32 [rows, classes]."""
     first, second = (np.eye(count, dtype=np.float32)[[pair[which] for pair in pairs]] for which in (0, 1))
     won = w("Cast", w("Greater", scores, floats(w, 0)), to=FLOAT)
     return w("Gemm", won, w.constant(first - second), w.constant(second.sum(axis=0)))
 
 
 def _coupled(w: StandardParts, call: Call, scores: str, pairs: list[tuple[int, int]], count: int) -> str:
-    """Probabilities of classes, by logistic functions of the pairs' scores (Platt's)."""
+    """Return class probabilities by pairwise coupling of logistic functions of the pairs' scores (Platt scaling)."""
     a, b = (np.array(call.attr(name) or (), np.float32) for name in ("prob_a", "prob_b"))
     if min(len(a), len(b)) < len(pairs):
         raise GraphError(f"it has {len(a)} prob_a and {len(b)} prob_b for {len(pairs)} pairs of classes")
@@ -123,7 +126,7 @@ def _rows(w: StandardParts, call: Call) -> str:
 
 
 def _weighed(w: StandardParts, call: Call, x: str, vectors: Matrix, weights: Matrix, rho: Any) -> str:
-    """kernel(x, vectors) weights' + rho. Of a linear kernel the vectors are summed up now."""
+    """Return kernel(x, vectors) weights' + rho; for a linear kernel weights and vectors are multiplied now."""
     if call.attr("kernel_type", "LINEAR") == "LINEAR":
         call.ignore("kernel_params")
         return _line(w, x, (weights.astype(np.float64) @ vectors).astype(np.float32), rho)
@@ -135,8 +138,10 @@ def _line(w: StandardParts, x: str, weights: Matrix, rho: Any) -> str:
 
 
 def _kernel(w: StandardParts, call: Call, x: str, vectors: Matrix) -> str:
-    """[rows, vectors]: of the product p of each two POLY (gamma p + coef0)**degree, SIGMOID the tanh of that sum; RBF
-    exp(-gamma |x - v|**2)."""
+    """Return the kernel matrix [rows, vectors] for the parameters (gamma, coef0, degree).
+
+    POLY: (gamma x v + coef0)**degree; SIGMOID: tanh(gamma x v + coef0); RBF: exp(-gamma |x - v|**2).
+    """
     kind = call.attr("kernel_type")
     gamma, constant, degree = (*(call.attr("kernel_params") or ()), 0.0, 0.0, 0.0)[:3]
     if kind == "RBF":

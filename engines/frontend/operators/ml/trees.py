@@ -1,4 +1,4 @@
-"""Ensembles of decision trees, in the forms that ONNX has had, as one table of nodes (engines.ops.trees)."""
+"""Lower ensembles of decision trees, in all forms of ONNX, to Forest nodes with one table (engines.ops.trees)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ _MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BR
 _MEMBER, _LEAF = "BRANCH_MEMBER", "LEAF"
 _KINDS = {mode: number for number, mode in enumerate((*_MODES, _LEAF), 1)}
 _AGGREGATES = ("AVERAGE", "SUM", "MIN", "MAX")
-ANOTHER = 400           # steps of a tree, in the time of a call and an addition
+ANOTHER = 400           # cost of another Forest node (a call and an addition) in steps of a tree
 _NUMBERED_TRANSFORMS = ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT")
 
 
 @dataclass
-class _Table:
-    """The nodes, as Forest has them; a weight is NaN where a leaf says nothing of a target."""
+class _NodeTable:
+    """Table of nodes for Forest; a weight is NaN where a leaf has none for a target."""
     columns: Array
     thresholds: Array
     flags: Array
@@ -36,7 +36,7 @@ class _Table:
     roots: Array
     weights: Array
 
-    def leaves_last(self) -> _Table:
+    def leaves_last(self) -> _NodeTable:
         """Return the table with the inner nodes before the leaves: a walk compares numbers of nodes to find its end."""
         is_leaf = self.left == np.arange(len(self.left))
         if is_leaf[np.count_nonzero(~is_leaf):].all():
@@ -45,12 +45,11 @@ class _Table:
         numbers = np.empty(len(order), np.int32)
         numbers[order] = np.arange(len(order), dtype=np.int32)
         left, right = (numbers[child[order]] for child in (self.left, self.right))
-        return _Table(self.columns[order], self.thresholds[order], self.flags[order], left, right, numbers[self.roots],
-                      self.weights[order])
+        return _NodeTable(self.columns[order], self.thresholds[order], self.flags[order], left, right,
+                          numbers[self.roots], self.weights[order])
 
     def depths(self) -> Array:
-        """Of each tree the steps from its root to the leaf that is furthest; raises GraphError where a path does not
-        end."""
+        """Return the depth of each tree in steps from its root. Raise GraphError if the nodes have a cycle."""
         count, steps = len(self.left), 0
         depths, places, trees = np.zeros(len(self.roots), np.int64), self.roots, np.arange(len(self.roots))
         while np.any(inner := self.left[places] != places):
@@ -95,10 +94,12 @@ class _Table:
 
 
 def _alike(depths: Array) -> list[Array]:
-    """The trees of each forest, as all take the fewest steps together, where one forest more costs as many as ANOTHER:
-    those of like depths."""
+    """Group trees of similar depth into forests, such that the total cost in steps is least.
+
+    A forest costs its deepest tree's steps for each of its trees, plus ANOTHER. Returns the trees of each forest.
+    """
     levels, counts = np.unique(depths, return_counts=True)
-    best: list[tuple[int, tuple[int, ...]]] = [(0, ())]         # of so many levels: steps, and where forests begin
+    best: list[tuple[int, tuple[int, ...]]] = [(0, ())]         # per number of levels: (cost, starts of the forests)
     for end in range(1, len(levels) + 1):
         best.append(min((best[start][0] + int(counts[start:end].sum() * levels[end - 1]) + ANOTHER,
                          (*best[start][1], start)) for start in range(end)))
@@ -107,8 +108,8 @@ def _alike(depths: Array) -> list[Array]:
 
 
 def _table(modes: Sequence[str], columns: Array, thresholds: Array, missing: Array, left: Array, right: Array,
-           roots: Array, weights: Array, width: int) -> _Table:
-    """The nodes with all comparisons as <= or =: x < t is x <= the number before t; x >= t is the opposite of that."""
+           roots: Array, weights: Array, width: int) -> _NodeTable:
+    """Return the table with all comparisons as <= or ==: x < t is x <= the float before t; x >= t swaps children."""
     kind = np.fromiter((_KINDS.get(mode, 0) for mode in modes), np.int8, len(modes))
     left, right, leaves = left.copy(), right.copy(), kind == _KINDS[_LEAF]
     if unknown := set(modes) - {*_MODES, _LEAF}:
@@ -117,18 +118,18 @@ def _table(modes: Sequence[str], columns: Array, thresholds: Array, missing: Arr
         raise GraphError(f"its nodes read columns beyond the {width} that there are")
     left[leaves] = right[leaves] = np.flatnonzero(leaves)
     before = _is_any(kind, "BRANCH_LT", "BRANCH_GTE")
-    with np.errstate(over="ignore"):        # before the least number there is -inf
+    with np.errstate(over="ignore"):        # the float before the least one is -inf
         thresholds = np.where(before, np.nextafter(thresholds, np.array(-np.inf, thresholds.dtype)), thresholds)
     opposite = _is_any(kind, "BRANCH_GTE", "BRANCH_GT", "BRANCH_NEQ")
-    # What is missing compares as false, but for !=, unless its node says that it goes the way of the truth.
+    # A missing value compares as false (true for !=), unless its node tracks true.
     true_if_missing = (missing != 0) | _is_any(kind, "BRANCH_NEQ")
     left, right = np.where(opposite, right, left), np.where(opposite, left, right)
     flags = (LEFT_IF_EQUAL * _is_any(kind, "BRANCH_EQ", "BRANCH_NEQ")
              + LEFT_IF_MISSING * (true_if_missing != opposite)).astype(np.uint8)
-    flags[leaves] = flags[~leaves][:1].max(initial=0)       # which decide nothing: those of all nodes are often alike
+    flags[leaves] = flags[~leaves][:1].max(initial=0)       # unused; often all nodes then have equal flags
     columns = np.where(leaves, 0, columns)
     whole = [array.astype(np.int32) for array in (columns, left, right, roots)]
-    return _Table(whole[0], thresholds, flags, whole[1], whole[2], whole[3], weights)
+    return _NodeTable(whole[0], thresholds, flags, whole[1], whole[2], whole[3], weights)
 
 
 def _is_any(kind: Array, *modes: str) -> Array:
@@ -137,13 +138,13 @@ def _is_any(kind: Array, *modes: str) -> Array:
 
 
 # ---- ensembles of opset 1 to 4
-def _of_nodes(call: Call, prefix: str, targets: int) -> _Table:
-    """Nodes by tree and number; what they weigh is told apart from them, by `prefix`."""
+def _of_nodes(call: Call, prefix: str, targets: int) -> _NodeTable:
+    """Return the table of an ensemble whose nodes are listed by tree and number, with weights in `prefix` lists."""
     trees, numbers = (np.asarray(call.attr(f"nodes_{name}", ()), np.int64) for name in ("treeids", "nodeids"))
     count = len(trees)
     if not count or len(numbers) != count:
         raise GraphError(f"it has {count} nodes by tree and {len(numbers)} by number")
-    places, modes = _Places(trees, numbers), call.attr("nodes_modes") or ()
+    places, modes = _NodeIndex(trees, numbers), call.attr("nodes_modes") or ()
     if len(modes) != count:
         raise GraphError(f"it has {len(modes)} nodes_modes for {count} nodes")
     inner = np.fromiter((mode != _LEAF for mode in modes), bool, count)
@@ -161,7 +162,7 @@ def _of_nodes(call: Call, prefix: str, targets: int) -> _Table:
         found[inner] = places.find(trees[inner], of_each(name).astype(np.int64)[inner])
         return found
 
-    call.ignore("nodes_hitrates", "nodes_hitrates_as_tensor")       # of how often a node was met in training
+    call.ignore("nodes_hitrates", "nodes_hitrates_as_tensor")       # statistics of training
     left, right = children("truenodeids"), children("falsenodeids")
     is_root = np.ones(count, bool)
     is_root[left[inner]] = is_root[right[inner]] = False
@@ -170,8 +171,8 @@ def _of_nodes(call: Call, prefix: str, targets: int) -> _Table:
                   _weights(call, prefix, places, count, targets), fixed(call.type().shape[-1:])[0])
 
 
-class _Places:
-    """Finds the places of nodes in the table by tree and number."""
+class _NodeIndex:
+    """Index from (tree, number) to rows of the table."""
 
     def __init__(self, trees: Array, numbers: Array) -> None:
         self._trees, self._numbers = np.unique(trees), np.unique(numbers)
@@ -180,12 +181,12 @@ class _Places:
         self._sorted = keys[self._order]
 
     def _keys(self, trees: Array, numbers: Array) -> Array:
-        """Return one integer for each pair; those of trees or numbers that no node has are of other nodes."""
+        """Return one integer for each pair; pairs of unknown trees or numbers get keys of other nodes."""
         columns = np.searchsorted(self._numbers, numbers)
         return np.searchsorted(self._trees, trees) * (len(self._numbers) + 1) + columns
 
     def find(self, trees: Array, numbers: Array) -> Array:
-        """Return the place of each; of several nodes of one tree and number, the last. Raises GraphError: no node."""
+        """Return the row of each pair, the last one of duplicates. Raise GraphError for a pair without a node."""
         at = np.searchsorted(self._sorted, self._keys(trees, numbers), side="right") - 1
         places = self._order[np.maximum(at, 0)]
         column, row = (np.minimum(np.searchsorted(known, wanted), len(known) - 1)
@@ -198,7 +199,7 @@ class _Places:
         return places
 
 
-def _weights(call: Call, prefix: str, places: _Places, count: int, targets: int) -> Array:
+def _weights(call: Call, prefix: str, places: _NodeIndex, count: int, targets: int) -> Array:
     trees, numbers, ids = (np.asarray(call.attr(f"{prefix}_{name}", ()), np.int64)
                            for name in ("treeids", "nodeids", "ids"))
     given = _numbers(call, f"{prefix}_weights")
@@ -213,7 +214,7 @@ def _weights(call: Call, prefix: str, places: _Places, count: int, targets: int)
 
 
 def _numbers(call: Call, name: str) -> Array | None:
-    """An attribute that is a list, or a tensor under another name."""
+    """Return an attribute that is a list, or a tensor under the name with `_as_tensor`."""
     found, tensor = call.attr(name), call.attr(f"{name}_as_tensor")
     given = tensor if tensor is not None and np.size(tensor) else found
     return None if given is None else np.asarray(given)
@@ -257,10 +258,12 @@ def _classifier(call: Call) -> list[Node]:
     return classified(w, labels, scores, transform, place=_voted_for(w, call, table, x, scores))
 
 
-def _voted_for(w: StandardParts, call: Call, table: _Table, x: str, scores: str) -> str:
-    """The place of the largest score among those of classes that a leaf of the row weighs on, as in ONNX Runtime; ''
-    where it is that of the largest of all: of two classes, with bases, where no weight is below a missing one's 0, and
-    where each class has a tree all of whose leaves weigh on it."""
+def _voted_for(w: StandardParts, call: Call, table: _NodeTable, x: str, scores: str) -> str:
+    """Return the index of the largest score among classes with a weight in a leaf of the row, as in ONNX Runtime.
+
+    Returns "" if the overall largest score decides: with two classes, with base values, if all weights are positive,
+    or if each class has a tree all of whose leaves have a weight for it.
+    """
     given, (leaves,) = ~np.isnan(table.weights), np.nonzero(table.left == np.arange(len(table.left)))
     if given.shape[1] < 3 or _bases(call) or np.nanmin(table.weights, initial=1) > 0:
         return ""
@@ -274,9 +277,12 @@ def _voted_for(w: StandardParts, call: Call, table: _Table, x: str, scores: str)
     return w("ArgMax", among, axis=1, keepdims=0)
 
 
-def _of_two(w: StandardParts, call: Call, labels: Array, table: _Table, transform: str) -> list[Node]:
-    """Trees that weigh on one of two classes have one score, of the second class: it is the answer above 0, or above
-    1/2 where no weight is negative. As in ONNX Runtime, weights on class 0 have their opposite for the other class."""
+def _of_two(w: StandardParts, call: Call, labels: Array, table: _NodeTable, transform: str) -> list[Node]:
+    """Lower a classifier of two classes whose trees have weights for one class only.
+
+    The score is that of the second class, which is the result above 0, or above 1/2 if no weight is negative. As in
+    ONNX Runtime, weights for class 0 count with the opposite sign for the other class.
+    """
     positive = not np.any(table.weights < 0)
     limit = floats(w, 0.5 if positive else 0)
     if call.attr("class_ids")[0] == 1:
@@ -293,7 +299,7 @@ def _of_two(w: StandardParts, call: Call, labels: Array, table: _Table, transfor
 # ---- the ensemble of opset 5
 @ml("TreeEnsemble")
 def _ensemble(call: Call) -> list[Node]:
-    """Inner nodes and leaves are apart: those behind the inner ones in the table. Doubles are compared as doubles."""
+    """Lower TreeEnsemble, which lists inner nodes and leaves separately; double inputs are compared as doubles."""
     w, targets = StandardParts(call), call.attr("n_targets") or 1
     dtype = np.dtype(np.float64 if call.type().dtype == np.float64 else np.float32)
     call.ignore("nodes_hitrates")

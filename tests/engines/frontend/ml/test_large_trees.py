@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from engines.errors import GraphError
 from engines.frontend.onnx_file import read_model
 from engines.frontend.onnx_import import node_of
-from engines.frontend.operators.ml.trees import _Places
+from engines.frontend.operators.ml.trees import _NodeIndex
 
 
 def classifier(trees: int) -> onnx.NodeProto:
@@ -37,15 +37,15 @@ def test_lists_by_node_are_arrays_and_equal_words_one_object() -> None:
 
 def test_nodes_are_found_by_tree_and_number_whatever_these_are() -> None:
     trees, numbers = np.array([-7, 1 << 60, -7, 1 << 60, 3]), np.array([5, 5, -(1 << 60), 9, 5])
-    places = _Places(trees, numbers)
+    places = _NodeIndex(trees, numbers)
     assert places.find(trees, numbers).tolist() == [0, 1, 2, 3, 4]
-    twice = _Places(np.array([0, 0, 0]), np.array([1, 2, 1]))
+    twice = _NodeIndex(np.array([0, 0, 0]), np.array([1, 2, 1]))
     assert twice.find(np.array([0, 0]), np.array([1, 2])).tolist() == [2, 1], "the last of equal ones"
 
 
 @pytest.mark.parametrize(("tree", "number"), [(0, 7), (9, 1), (1, 2), (-1, 1)])
 def test_a_node_that_is_missing_is_named(tree: int, number: int) -> None:
-    places = _Places(np.array([0, 0, 1]), np.array([1, 2, 1]))
+    places = _NodeIndex(np.array([0, 0, 1]), np.array([1, 2, 1]))
     with pytest.raises(GraphError, match=f"tree {tree} has no node {number}$"):
         places.find(np.array([0, tree]), np.array([1, number]))
 
