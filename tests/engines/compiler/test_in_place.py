@@ -81,13 +81,13 @@ def test_every_rival_of_a_trial_leaves_the_same_bytes(
     plan, rivals, _ = trials[0]
     program = LoadedPlan(plan)
     arena = Arena(program, program.separate_layout)
-    arena._memory.bytes[:] = np.random.default_rng(0).integers(0, 64, arena.bytes)      # no float of these is a NaN
+    arena._bytes[:] = np.random.default_rng(0).integers(0, 64, arena.bytes)      # no float of these is a NaN
     arena.prepare(1)
     for steps in rivals:
         left = []
         for step in steps:
             run_segment(program, arena, Segment(step, step + 1), 1)
-            left.append(arena._memory.bytes.copy())
+            left.append(arena._bytes.copy())
         for ours in left[1:]:
             np.testing.assert_array_equal(ours, left[0], plan.machine.steps[steps[0]].name)
     assert sum(map(len, rivals)) > len(rivals), "or nothing was compared"

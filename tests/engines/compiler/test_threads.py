@@ -38,7 +38,7 @@ class Chunks:
         self.chunks = schedule.chunks
         self.depends = depends_of(schedule)
         self.arena = Arena(self.program, self.program.separate_layout)
-        self.memory = self.arena._memory.bytes
+        self.memory = self.arena._bytes
         self.memory[:] = np.random.default_rng(2).integers(0, 256, len(self.memory))
         self.arena.prepare(len(x))
         self.arena.array(plan.machine.inputs[0], len(x))[...] = x
