@@ -81,12 +81,12 @@ def described(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
 
 
 def _clipped(text: str) -> str:
-    """What fits into the metadata that clients take by default; a name that they sent may be longer."""
+    """Shorten a message to the size of metadata that gRPC clients accept by default."""
     sizes = accumulate(map(_escaped_bytes, text[:_MOST_BYTES]))
     most = sum(size <= _MOST_BYTES for size in sizes)
     return text if most == len(text) else f"{text[:most]} ..."
 
 
 def _escaped_bytes(character: str) -> int:
-    """In gRPC's metadata, where each byte that is no printed character of ASCII becomes three."""
+    """Return the bytes of a character in gRPC metadata, which percent-encodes all but printable ASCII."""
     return 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode(errors="replace"))

@@ -43,15 +43,15 @@ def stop_listening(port: int) -> None:
 
 
 def disconnect(port: int, peer: str = "") -> None:
-    """Ends the connections to a port of this process: all, or those of one peer as gRPC writes it."""
+    """Close the connections to a port of this process: all, or those of one peer in gRPC's notation."""
     for _, connection in _sockets(port):
         if not _listens(connection) and (not peer or unquote(peer) == _peer(connection)):
-            with suppress(OSError):             # its other end was faster
+            with suppress(OSError):             # the client has closed it already
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 def is_connected(port: int) -> bool:
-    """Whether anybody is connected to a port of this process."""
+    """Return True if a client is connected to a port of this process."""
     return any(not _listens(end) for _, end in _sockets(port))
 
 
