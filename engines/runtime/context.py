@@ -1,4 +1,4 @@
-"""ExecutionContext: the memory of one request or batch at a time, and what carries it out."""
+"""ExecutionContext: memory and execution state of one request or batch at a time."""
 from __future__ import annotations
 
 import math
@@ -17,20 +17,20 @@ from engines.plan.plan import Plan, Step, TensorView
 from engines.runtime.rerun import Rerun
 from engines.runtime.results import Results
 
-LENT_BYTES = 1 << 17        # of an array that is worth lending: smaller ones are copied sooner
-ITEM_BYTES = 1 << 16        # of an item that is: each is lent by itself
+LENT_BYTES = 1 << 17        # arrays of at least this size are used without a copy; smaller ones are copied sooner
+ITEM_BYTES = 1 << 16        # items of at least this size are read in place, each by itself
 
 
 class ExecutionContext:
-    """The memory of one run, and what carries it out. One owner thread at a time."""
+    """Memory and execution state of one run at a time. Not thread-safe: one owner thread at a time."""
 
     def __init__(self, plan: Plan, execution: Execution) -> None:
         self.plan, self.execution = plan, execution
         self._inputs = {io.name: view for io, view in zip(plan.inputs, plan.machine.inputs, strict=True)}
         self._outputs = {io.name: view for io, view in zip(plan.outputs, plan.machine.outputs, strict=True)}
-        self._arrays: dict[tuple[str, str, int], Array] = {}    # (kind, name, batch) -> what has been asked for
+        self._arrays: dict[tuple[str, str, int], Array] = {}    # (kind, name, batch) -> cached array
         self.rerun: Rerun | None = None                         # set by `expect`
-        self._reruns: dict[int, Rerun | None] = {}              # of each batch that has been expected
+        self._reruns: dict[int, Rerun | None] = {}              # by batch size
         self._lender = execution if isinstance(execution, WorksInArrays) else None
         self._taker = execution if isinstance(execution, TakesItems) else None
         self._binder = execution if isinstance(execution, BindsArrays) else None
@@ -39,37 +39,37 @@ class ExecutionContext:
                                and math.prod(view.shape) * memory_dtype(view.dtype).itemsize >= LENT_BYTES]
 
     def at(self, shapes: Mapping[str, Sequence[int]]) -> ExecutionContext:
-        """The context itself: a plan without open extents is for one set of shapes. See OpenContext."""
+        """Return the context itself: a plan without open extents has one set of shapes. See OpenContext."""
         return self
 
     def input(self, name: str, batch: int = 1) -> Array:
-        """The slots of an input, to be written: [batch, ...], or the whole if the tensor has no batch axis.
+        """Return the writable array of an input: its first `batch` items, or all of it without a batch axis.
 
-        What is in them stays there until it is overwritten.
+        Values stay until they are overwritten.
         """
         return self._array("input", name, batch)
 
     def execute(self, batch: int = 1) -> None:
-        """Run the network on the first `batch` slots. The GIL is released for all but fallback steps."""
+        """Run the network on the first `batch` items. The GIL is released except in fallback steps."""
         self._check(batch)
         self.execution.run(batch)
 
     def show(self, batch: int, show: Show) -> None:
-        """Execute, and show each output as soon as it is whole."""
+        """Execute, and call `show` for each output as soon as it is complete."""
         self._check(batch)
         assert isinstance(self.execution, ShowsOutputs), "several threads do not stop between two steps"
         self.execution.show(batch, show)
 
     def output(self, name: str, batch: int = 1) -> Array:
-        """An output of the last execute: a view, valid until the next one."""
+        """Return a view of an output of the last execute, valid until the next one."""
         return self._array("output", name, batch)
 
     def run(self, arrays: Mapping[str, Array], batch: int) -> dict[str, Array]:
-        """The outputs of inputs that fit. What is large is not copied, where the execution works in arrays."""
+        """Run on checked inputs and return the outputs; large arrays are used in place if the execution can."""
         lent, is_ours = dict[str, Array](), True
         try:
             for name, array in arrays.items():
-                # Of one plan either is possible: where items are lent, no output is.
+                # A plan supports one of the two: if items are read in place, outputs are not written in place.
                 if array.nbytes < LENT_BYTES or isinstance(array, ChangingArray) or not (
                         self._lends(self._inputs[name], array) or self._lends_items(name, 0, array)):
                     np.copyto(self.input(name, batch), array)
@@ -86,8 +86,10 @@ class ExecutionContext:
         return {name: array if name in lent and is_ours else array.copy() for name, array in made.items()}
 
     def expect(self, batch: int, unread: Collection[str] = ()) -> None:
-        """Have `rerun` for so many items; None: some of what is copied is large, and may be lent. unread: inputs whose
-        values do not matter."""
+        """Set `rerun` for a batch size, or to None if an array is large enough to be used without a copy.
+
+        unread: inputs whose values are not read.
+        """
         if batch not in self._reruns:
             self._reruns[batch] = self._rerun(batch, unread)
         self.rerun = self._reruns[batch]
@@ -107,14 +109,13 @@ class ExecutionContext:
 
     @cached_property
     def in_place(self) -> frozenset[str]:
-        """The inputs whose items are read where `execute_with` is told that they lie, for they are large. On a GPU none
-        of the host's memory is."""
+        """Inputs whose items are large, so that `execute_with` reads them in place; none on a GPU."""
         taker = self._taker
         return frozenset(name for name, view in self._inputs.items()
                          if taker and view.item_stride >= ITEM_BYTES and taker.takes(view))
 
     def takes(self, name: str, array: Array) -> bool:
-        """Whether `execute_with` copies nothing of an array of items of one of `in_place`."""
+        """Return True if `execute_with` reads an array of items of an input in `in_place` without a copy."""
         view = self._inputs[name]
         return (self._taker is not None and array.dtype == memory_dtype(view.dtype)
                 and array.nbytes % view.item_stride == 0 and self._taker.takes(view, array))
@@ -124,27 +125,42 @@ class ExecutionContext:
             self._inputs[name], first, array)
 
     def bind(self, name: str, array: Any) -> None:
-        """Take an input from an array on the plan's GPU, or put an output there, at each execute from now on; None: the
-        host's slots again.
+        """Bind an input or output to an array on the plan's GPU for all later executes.
 
-        array: dense, of as many items as are executed or more, with __cuda_array_interface__ or DLPack (torch, cupy,
-        pycuda, numba, jax). What writes it must be done by then, if the array does not say on which stream it works.
-        Raises InputError: it does not fit; ConfigError: the plan is for a CPU.
+        Parameters
+        ----------
+        name : str
+            Name of the input or output.
+        array : array or None
+            Dense array of at least as many items as are executed, with __cuda_array_interface__ or DLPack (torch, cupy,
+            pycuda, numba, jax). If it does not name its stream, writes to it must be complete. None: unbind.
+
+        Raises
+        ------
+        InputError
+            The array does not match the tensor.
+        ConfigError
+            The plan is for a CPU.
         """
         self._binds().bind(self._view(name), array)
 
     @property
     def binds_arrays(self) -> bool:
-        """Whether inputs and outputs may be arrays on a GPU."""
+        """True if inputs and outputs may be arrays on a GPU."""
         return self._binder is not None
 
     def execute_with(self, batch: int, placed: Mapping[str, Sequence[Any]]) -> None:
-        """Execute, and this once take the items of inputs from the arrays that stand under their names, side by side.
-        A number in the place of an array: so many items are in the slots, as all are behind the last.
+        """Execute once with items of inputs taken from arrays.
 
-        On a GPU these are arrays there, for inputs and for outputs, and it raises as `bind` does. On a CPU they are
-        arrays of the host's, for inputs, of whole items in the dtype of the slots. What of them cannot be read where it
-        lies (see `takes`) is copied. They must stay as they are until it returns.
+        Parameters
+        ----------
+        batch : int
+            Number of items.
+        placed : mapping of str to sequence
+            For each input, consecutive pieces: arrays of whole items in the input's dtype, or an int n for n items
+            already in the context's own array, as are all items after the last piece. Arrays that cannot be read in
+            place (see `takes`) are copied. On a GPU the arrays are there, and outputs are allowed; errors are those of
+            `bind`. Arrays must not change until the call returns.
         """
         self._check(batch)
         if self._binder:
@@ -185,7 +201,7 @@ class ExecutionContext:
         return view
 
     def profile(self, batch: int = 1, repeats: int = 5) -> list[tuple[Step, float]]:
-        """(step, seconds) for each step, run alone on one thread: the least of `repeats` passes over the network."""
+        """Return (step, seconds) for each step, run alone on one thread: the minimum of `repeats` passes."""
         self._check(batch)
         if repeats < 1:
             raise ConfigError(f"profile: repeats={repeats}, at least 1")
@@ -196,7 +212,7 @@ class ExecutionContext:
         self.execution.close()
 
     def _array(self, kind: str, name: str, batch: int) -> Array:
-        """Where a tensor lies never changes, so each array is made once."""
+        """Return the cached array of a tensor, whose address never changes."""
         found = self._arrays.get((kind, name, batch))
         if found is None:
             self._check(batch)
@@ -214,5 +230,5 @@ class ExecutionContext:
 
 
 def names_of(names: Mapping[str, object]) -> str:
-    """For a message."""
+    """Return the quoted names, for a message."""
     return ", ".join(f"'{name}'" for name in names)

@@ -53,7 +53,7 @@ def _splitter(attrs: Mapping[str, Any]) -> Split:
 
 
 def _between(separators: list[Callable[[str], Iterator[tuple[int, int]]]], text: str) -> list[str]:
-    """What is between the separators: of the first kind, then in each part of the second, and so on."""
+    """Split a text at the first separator, each part at the second, and so on; empty parts are dropped."""
     parts = [text]
     for matches in separators:
         parts = [piece for part in parts for piece in _apart(part, matches(part)) if piece]
@@ -69,7 +69,7 @@ def _apart(text: str, places: Iterator[tuple[int, int]]) -> Iterator[str]:
 
 
 def _matches(expression: str) -> Callable[[str], Iterator[tuple[int, int]]]:
-    """What finds the places of an expression in a text, the longest ones, as RE2 does for ONNX Runtime."""
+    """Return a function that yields the leftmost-longest matches of an expression, as RE2 does in ONNX Runtime."""
     try:
         pattern = re.compile(expression, re.ASCII)
     except re.error as error:
