@@ -79,12 +79,12 @@ def _array_of(value: Any) -> Any:
 
 
 def reference_of(graph: Graph) -> Oracle:
-    """A plan's own graph, with what it stores quantised, in NumPy: all that can differ is how it was compiled."""
+    """Return an oracle that evaluates a plan's quantised graph in NumPy: differences are due to its compilation."""
     return Oracle("the NumPy reference of its quantised graph", lambda feed: run(graph, _typed(feed, graph)), slow=True)
 
 
 def reference_of_specialisations(plan: Plan, stored: bool = True) -> Oracle:
-    """The same for each set of shapes; stored: as they are quantised, else in float."""
+    """Return an oracle that evaluates the graph of each specialisation; stored: the quantised one, else in float."""
     specialiser = Specialiser(plan)
 
     def answer(feed: Feed) -> dict[str, Array]:
@@ -97,7 +97,7 @@ def reference_of_specialisations(plan: Plan, stored: bool = True) -> Oracle:
 
 
 def _typed(feed: Feed, graph: Graph) -> dict[str, Array]:
-    """What numpy lacks is fed to an engine as its bits."""
+    """Convert bits that are fed to an engine to the named dtypes that NumPy lacks."""
     return {name: as_named(array, graph.types[name].dtype.name) for name, array in feed.items()}
 
 

@@ -84,7 +84,7 @@ class Verification:
 
     @property
     def advice(self) -> str:
-        """What to do about the faults."""
+        """Advice on how to correct the faults."""
         return _ADVICE[self.precision]
 
 
@@ -161,7 +161,7 @@ def tested_inputs(engine: Engine | OpenEngine) -> list[tuple[IoTensor, ...]]:
 
 
 def usual_values(engine: AnyEngine) -> dict[str, Array]:
-    """Of inputs whose values decide what is computed, those that the plan was built for."""
+    """Return the values of deciding inputs for which the plan was built."""
     return engine.usual_values() if isinstance(engine, OpenEngine) else {}
 
 

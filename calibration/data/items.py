@@ -86,12 +86,12 @@ class CalibrationData:
 
 # ---- what fits the model
 def batched_inputs(inputs: Sequence[IoTensor]) -> frozenset[str]:
-    """The inputs whose leading extent is the batch."""
+    """Return the names of the inputs whose leading extent is the batch."""
     return frozenset(tensor.name for tensor in inputs if tensor.shape[:1] == (BATCH,))
 
 
 def holds_items(tensor: IoTensor) -> bool:
-    """Whether the leading axis counts items: it is the batch, or 1, where an array of N stands for N runs."""
+    """Return True if the leading axis counts items: it is the batch, or 1, so that an array of N means N runs."""
     return tensor.shape[:1] in ((1,), (BATCH,))
 
 

@@ -15,11 +15,11 @@ from engines.ir.graph import Array, Dim
 from engines.plan.plan import IoTensor
 from engines.preprocess import PIXEL, PRESETS, Preprocess, read_picture, scale_of_floats, shape_text
 
-LOOKED_AT = 32      # pictures whose depth is looked at before they are read
+LOOKED_AT = 32      # number of pictures whose bit depth is checked in advance
 
 
 def is_image(path: Path) -> bool:
-    """Whether the file's ending is one of a picture that Pillow reads."""
+    """Return True if the file has the suffix of a format that Pillow reads."""
     return Image.registered_extensions().get(path.suffix.lower()) in Image.OPEN
 
 
@@ -81,17 +81,17 @@ def default_preset(target: IoTensor) -> tuple[str, Preprocess]:
 
 @dataclass(frozen=True)
 class _Depth:
-    """How pictures of more than 8 bits become pixels of 8.
+    """Conversion of pictures of more than 8 bits to 8-bit pixels.
 
-    float_scale     what pictures of floats are multiplied by; one for all of them
-    doubts          what their user should know
+    float_scale     factor for all pictures of floats
+    doubts          warnings for the user
     """
     float_scale: float = 0.0
     doubts: tuple[str, ...] = ()
 
     @staticmethod
     def of(files: Sequence[Path]) -> _Depth:
-        """Look at some of the files. Raises CalibrationError: floats that are no pixels."""
+        """Check a sample of the files. Raises CalibrationError for floats that are not pixels."""
         step = max(len(files) // LOOKED_AT, 1)
         modes = {file: _mode(file) for file in files[::step][:LOOKED_AT]}
         floats = [file for file, mode in modes.items() if mode == "F"]
