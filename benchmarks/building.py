@@ -1,11 +1,10 @@
-"""What building costs and what a plan takes: times with an empty and a full timing cache, bytes, loading, memory.
+"""Benchmark of builds and plans: build time with an empty and a full timing cache, plan size, loading, memory.
 
-    python -m benchmarks.building resnet50 mobilenet_v2                 # of the zoo, INT8
+    python -m benchmarks.building resnet50 mobilenet_v2                 # models of the zoo, INT8
     python -m benchmarks.building m.onnx --precision bf16 --write       # also into docs/benchmarks.md
 
-Calibration is not in the times: ranges are made first, and read from their cache by the builds that are measured. Each
-build and each load is a process of its own. Beside the time on the clock stands the processors' time, which a busy
-machine changes less.
+Times exclude calibration: ranges are made first, and the measured builds read them from the cache. Each build and each
+load is a process of its own. CPU time, which depends less on other load, is listed with the wall time.
 """
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""How far the cost model is from the clock: every candidate for every kernel of a plan, timed alone on this machine.
+"""Accuracy of the cost model: every candidate for every kernel of a plan is timed alone on this machine.
 
     python -m benchmarks.costs resnet50.plan minilm.plan
 
-Of each plan, how much longer its kernels take together if each is chosen by cost alone than if all were the fastest;
-and of each kernel, time over cost in cycles of the clock that was measured beside: their spread is what misleads a
-choice, their median what misleads one between two kernels. Times are of one item, with weights at hand, and candidates
-that take more than twice the fastest's do not count.
+Reports for each plan the slowdown if each kernel is chosen by cost instead of time, and for each kernel the ratio of
+time to cost in cycles of the measured clock: its spread misleads the choice among tactics, its median the choice
+between kernels. Times are of one item with weights in the cache; candidates slower than twice the fastest are omitted.
 """
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def right(bench: Bench) -> None:
 
 
 def _alone(most: int | None, seconds: float, name: str) -> str:
-    """What `checked` says in a process of its own, or how that ended."""
+    """Return the result of `checked` in a process of its own, or a description of how that process ended."""
     context = get_context("spawn")
     ours, its = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(its, name, most))
@@ -200,7 +200,7 @@ def networks(bench: Bench) -> None:
 
 # ---- how fast?
 def peaks(bench: Bench) -> None:
-    """What the card does at best, by our own kernels: bytes and products, beside what the cost model assumes."""
+    """Measure the card's peak rates of memory and products with our kernels, and list the cost model's assumptions."""
     device, card = bench.device, CARDS[bench.target]
     copied, side = (COPIED, SIDE) if not bench.options.emulated else (1 << 10, 64)
     with ScopedResources(device) as held:
@@ -289,7 +289,7 @@ def steps(bench: Bench) -> None:
 
 
 def _shares(bench: Bench, step: Any, batch: int, us: float) -> str:
-    """Of the rates that the cost model assumes."""
+    """Return the shares of the cost model's peak rates that a step reaches, as text."""
     card = CARDS[bench.target]
     macs = card.products.get(step.precision, 1) * card.multiprocessors * card.hertz
     return (f"{100 * step.macs * batch / macs / us * 1e6:.0f} % of mma, "
@@ -297,7 +297,7 @@ def _shares(bench: Bench, step: Any, batch: int, us: float) -> str:
 
 
 def beside(bench: Bench) -> None:
-    """What others do on the same GPU."""
+    """Measure other runtimes on the same GPU."""
     if bench.options.emulated:
         return
     for target in TARGETS:
@@ -306,7 +306,7 @@ def beside(bench: Bench) -> None:
 
 
 def tensorrt(bench: Bench, target: str) -> None:
-    """NVIDIA's own compiler, of the same graphs; with copies from and to the host."""
+    """Measure TensorRT on the same graphs, including copies from and to the host."""
     try:
         library(target)
     except LibraryMissing as missing:

@@ -57,7 +57,7 @@ class Model:
 
     @property
     def batched(self) -> bool:
-        """Whether one inference may take several items."""
+        """True if one inference may take several items."""
         return any(isinstance(extent, str) for tensor in self.inputs for extent in tensor.shape[:1])
 
     @property

@@ -1,4 +1,4 @@
-"""Whether a build computes what it should: against float32 outputs, and by a model's own metric.
+"""Accuracy of a build, compared with float32 outputs and by a model's own metric.
 
 A metric comes from a Python file with two functions:
 

@@ -1,4 +1,4 @@
-"""What was measured in a case (a model, a precision, a batch, a number of threads), and what follows from it."""
+"""Measurements of a case (model, precision, batch, number of threads) and their evaluation."""
 from __future__ import annotations
 
 import json
@@ -14,13 +14,13 @@ from benchmarks.runtimes.runtimes import OURS
 
 @dataclass(frozen=True)
 class Row:
-    """One build. `turns`: the cost of a call in each turn, in the case's unit; empty if `failure` says why."""
+    """Result of one build. turns: the cost of a call in each turn, in the case's unit; empty if it failed."""
     runtime: str
-    build: str                      # what the runtime was given: "fp32", "our Q/DQ", "nncf", ...
+    build: str                      # model that the runtime was given: "fp32", "our Q/DQ", "nncf", ...
     turns: tuple[float, ...] = ()
-    cosine: float = math.nan        # with ONNX Runtime's float32 outputs, the least of all outputs
-    error: float = math.nan         # greatest |difference| over greatest |reference|, the worst of all outputs
-    agrees: bool = True             # whether the cosine is what its precision lets one expect
+    cosine: float = math.nan        # similarity to ONNX Runtime's float32 outputs, the minimum of all outputs
+    error: float = math.nan         # max |difference| / max |reference|, the maximum of all outputs
+    agrees: bool = True             # the cosine is in the range expected of the precision
     metric: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
     failure: str = ""
@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as long as ours: the median over the turns, and the quartiles."""
+    """Time of a peer over ours: median over the turns, and quartiles."""
     median: float
     low: float
     high: float
