@@ -87,7 +87,7 @@ def _sources_in(graph: Graph, names: Sequence[str]) -> Mapping[str, Sources]:
 
 
 class _Inside:
-    """Runs a plan's graph to show the tensors before selections."""
+    """Runner of a plan's graph that returns the tensors before selections."""
 
     def __init__(self, plan: Plan, graph: Graph, tensors: tuple[str, ...]) -> None:
         self._plan, self._graph, self.tensors = plan, graph, tensors
@@ -109,7 +109,7 @@ class _Inside:
         return self._plan.open is None or self._extents(feed) == self._plan.extents
 
     def _extents(self, feed: Feed) -> dict[str, Any]:
-        """The open extents of a feed, and its deciding values, in the order of the plan's."""
+        """Return the open extents and deciding values of a feed, in the order of the plan's."""
         assert self._plan.open is not None
         found = extents_of_feed(self._plan.name, self._plan.open.inputs, self._plan.open.deciding, feed)
         return {name: found[name] for name in self._plan.extents}
@@ -124,7 +124,7 @@ class _Inside:
 
     @cached_property
     def _engine(self) -> Engine | None:
-        """The engine of that plan; None if the graph cannot be compiled once more."""
+        """Engine that also returns the tensors before selections; None if the graph cannot be compiled again."""
         try:
             return Engine(Builder(BuildConfig(timing=False)).showing(self._graph, self.tensors))
         except EngineError:

@@ -1,4 +1,4 @@
-"""Pictures: one item each, through a declared preprocessing."""
+"""Calibration data from picture files, one item each, with a declared preprocessing."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +25,13 @@ def is_image(path: Path) -> bool:
 
 def from_images(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
                 preprocess: Preprocess | None, usual: Mapping[str, Any] = {}) -> CalibrationData:      # noqa: B006
-    """The pictures in order, each a run of one item where the batch is an open extent like others. preprocess None
-    takes a preset by the input's channels; `note` says which. usual: numbers of open extents, for pictures whose size
-    neither the model nor the preprocessing says; `note` says the size.
+    """Return the pictures in order, each as one item.
 
-    Raises CalibrationError: several inputs, or a fixed batch above 1; ConfigError: a preprocessing that does not fit.
-    Reading the items raises CalibrationError that names the file which is no picture.
+    preprocess None chooses a preset by the input's channels. usual: numbers of open extents, for the size of pictures
+    if neither the model nor the preprocessing declares it. `note` of the result reports either.
+
+    Raises CalibrationError for several inputs or a fixed batch above 1, ConfigError if the preprocessing does not fit.
+    Reading the items raises CalibrationError, naming the file, if it is not a picture.
     """
     if len(inputs) != 1:
         raise CalibrationError(f"{source} holds images, but the model has {len(inputs)} inputs "
@@ -109,7 +110,7 @@ class _Depth:
 
 
 def _mode(file: Path) -> str:
-    """Pillow's mode of a picture, from its header; "" if it cannot be read, which reading it will say."""
+    """Return Pillow's mode of a picture from its header; "" if it is unreadable, which is reported when it is read."""
     try:
         with Image.open(file) as image:
             return image.mode

@@ -88,8 +88,7 @@ def _columns(attrs: Attrs) -> Encode:
 
 
 def _table(attrs: Attrs, which: str) -> tuple[list[Any], str, Any]:
-    """The keys or the values, in one of the attributes that may hold them; of which kind and dtype they are. Raises
-    PlanError: there are none."""
+    """Return the keys or the values of a LabelEncoder with their kind and dtype. Raises PlanError if it has none."""
     if (tensor := attrs.get(f"{which}_tensor")) is not None:
         kind = {"f": "floats", "i": "int64s"}.get(tensor.dtype.kind, "strings")
         dtype = object if kind == "strings" else tensor.dtype
@@ -104,7 +103,7 @@ def _text(value: Any) -> Any:
     return value.decode() if isinstance(value, bytes) else value
 
 
-# Given the attributes, they make what encodes.
+# Factories that return the encoding function for a node's attributes.
 ENCODERS: Mapping[str, Callable[[Attrs], Encode]] = {
     "ArrayFeatureExtractor": _columns, "CategoryMapper": _category_mapper, "LabelEncoder": _label_encoder,
     "OneHotEncoder": _one_hot_encoder}

@@ -48,7 +48,7 @@ def _compress(attrs: Attrs, x: Array, condition: Array) -> tuple[Array, ...]:
 
 
 def _unique(attrs: Attrs, x: Array) -> tuple[Array, ...]:
-    """The distinct elements or slices, where each was first, which one each is, and how many there are."""
+    """Return the distinct elements or slices, their first indices, the inverse indices, and their counts."""
     y, first, inverse, counts = np.unique(x, True, True, True, axis=attrs.get("axis"))
     inverse = inverse.reshape(-1)
     if not attrs.get("sorted", 1):      # in the order in which they come
