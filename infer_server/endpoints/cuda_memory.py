@@ -39,13 +39,13 @@ class CudaRegion(Region):
         except EngineError as error:
             raise self._failed(error) from error
 
-    def there(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any],
-              devices: Set[int | None]) -> GpuTensor | None:
+    def in_place(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any],
+                 devices: Set[int | None]) -> GpuTensor | None:
         if self.device_id not in devices:
             return None
         return GpuTensor(self.device_id, self.memory, offset, tuple(shape), dtype)
 
-    def room(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuRoom:
+    def gpu_buffer(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuRoom:
         return GpuRoom(self.device_id, self.memory, offset, byte_size, dtype)
 
     def _failed(self, error: Exception) -> ExecutionError:

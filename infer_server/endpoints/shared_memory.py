@@ -55,16 +55,16 @@ class Region(ABC):
     def write(self, offset: int, data: memoryview) -> None:
         """Write data to the region. Raises InvalidRequestError, ExecutionError."""
 
-    def there(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any],
-              devices: Set[int | None]) -> GpuTensor | ChangingArray | None:
+    def in_place(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any],
+                 devices: Set[int | None]) -> GpuTensor | ChangingArray | None:
         """Return a tensor in place if its memory is on one of `devices` (GPU indices; None is the host), else None."""
         return None
 
-    def lack(self, offset: int, byte_size: int) -> ServeError | None:
+    def truncation_error(self, offset: int, byte_size: int) -> ServeError | None:
         """Return an error if a tensor that was just read in place was not complete, else None."""
         return None
 
-    def room(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuRoom | None:
+    def gpu_buffer(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuRoom | None:
         """Return the buffer of an output if the region is on a GPU, else None."""
         return None
 
@@ -90,15 +90,15 @@ class SystemRegion(Region):
     def __post_init__(self) -> None:
         weakref.finalize(self, os.close, self.descriptor)
 
-    def there(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any],
-              devices: Set[int | None]) -> ChangingArray | None:
+    def in_place(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any],
+                 devices: Set[int | None]) -> ChangingArray | None:
         if None not in devices or self.mapping is None or self.mapping.is_lost:
             return None
         tensor = ChangingArray(shape, dtype, self.mapping.bytes, offset)
         tensor.address = self.mapping.address + offset
         return tensor
 
-    def lack(self, offset: int, byte_size: int) -> ServeError | None:
+    def truncation_error(self, offset: int, byte_size: int) -> ServeError | None:
         lost = self.mapping is not None and self.mapping.is_lost        # the file may have been extended again
         if lost or os.fstat(self.descriptor).st_size < self.offset + offset + byte_size:    # its last page has zeros
             return self._shrunk()
@@ -108,7 +108,7 @@ class SystemRegion(Region):
         self.check(offset, byte_size)
         if self.mapping and not self.mapping.is_lost:
             data = bytes(self.mapping.bytes[offset:offset + byte_size])
-            if error := self.lack(offset, byte_size):
+            if error := self.truncation_error(offset, byte_size):
                 raise error
             return data
         pieces: list[bytes] = []
@@ -148,9 +148,9 @@ class Place:
     def read(self) -> memoryview:
         return memoryview(self.region.read(self.offset, self.byte_size))
 
-    def lack(self) -> ServeError | None:
+    def truncation_error(self) -> ServeError | None:
         """Return an error if the tensor, just read in place, was not complete (see Region)."""
-        return self.region.lack(self.offset, self.byte_size)
+        return self.region.truncation_error(self.offset, self.byte_size)
 
     def write(self, data: memoryview, tensor: str) -> None:
         if data.nbytes > self.byte_size:

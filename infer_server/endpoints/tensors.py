@@ -24,20 +24,20 @@ from infer_server.serving import Served
 _MOST_CLASSES = 1_000_000               # maximum elements of an item that classification sorts
 
 
-class Asked(NamedTuple):
+class RequestedTensor(NamedTuple):
     """Tensor that a request names, with its parameters, of either protocol."""
     name: str
     parameters: Parameters
 
 
-class Elsewhere(NamedTuple):
+class SharedInputs(NamedTuple):
     """Inputs in shared memory."""
     arrays: dict[int, memoryview | GpuTensor | ChangingArray]       # by the input's position
     lent: list[Place]                   # locations that are read in place during execution
 
 
 def read(references: Mapping[int, MemoryReference], tensors: Sequence[InputTensor], regions: Regions,
-         hold: Callable[[int], None], devices: Set[int | None]) -> Elsewhere:
+         hold: Callable[[int], None], devices: Set[int | None]) -> SharedInputs:
     """Read the inputs that a request passes in shared memory. Raises ServeErrors.
 
     Parameters
@@ -53,14 +53,14 @@ def read(references: Mapping[int, MemoryReference], tensors: Sequence[InputTenso
         Devices whose memory the model reads in place (Model.zero_copy_devices). BYTES, whose contents are decoded, BOOL
         and empty tensors are always copied.
     """
-    found = Elsewhere({}, [])
+    found = SharedInputs({}, [])
     copied: dict[int, Place] = {}
     for i, reference in references.items():
         place, datatype = regions.place(reference), tensors[i].datatype
         check_bytes(tensors[i], place.byte_size)
         tensor = None
         if devices and place.byte_size and datatype.name not in ("BYTES", "BOOL"):
-            tensor = place.region.there(place.offset, tensors[i].shape, datatype.array, devices)
+            tensor = place.region.in_place(place.offset, tensors[i].shape, datatype.array, devices)
         if tensor is None:
             copied[i] = place
             continue
@@ -73,22 +73,22 @@ def read(references: Mapping[int, MemoryReference], tensors: Sequence[InputTenso
     return found
 
 
-def if_whole(lent: Sequence[Place], encode: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
+def checking_inputs(lent: Sequence[Place], encode: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
     """Wrap `encode` to return a ServeError if inputs that were read in place (`lent`) were not complete."""
     if not lent:
         return encode
 
     def checked(computed: Arrays) -> Any:
         for place in lent:
-            if error := place.lack():
+            if error := place.truncation_error():
                 return error
         return encode(computed)
     return checked
 
 
-def rooms(outputs: Iterable[Output]) -> dict[str, GpuRoom]:
+def gpu_buffers(outputs: Iterable[Output]) -> dict[str, GpuRoom]:
     """Return the buffers on GPUs of outputs that are written there as computed, by name."""
-    found = {output.spec.name: output.place.region.room(
+    found = {output.spec.name: output.place.region.gpu_buffer(
         output.place.offset, output.place.byte_size, output.datatype.array)
         for output in outputs if output.place and not output.classes}
     return {name: room for name, room in found.items() if room}
@@ -126,9 +126,9 @@ class Output:
         return None
 
 
-def wanted(served: Served, asked: Sequence[Asked], regions: Regions) -> tuple[Output, ...]:
+def requested_outputs(served: Served, requested: Sequence[RequestedTensor], regions: Regions) -> tuple[Output, ...]:
     """Return the outputs of a response. Raises ServeErrors if parameters of the request are invalid."""
-    by_name = {tensor.name: tensor.parameters for tensor in asked}
+    by_name = {tensor.name: tensor.parameters for tensor in requested}
     return tuple(_output(spec, by_name.get(spec.name, NONE), regions, served) for spec in served.outputs)
 
 

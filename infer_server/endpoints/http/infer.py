@@ -19,16 +19,17 @@ from infer_server.batching.request import Arrays, Outputs, Reply, parameters_of
 from infer_server.config.config import ModelConfig
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.http.exchange import Exchange
-from infer_server.endpoints.http.messages import (
-    HttpRequest,
-    HttpResponse,
-    accepted,
-    compressed,
-    json_text,
-)
+from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, accepted, compressed, json_text
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.shared_memory import Place, Regions
-from infer_server.endpoints.tensors import Asked, Output, if_whole, read, rooms, wanted
+from infer_server.endpoints.tensors import (
+    Output,
+    RequestedTensor,
+    checking_inputs,
+    gpu_buffers,
+    read,
+    requested_outputs,
+)
 from infer_server.errors import InvalidRequestError, ServeError, TooLargeError
 from infer_server.gpu_tensors import GpuRoom
 from infer_server.protocol.codec import (
@@ -205,9 +206,9 @@ class HttpCall(Call):
     def encoder(self, served: Served) -> Callable[[Arrays], HttpResponse | ServeError]:
         encode = _encoder_of(self._form, served, self.front.regions)
         writes_much = not all(encode.binary) and not 0 < self._answer_bytes <= LITTLE_JSON_BYTES
-        self.lengthy, self.rooms = bool(self._coding) or encode.has_places or writes_much, encode.rooms
-        return if_whole(self._lent, functools.partial(_compressed, encode, self._coding)
-                        if self._coding else encode)
+        self.lengthy, self.rooms = bool(self._coding) or encode.has_places or writes_much, encode.gpu_buffers
+        return checking_inputs(self._lent, functools.partial(_compressed, encode, self._coding)
+                               if self._coding else encode)
 
 
 def _compressed(encode: Encoder, coding: str, computed: Arrays) -> HttpResponse | ServeError:
@@ -229,8 +230,8 @@ class Encoder:
         return any(output.place for output in self.outputs)
 
     @functools.cached_property
-    def rooms(self) -> Mapping[str, GpuRoom]:
-        return rooms(self.outputs) if self.has_places else {}
+    def gpu_buffers(self) -> Mapping[str, GpuRoom]:
+        return gpu_buffers(self.outputs) if self.has_places else {}
 
     @functools.cached_property
     def _plain(self) -> frozenset[str]:
@@ -323,7 +324,7 @@ def _encoder_of(form: Form, served: Served, regions: Regions) -> Encoder:
 def _encoder(form: Form, served: Served, regions: Regions) -> Encoder:
     every = typed(form.parameters, "binary_data_output", bool, False)
     in_bytes = {tensor.name: typed(tensor.parameters, "binary_data", bool, every) for tensor in form.outputs}
-    outputs = wanted(served, [Asked(*tensor.asked()) for tensor in form.outputs], regions)
+    outputs = requested_outputs(served, [RequestedTensor(*tensor.asked()) for tensor in form.outputs], regions)
     binary = tuple(in_bytes.get(spec.name, every) for spec in served.outputs)
     for output, raw in zip(outputs, binary, strict=True):
         if not raw and not output.place and output.datatype.name in NO_JSON:
