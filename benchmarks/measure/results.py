@@ -59,12 +59,12 @@ class Case:
         return next(row for row in self.rows if row.runtime == OURS)
 
     def fastest(self, *runtimes: str) -> Row | None:
-        """The fastest build of these runtimes; None if none of them ran."""
+        """Return the fastest build of these runtimes; None if none of them ran."""
         rows = [row for row in self.rows if row.runtime in runtimes and row.turns]
         return min(rows, key=lambda row: row.cost) if rows else None
 
     def ratio(self, row: Row) -> Ratio | None:
-        """row's cost over ours; None if either failed."""
+        """Return the cost of a row over ours; None if either failed."""
         if not row.turns or not self.ours.turns:
             return None
         ratios = [a / b for a, b in zip(row.turns, self.ours.turns, strict=True)]
@@ -73,14 +73,14 @@ class Case:
 
 
 def mean_ratio(cases: Iterable[Case], *runtimes: str) -> float:
-    """The geometric mean of the ratios to the fastest build of these runtimes; NaN without any."""
+    """Return the geometric mean of the ratios to the fastest build of these runtimes; NaN without any."""
     ratios = [ratio.median for case in cases if (row := case.fastest(*runtimes)) and (ratio := case.ratio(row))]
     return geometric_mean(ratios) if ratios else math.nan
 
 
 # ---- files
 def write_results(path: Path, cases: Sequence[Case]) -> list[Case]:
-    """Put cases into a JSON file, in the place of what it has of the same; all that it then has, sorted."""
+    """Add cases to a JSON file, replacing those with equal keys; return all its cases, sorted."""
     kept = {case.key: case for case in (read_results(path) if path.exists() else [])}
     kept |= {case.key: case for case in cases}
     every = [kept[key] for key in sorted(kept)]
@@ -90,7 +90,7 @@ def write_results(path: Path, cases: Sequence[Case]) -> list[Case]:
 
 
 def read_results(path: Path) -> list[Case]:
-    """The cases in a file of results. Raises OSError, ValueError, TypeError or KeyError if it is none."""
+    """Return the cases in a file of results. Raises OSError, ValueError, TypeError or KeyError if it is invalid."""
     def row(found: dict[str, Any]) -> Row:
         return Row(**{**found, "turns": tuple(found["turns"])})
 
