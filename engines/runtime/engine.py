@@ -98,7 +98,7 @@ class Lent:
 
 
 class Engine(OfPlan):
-    """Loaded plan of fixed shapes. Thread-safe: `run` takes a context from a pool or creates one if all are in use."""
+    """A loaded plan. Thread-safe: `run` takes a context from a pool, or makes one if all are in use."""
 
     def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None,
                  beside: Engine | None = None, gpu: int = 0) -> None:
@@ -154,41 +154,41 @@ class Engine(OfPlan):
         """Do nothing: a plan without open extents has one set of shapes. See OpenEngine."""
 
     def create_context(self, cpus: Sequence[int] | None = None) -> ExecutionContext:
-        """Create a context with memory of its own, for one owner thread at a time.
+        """Make a context with memory of its own, for one owner thread at a time.
 
         Parameters
         ----------
-        cpus : sequence of int, optional
-            CPU of each thread, the caller's first; the caller's thread itself is not moved (use os.sched_setaffinity).
-            By default those of load_engine; without any, helper threads use all CPUs but the caller's.
+        cpus
+            The CPUs of its threads, one for each; by default those of load_engine, else any but the caller's. The first
+            one is the caller's own, whose thread is not moved: pin it with os.sched_setaffinity.
 
         Raises
         ------
         ConfigError
-            The number of CPUs is not that of the threads, or this process may not use one of them.
+            There are not as many CPUs as threads, or the process may not use one of them.
         """
         cpus = _checked_cpus(cpus, self.threads) or self._cpus
         return ExecutionContext(self.plan, self._loaded.execution(cpus))
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Run the model.
+        """Run the model; callable from any thread.
 
         Parameters
         ----------
-        feeds : mapping of str to array
-            Inputs by name in the dtypes and shapes of the ONNX model, with any number of items: more than max_batch run
-            in slices if the items are independent; otherwise the plan is compiled for that batch if possible. dtypes
-            that NumPy lacks are accepted as ml_dtypes' or as bits (bfloat16 as uint16, float8 and int4 as uint8).
+        feeds
+            {input name: array}, in the dtypes and shapes of the ONNX model, with any number of items on the batch axis.
+            More than max_batch run in slices if the items are independent; else the plan is compiled for so many.
+            bfloat16 is taken in ml_dtypes' dtype, or as its bits (uint16); so are float8 and int4 (uint8).
 
         Returns
         -------
-        dict of str to ndarray
-            Outputs by name; dtypes that NumPy lacks as bits.
+        dict
+            {output name: array}; dtypes that numpy lacks come back as their bits.
 
         Raises
         ------
         InputError
-            An input is missing, unknown, or has another dtype or shape.
+            A name, dtype or shape does not fit.
         """
         again = self.rerun(feeds)
         if again is not None:
