@@ -1,11 +1,10 @@
-"""What building costs and what a plan takes: times with an empty and a full timing cache, bytes, loading, memory.
+"""Benchmark of builds and plans: build time with an empty and a full timing cache, plan size, loading, memory.
 
     python -m benchmarks.building resnet50 mobilenet_v2                 # of the zoo, INT8
     python -m benchmarks.building m.onnx --precision bf16 --write       # also into docs/benchmarks
 
-Calibration is not in the times: ranges are made first, and read from their cache by the builds that are measured. Each
-build and each load is a process of its own. Beside the time on the clock stands the processors' time, which a busy
-machine changes less.
+Times exclude calibration: ranges are made first, and the measured builds read them from the cache. Each build and each
+load is a process of its own. CPU time, which depends less on other load, is listed with the wall time.
 """
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ HEADER = ("model", "build, empty cache s", "full cache s", "plan MB", "per weigh
 
 
 def timed(source: Path, plan: Path, *options: object) -> str:
-    """Runs build-engine; returns its times as "seconds (CPU seconds)"."""
+    """Run build-engine and return its times as "seconds (CPU seconds)"."""
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     run("infer_server.cli.build_engine", source, "-o", plan, *options)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -38,19 +37,19 @@ def timed(source: Path, plan: Path, *options: object) -> str:
 
 
 def weight_bytes(plan: Plan) -> int:
-    """The bytes of the graph's weights, as the precision stores them."""
+    """Return the bytes of the graph's weights in the plan's precision."""
     size = {"fp32": 4, "bf16": 2, "fp16": 2}.get(plan.precision, 1)
     return sum(array.size * size for array in plan.weights.values() if array.ndim > 1)
 
 
 def live_bytes(plan: Plan) -> int:
-    """The largest sum of the bytes of buffers that are alive at the same step."""
+    """Return the maximum over steps of the bytes of live buffers."""
     machine = plan.machine
     return max(sum(b.bytes for b in machine.buffers if b.first <= step <= b.last) for step in range(len(machine.steps)))
 
 
 def measure(model: str, precision: str, max_batch: int, folder: Path) -> list[Cell]:
-    """A row of the table."""
+    """Build and load a model, and return its row of the table."""
     source = source_of(model, folder)
     plan, times = folder / f"{source.stem}.plan", folder / f"{source.stem}.times"
     options: list[object] = [f"--{precision}", "--max-batch", max_batch, "--timing-cache", times, "-q",

@@ -1,11 +1,10 @@
-"""How far the cost model is from the clock: every candidate for every kernel of a plan, timed alone on this machine.
+"""Accuracy of the cost model: every candidate for every kernel of a plan is timed alone on this machine.
 
     python -m benchmarks.costs resnet50.plan minilm.plan
 
-Of each plan, how much longer its kernels take together if each is chosen by cost alone than if all were the fastest;
-and of each kernel, time over cost in cycles of the clock that was measured beside: their spread is what misleads a
-choice, their median what misleads one between two kernels. Times are of one item, with weights at hand, and candidates
-that take more than twice the fastest's do not count.
+Reports for each plan the slowdown if each kernel is chosen by cost instead of time, and for each kernel the ratio of
+time to cost in cycles of the measured clock: its spread misleads the choice among tactics, its median the choice
+between kernels. Times are of one item with weights in the cache; candidates slower than twice the fastest are omitted.
 """
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ Times = Mapping[Candidate, float]       # microseconds
 
 
 def surveyed(path: Path, isa: Isa) -> tuple[Mapping[Problem, Times], Counter[Problem]]:
-    """The times of all candidates for each of a plan's problems, and how often the plan has it."""
+    """Time all candidates for each problem of a plan; return the times, and the number of steps with each problem."""
     plan = read_plan(path)
     calls = write_borders(lower(graph_of(plan), isa.lanes), plan.max_batch).compiled
     tuner = Tuner(isa, TimingCache(), detect().model)
@@ -42,14 +41,14 @@ def surveyed(path: Path, isa: Isa) -> tuple[Mapping[Problem, Times], Counter[Pro
 
 
 def loss(isa: Isa, found: Mapping[Problem, Times], uses: Mapping[Problem, int]) -> float:
-    """The time of the candidates of least cost to that of the fastest, less 1."""
+    """Return the relative slowdown of choosing candidates by cost instead of time."""
     chosen = sum(uses[problem] * times[min(times, key=lambda one: one.kernel.cost(isa, one.tactic))]
                  for problem, times in found.items())
     return chosen / sum(uses[problem] * min(times.values()) for problem, times in found.items()) - 1
 
 
 def ratios(isa: Isa, found: Sequence[Mapping[Problem, Times]], hertz: float) -> dict[str, list[float]]:
-    """{kernel: time over cost of each of its candidates that is not far from the fastest}"""
+    """Return the ratios of time to cost by kernel, of candidates that are not far from the fastest."""
     of_kernels = defaultdict(list)
     for times in (times for problems in found for times in problems.values()):
         for one, us in times.items():

@@ -102,7 +102,7 @@ CELLS: Mapping[str, tuple[str, int, Mapping[str, int]]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem as a model of one node: float32 x to float32 y; `weights` draws its constants."""
+    """Problem as a model of one node, from float32 x to float32 y; `weights` draws its constants."""
     kind: str                           # one of CLASSES
     name: str
     operator: str
@@ -115,11 +115,11 @@ class Problem:
 
     @property
     def effort(self) -> int:
-        """An estimate, to sort by, of the time that a problem takes to compute and to build."""
+        """Estimate of the time to compute and build the problem, for sorting."""
         return self.macs + 100 * self.weight_elements
 
     def write(self, folder: Path) -> tuple[Path, Path]:
-        """The ONNX file and an .npz file of one x."""
+        """Write the ONNX file and an .npz file with one x; return their paths."""
         random = np.random.default_rng(0)
         model, data = folder / f"{self.name}.onnx", folder / f"{self.name}.npz"
         onnx.save(self.model(random), model)
@@ -138,7 +138,7 @@ class Problem:
 
 
 def problems() -> list[Problem]:
-    """All problems, those that take least time first."""
+    """Return all problems, sorted by effort."""
     every = [*map(_product, _lines(PRODUCTS)), *map(_product, _lines(SPARSE_PRODUCTS)),
              *map(_convolution, _lines(CONVOLUTIONS)), *map(_recurrence, _lines(RECURRENCES))]
     return sorted(every, key=lambda problem: problem.effort)
@@ -176,7 +176,7 @@ def _convolution(numbers: list[str]) -> Problem:
 
 
 def _recurrence(fields: list[str]) -> Problem:
-    """A recurrent layer whose input is as wide as its state."""
+    """Return the problem of a recurrent layer whose input is as wide as its state."""
     cell, (units, batch, steps) = fields[0], map(int, fields[1:])
     operator, gates, attributes = CELLS[cell]
 
@@ -192,5 +192,5 @@ def _recurrence(fields: list[str]) -> Problem:
 
 
 def _normal(random: np.random.Generator, shape: tuple[int, ...], terms: int = 1) -> Array:
-    """Normal weights scaled by 1 / sqrt(terms), so that outputs have the variance of inputs."""
+    """Draw normal weights scaled by 1 / sqrt(terms), so that outputs have the variance of inputs."""
     return random.standard_normal(shape, np.float32) / np.float32(terms ** 0.5)

@@ -1,19 +1,20 @@
-"""The day a GPU is at hand, as one command: is it right, how fast is it, by which tactics, and beside what?
+"""Benchmark of a GPU in one command: correctness, speed, chosen tactics, and comparison with other runtimes.
 
     python -m benchmarks.gpu --results gpu.json                             # everything, in the order of STEPS
-    python -m benchmarks.gpu --results gpu.json --minutes 9                 # again: goes on where it was interrupted
+    python -m benchmarks.gpu --results gpu.json --minutes 9                 # again: resumes where it was interrupted
     python -m benchmarks.gpu --steps right,networks --models resnet50
-    python -m benchmarks.gpu --emulated sm_80 --models trial --batches 1,2  # without a GPU: whether all of this works
+    python -m benchmarks.gpu --emulated sm_80 --models trial --batches 1,2  # without a GPU: test this command
 
-What fails says so in the results, and the next part runs; results are written as they come. A kernel's fault costs its
-process the GPU, and one that never ends its thread: so a problem of a family runs in a process of its own, and this
-one starts anew after such a fault, or when a part has taken --part-seconds, behind what failed. Then, by hand:
-compute-sanitizer on `--steps right --match NAME`, and ncu on the slowest steps.
+A failure is recorded in the results, and the next part runs; results are written as they are found. After a kernel
+fault a process cannot use the GPU any more, and a kernel that hangs blocks its thread. Therefore each problem of a
+family runs in a process of its own, and this process restarts after such a failure, or when a part exceeds
+--part-seconds, with the next part. To follow up by hand: compute-sanitizer on `--steps right --match NAME`, and ncu on
+the slowest steps.
 
-What the machine needs is this tree, the driver, Python 3.11 or later, and as wheels, if it has no network: numpy, onnx,
+The machine needs this tree, the driver, Python 3.11 or later, and as wheels, if it has no network: numpy, onnx,
 ml_dtypes, llvmlite (0.45 or later), protobuf, onnxruntime (for the statistics of random networks), pytest, and the
-extra `cuda` for machine code made at the build; without that the driver makes it, which is checked and timed alike.
-Peers are measured if they are there: TensorRT, TensorRT-RTX; torch with torchvision and transformers.
+extra `cuda` to make machine code at the build; without it the driver compiles PTX, which is checked and timed as well.
+Peers are measured if they are installed: TensorRT, TensorRT-RTX; torch with torchvision and transformers.
 """
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ COPIED, SIDE = 1 << 30, 4096            # of the peaks: bytes, and couts and cha
 
 @architecture(size=8)
 def trial(net: Net, x: Tensor) -> Tensor:
-    """Two layers, for a GPU that is played."""
+    """Build a network of two layers, for an emulated GPU."""
     return net.classify(net.conv_bn_act(x, 16, 3, name="stem"))
 
 
@@ -89,7 +90,7 @@ SMALL: Mapping[str, Callable[[], onnx.ModelProto]] = {
 
 @dataclass(frozen=True)
 class Bench:
-    """The GPU, and what is asked of it."""
+    """GPU with the options and results of the benchmark."""
     options: argparse.Namespace
     results: Findings
     device: GpuDriver
@@ -100,13 +101,13 @@ class Bench:
         return TimingCache(self.options.timing_cache or None)
 
     def graph(self, model: onnx.ModelProto, precision: str) -> Graph:
-        """With stored types decided."""
+        """Return a model's graph with stored dtypes decided."""
         builder = Builder(BuildConfig(precision=precision, timing=False))
         graph = builder.graph(model)
         return builder.stored(graph, dict.fromkeys(builder.edges(graph), RANGE))
 
     def plan(self, name: str, precision: str, target: str, opt_batch: int = 0, small: bool = False) -> Plan:
-        """opt_batch: what tactics are timed for; 0: the model chooses them."""
+        """Build a plan. opt_batch: batch for which tactics are timed; 0: the cost model chooses them."""
         model = (SMALL if small else MODELS)[name]()
         most = CHECKED if small else max(self.options.batches)
         builder = Builder(BuildConfig(
@@ -126,7 +127,7 @@ class Bench:
 
 # ---- is it right?
 def right(bench: Bench) -> None:
-    """A few problems of every family, each against its reference, in a process of its own."""
+    """Check a few problems of every family against their references, each in a process of its own."""
     from tests.gpu.cases import CASES
     wanted = [name for name in CASES if bench.options.match in name and bench.results.wants(f"right: {name}")]
     if bench.options.emulated:
@@ -140,7 +141,7 @@ def right(bench: Bench) -> None:
 
 
 def _alone(most: int | None, seconds: float, name: str) -> str:
-    """What `checked` says in a process of its own, or how that ended."""
+    """Return the result of `checked` in a process of its own, or a description of how that process ended."""
     context = get_context("spawn")
     ours, its = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(its, name, most))
@@ -183,7 +184,7 @@ def checked(name: str, emulated: str, most: int | None) -> str:
 
 
 def networks(bench: Bench) -> None:
-    """Small networks against the plan of a CPU: integers byte for byte."""
+    """Check small networks against a plan for the CPU; integers must be byte-equal."""
     for name, precision in bench.each(bench.options.checked):
         if not bench.results.wants(key := f"network: {name} {precision}"):
             continue
@@ -200,7 +201,7 @@ def networks(bench: Bench) -> None:
 
 # ---- how fast?
 def peaks(bench: Bench) -> None:
-    """What the card does at best, by our own kernels: bytes and products, beside what the cost model assumes."""
+    """Measure the card's peak rates of memory and products with our kernels, and list the cost model's assumptions."""
     device, card = bench.device, CARDS[bench.target]
     copied, side = (COPIED, SIDE) if not bench.options.emulated else (1 << 10, 64)
     with ScopedResources(device) as held:
@@ -223,7 +224,7 @@ def peaks(bench: Bench) -> None:
 
 
 def speed(bench: Bench) -> None:
-    """Items a second by batch: tactics by the model, then by timing; on the GPU alone, and as the host sees it."""
+    """Measure items per second by batch, with tactics from the cost model and from timing, on the GPU and the host."""
     for name, precision in bench.each():
         for tuned in (0, *TUNED_FOR):
             how = f"tuned for {tuned}" if tuned else "by the model"
@@ -259,7 +260,7 @@ def _speed(bench: Bench, context: Any, batch: int) -> dict[str, float]:
 
 
 class _Room:
-    """An array on the GPU, of zeros."""
+    """Array of zeros on the GPU."""
 
     def __init__(self, held: ScopedResources, shape: Sequence[int], dtype: str) -> None:
         size = math.prod(shape) * np.dtype(dtype).itemsize
@@ -268,7 +269,7 @@ class _Room:
 
 
 def steps(bench: Bench) -> None:
-    """Each step at the largest batch tactics are tuned for: measured, estimated, and its share of the assumed peaks."""
+    """Report each step at the largest tuned batch: measured and estimated time, and shares of the assumed peaks."""
     batch = min(TUNED_FOR[-1], max(bench.options.batches))
     for name, precision in bench.each():
         if not bench.results.wants(key := f"steps: {name} {precision}"):
@@ -289,7 +290,7 @@ def steps(bench: Bench) -> None:
 
 
 def _shares(bench: Bench, step: Any, batch: int, us: float) -> str:
-    """Of the rates that the cost model assumes."""
+    """Return the shares of the cost model's peak rates that a step reaches, as text."""
     card = CARDS[bench.target]
     macs = card.products.get(step.precision, 1) * card.multiprocessors * card.hertz
     return (f"{100 * step.macs * batch / macs / us * 1e6:.0f} % of mma, "
@@ -297,7 +298,7 @@ def _shares(bench: Bench, step: Any, batch: int, us: float) -> str:
 
 
 def beside(bench: Bench) -> None:
-    """What others do on the same GPU."""
+    """Measure other runtimes on the same GPU."""
     if bench.options.emulated:
         return
     for target in TARGETS:
@@ -306,7 +307,7 @@ def beside(bench: Bench) -> None:
 
 
 def tensorrt(bench: Bench, target: str) -> None:
-    """NVIDIA's own compiler, of the same graphs; with copies from and to the host."""
+    """Measure TensorRT on the same graphs, including copies from and to the host."""
     try:
         library(target)
     except LibraryMissing as missing:

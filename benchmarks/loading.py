@@ -1,4 +1,4 @@
-"""What it takes to start serving a plan, measured in a process that does nothing else; prints JSON.
+"""Benchmark of import and load times of a plan, measured in a fresh process; prints JSON.
 
     python -m benchmarks.loading model.plan
 """

@@ -27,9 +27,9 @@ CALIBRATION_ITEMS = 32      # of random pictures, where no data is given
 
 @dataclass(frozen=True)
 class Model:
-    """An ONNX file and what build-engine is told about it."""
+    """ONNX file with its options for build-engine."""
     source: Path
-    calibration: str                    # --calib: random pictures where nothing was given
+    calibration: str                    # --calib: random pictures by default
     preprocess: str = ""                # --preprocess
     shapes: tuple[str, ...] = ()        # --shape, each
     accuracy: Path | None = None        # a script as benchmarks.measure.accuracy reads it
@@ -40,12 +40,12 @@ class Model:
 
     @property
     def build_options(self) -> tuple[str, ...]:
-        """build-engine's options for this model, in every precision."""
+        """Options of build-engine for this model in every precision."""
         return tuple(option for shape in self.shapes for option in ("--shape", shape))
 
     @property
     def calibration_options(self) -> tuple[str, ...]:
-        """build-engine's further options for this model, in INT8."""
+        """Further options of build-engine for this model in INT8."""
         preprocess = ("--preprocess", self.preprocess) if self.preprocess else ()
         return ("--calib", self.calibration, *preprocess)
 
@@ -57,23 +57,23 @@ class Model:
 
     @property
     def batched(self) -> bool:
-        """Whether one inference may take several items."""
+        """True if one inference may take several items."""
         return any(isinstance(extent, str) for tensor in self.inputs for extent in tensor.shape[:1])
 
     @property
     def data(self) -> CalibrationData:
-        """The calibration items, of which the first are also what is timed."""
+        """Calibration items, of which the first are also used for timing."""
         return open_calibration_data(self.calibration, self.inputs,
                                      load_preprocess(self.preprocess) if self.preprocess else None)
 
 
     @cached_property
     def data_digest(self) -> str:
-        """A hash of the calibration items' names and values."""
+        """Digest of the calibration items' names and values."""
         return digest(*(part for item in self.data for name, array in item.items() for part in (name, array.tobytes())))
 
     def feed(self, batch: int) -> dict[str, Array]:
-        """The first items, again and again if there are fewer than `batch`, as one feed."""
+        """Return the first `batch` items, repeated if there are fewer, as one feed."""
         items = list(self.data.limit(batch))
         chosen = [items[i % len(items)] for i in range(batch)]
         return {name: np.concatenate([item[name] for item in chosen]) if name in self.data.batched else first
@@ -81,7 +81,7 @@ class Model:
 
 
 def digest(*parts: str | bytes) -> str:
-    """A hash of these, as the name of the file that is made of them."""
+    """Return a digest of parts, for the name of a file that is made from them."""
     hasher = hashlib.sha256()
     for part in parts:
         hasher.update(part.encode() if isinstance(part, str) else part)
@@ -90,12 +90,12 @@ def digest(*parts: str | bytes) -> str:
 
 
 def run(module: str, *arguments: object) -> None:
-    """A command of ours, by its module; its output goes to our stderr, its failure ends the benchmark."""
+    """Run a command of ours by its module; its output goes to stderr, and its failure ends the benchmark."""
     subprocess.run([sys.executable, "-m", module, *map(str, arguments)], check=True, stdout=sys.stderr)
 
 
 def source_of(model: str, folder: Path) -> Path:
-    """The ONNX file: `model` itself, or the zoo's model of that name, written into `folder`."""
+    """Return the path of an ONNX file: `model` itself, or the zoo's model of that name, written into `folder`."""
     if model not in ZOO:
         return Path(model)
     path = folder / f"{model}.onnx"
@@ -105,7 +105,7 @@ def source_of(model: str, folder: Path) -> Path:
 
 
 def random_pictures(source: Path, folder: Path) -> Path:
-    """An .npz file of random pictures of the size of the model's one input; other models end the benchmark."""
+    """Write random pictures for the model's only input to an .npz file; other models end the benchmark."""
     value, *others = onnx.load(source, load_external_data=False).graph.input
     extents = [extent.dim_value for extent in value.type.tensor_type.shape.dim]
     if others or len(extents) != 4 or not all(extents[1:]):
@@ -119,7 +119,7 @@ def random_pictures(source: Path, folder: Path) -> Path:
 
 
 def build(source: Path, plan: Path, precision: str, max_batch: int, options: Sequence[object] = ()) -> None:
-    """build-engine; int8 is calibrated on random pictures of the input's size."""
+    """Run build-engine; int8 is calibrated on random pictures of the input's size."""
     plan.parent.mkdir(parents=True, exist_ok=True)
     calibration = ("--calib", random_pictures(source, plan.parent)) if precision == "int8" else ()
     run("infer_server.cli.build_engine", source, "-o", plan, f"--{precision}", "--max-batch", max_batch, "--no-cache",

@@ -1,9 +1,9 @@
-"""What one core of this machine does at best: the roof that profiles and ratios are read under.
+"""Measurement of the peak rates of one core, the roofline for profiles and ratios.
 
     python -m benchmarks.peaks --write
 
-Everything is shown for a cycle as well: that figure belongs to the core, not to the clock of the moment. Cycles are
-counted where the machine lets us; elsewhere the clock itself is measured beside everything else.
+Rates are also shown for a cycle, which is independent of the current clock frequency. Cycles are counted if the machine
+permits it; otherwise the clock frequency is measured as well.
 """
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def chosen(values: Sequence[str], model: str) -> list[str]:
-    """Of [MODEL=]VALUE options, the values that are for a model: its own if there are any, else those for all."""
+    """Return the values of [MODEL=]VALUE options for a model: its own if there are any, else those for all models."""
     own = [value.removeprefix(f"{model}=") for value in values if value.startswith(f"{model}=")]
     return own or [value for value in values if "=" not in value]
 

@@ -1,15 +1,15 @@
-"""What serving costs: infer-server under load-test, against run-engine on the same plan at the same batch size.
+"""Benchmark of serving overhead: infer-server under load-test compared with run-engine at the same batch size.
 
     python -m benchmarks.serving                              # ResNet-50 INT8 of the zoo, concurrency 1 to 32
     python -m benchmarks.serving --model mobilenet_v2 --precision fp32 --threads 2 --write
     python -m benchmarks.serving --plan models/mobilenet_v2/1/model.plan --apart 0,1
     python -m benchmarks.serving --plan models/mobilenet_v2/1/model.plan --apart 0,1 --way http
 
-At each concurrency: throughput, latency, the mean size of the batches that the server formed, and the share of the
-throughput that the engine alone has at that size. The server has one instance, as run-engine has one context. Loads and
-engine runs alternate, so that a busy moment of the machine meets both; the table shows the median of the repetitions.
-The load test takes part of the machine: its share is in it. With --apart the server has a core of its own and the
-client another, and that is a bare connection (transport/bare.py): what the server loses, it loses by itself.
+For each concurrency it reports throughput, latency, the mean batch size that the server formed, and the share of the
+throughput that the engine alone has at that size. The server has one instance and run-engine one context. Server and
+engine runs alternate, so that other load affects both; the table shows the median of the repetitions. The load test
+uses part of the machine, which counts as overhead. With --apart the server and the client have a core each, and the
+client is a bare connection (transport/bare.py), so that the overhead is the server's own.
 """
 from __future__ import annotations
 

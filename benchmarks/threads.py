@@ -100,12 +100,12 @@ def speeds(one: ExecutionContext, several: ExecutionContext, plan: Path, threads
 
 
 def speed(condition: str, one: ExecutionContext, several: ExecutionContext, seconds: float) -> Speed:
-    """For so many seconds, and at least one turn of each."""
+    """Measure both contexts in alternating turns for `seconds`, at least one turn of each."""
     times: dict[ExecutionContext, list[float]] = {one: [], several: []}
     end = time.perf_counter() + seconds
     while not times[several] or time.perf_counter() < end:
         for context, taken in times.items():
-            context.execute(1)          # its caches are cold, and its helpers asleep
+            context.execute(1)          # warm-up: caches are cold, helper threads asleep
             for _ in range(TURN):
                 begin = time.perf_counter()
                 context.execute(1)
@@ -114,7 +114,7 @@ def speed(condition: str, one: ExecutionContext, several: ExecutionContext, seco
 
 
 def throughput(contexts: list[ExecutionContext], seconds: float) -> float:
-    """Requests a second of all contexts, each asked again and again on a thread of its own."""
+    """Return the requests per second of all contexts, each running continuously on a thread of its own."""
     counts = [0] * len(contexts)
 
     def ask(number: int) -> None:

@@ -1,6 +1,6 @@
-"""Run the float graph over the calibration data and gather a histogram of every watched tensor.
+"""Collection of histograms of tensors while the float graph runs over the calibration data.
 
-A tensor is looked at when it is whole and where it lies: none is copied, and only those alive at once take memory.
+A tensor is observed in place as soon as it is complete: none is copied, and only live tensors take memory.
 """
 from __future__ import annotations
 
@@ -12,20 +12,33 @@ from engines.backends.device import Show
 from engines.errors import CalibrationError
 from engines.ir.graph import Array
 
-Run = Callable[[Feed, Show], None]      # shows (at least) the watched tensors that a feed gives
+Run = Callable[[Feed, Show], None]      # runs a feed and calls Show with (at least) the tensors to be observed
 
 
 def collect(run: Run, data: CalibrationData, tensors: Iterable[str], *, batch: int = 1,
             progress: Callable[[int, int], None] = lambda done, of: None) -> dict[str, Histogram]:
-    """{tensor: histogram of all its values}, from one pass over `data` in batches of at most `batch` items.
+    """Return a histogram of each tensor from one pass over the data.
 
-    The histograms do not depend on `batch`, provided that `run` does not. progress(done, of) is called with numbers of
-    items, `of` 0 if it is not known. Raises CalibrationError, naming the tensor, if `run` never shows it or if it
-    has values that are not finite.
+    Parameters
+    ----------
+    run : callable
+        Runs a feed and passes its tensors to a callback.
+    data : CalibrationData
+    tensors : iterable of str
+        Names of the tensors.
+    batch : int
+        Maximum number of items of a batch; the histograms do not depend on it, provided that `run` does not.
+    progress : callable
+        Called with (done, of) in items; `of` is 0 if unknown.
+
+    Raises
+    ------
+    CalibrationError
+        A tensor, which is named, was never passed or has values that are not finite.
     """
     histograms = {tensor: Histogram() for tensor in tensors}
     done = 0
-    seen: set[str] = set()      # for other shapes the graph may be another, without some of them
+    seen: set[str] = set()      # the graph of some shapes may lack some of the tensors
 
     def observe(tensor: str, values: Array) -> None:
         if (histogram := histograms.get(tensor)) is None:

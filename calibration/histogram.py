@@ -1,11 +1,11 @@
-"""A streaming histogram of a tensor's values, on which every calibrator works: one pass over the data serves all.
+"""Streaming histogram of a tensor's values, from which all calibrators compute ranges after one pass over the data.
 
-The bins lie on a fixed grid: 2 * BINS_PER_SIDE of them over [-2**e, 2**e), where e is the smallest exponent that holds
-every value seen. When a larger value arrives the range doubles until it fits and neighbouring bins merge. A bin of one
-grid is the union of two of the finer one, and scaling by a power of two is exact, so the counts are those that a
-histogram with the final range would have had from the start: neither order nor batch size can be seen in them.
+There are 2 * BINS_PER_SIDE bins over [-2**e, 2**e), where e is the smallest exponent that covers every value. When a
+larger value arrives, the range doubles until it fits and neighbouring bins are merged. A bin is the union of two bins
+of the finer grid, and scaling by a power of two is exact. Therefore the counts equal those of a histogram with the
+final range from the start, and do not depend on the order of values or the batch size.
 
-(NVIDIA's calibrators rescale from whatever range the first batch had, and so depend on it: TensorRT issue 1411.)
+(NVIDIA's calibrators rescale from the range of the first batch, and so depend on it: TensorRT issue 1411.)
 """
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 from engines.errors import CalibrationError
 from engines.ir.graph import Array
 
-BINS_PER_SIDE = 1 << 14         # 256 KiB a tensor; never fewer than 4 bins for each of S7310's 2048
-PIECE = 1 << 18                 # values that are counted at once: what is made of them stays in the caches
-SMALLEST_EXPONENT = -100        # of a tensor without values above 2**-100; keeps bins / range finite in float32
+BINS_PER_SIDE = 1 << 14         # 256 KiB a tensor; at least 4 bins for each of the 2048 of NVIDIA's talk S7310
+PIECE = 1 << 18                 # values counted at once, so that temporaries stay in the caches
+SMALLEST_EXPONENT = -100        # minimum of e, which keeps bins / range finite in float32
 
 Floats = NDArray[np.float64]
 Range = tuple[float, float]     # of a tensor: (low, high), real values, low <= 0 <= high
 
 
 class Histogram:
-    """Counts, extremes and number of the values observed; mutable, owned by whoever collects.
+    """Mutable histogram with the extremes and the number of the observed values.
 
     counts      int64 [2 * BINS_PER_SIDE]; bin i holds values in [edges[i], edges[i + 1])
     exponent    the range is [-2**exponent, 2**exponent)
@@ -47,7 +47,7 @@ class Histogram:
         with pieces:
             for piece in cast(Iterable[Array], pieces if values.size else ()):
                 low, high = float(piece.min()), float(piece.max())
-                if not np.isfinite(low) or not np.isfinite(high):       # a NaN anywhere is the result of min and max
+                if not np.isfinite(low) or not np.isfinite(high):       # min and max propagate NaN
                     count = np.count_nonzero(~np.isfinite(values))
                     raise CalibrationError(f"{count} of {values.size} values are not finite")
                 self._min, self._max = min(self._min, low), max(self._max, high)
@@ -63,7 +63,7 @@ class Histogram:
         self.counts += np.bincount(bins.astype(np.int32), minlength=self.counts.size)
 
     def _widen(self, exponent: int) -> None:
-        """Merge neighbours, pair by pair, until the range is at least 2**exponent to either side of zero."""
+        """Merge neighbouring bins until the range is at least [-2**exponent, 2**exponent)."""
         while self.exponent < exponent:
             if not self.counts.any():
                 self.exponent = exponent
@@ -77,29 +77,29 @@ class Histogram:
     def _width(self) -> float:
         return float(2.0 ** self.exponent) / BINS_PER_SIDE
 
-    # ---- what calibrators ask
+    # ---- interface for calibrators
     @property
     def low(self) -> float:
-        """The least value seen, or 0: zero belongs to every range, as padding and ReLU need it exactly."""
+        """Smallest value, at most 0: every range includes zero, which padding and ReLU need exactly."""
         return min(self._min, 0.0)
 
     @property
     def high(self) -> float:
-        """The largest value seen, or 0."""
+        """Largest value, at least 0."""
         return max(self._max, 0.0)
 
     @property
     def magnitude(self) -> float:
-        """The largest |x| seen."""
+        """Largest |x|."""
         return max(-self.low, self.high)
 
     @property
     def edges(self) -> Floats:
-        """The edges of the bins, [2 * BINS_PER_SIDE + 1]."""
+        """Edges of the bins, float64 [2 * BINS_PER_SIDE + 1]."""
         return np.arange(-BINS_PER_SIDE, BINS_PER_SIDE + 1, dtype=np.float64) * self._width
 
     def quantile(self, fraction: float) -> float:
-        """The value below which `fraction` of all values lie, linear within its bin."""
+        """Return the value below which `fraction` of all values lie, interpolated linearly in its bin."""
         below = np.concatenate([[0], np.cumsum(self.counts)])
         target = fraction * self.count
         bin_ = int(np.clip(np.searchsorted(below, target, side="left") - 1, 0, self.counts.size - 1))
@@ -108,14 +108,15 @@ class Histogram:
         return float(np.clip(value, self._min, self._max))
 
     def magnitudes(self, bins: int) -> Floats:
-        """The histogram of |x| in `bins` equal bins over [0, magnitude]: [bins], summing to the number of values.
+        """Return the histogram of |x| in `bins` equal bins over [0, magnitude], float64 [bins].
 
-        A bin of the grid that lies across an edge of the new bins is shared out in proportion: counts may be fractions.
+        It sums to the number of values. Bins that cross an edge of the new bins are divided in proportion, so counts
+        may be fractions.
         """
         positive, negative = self.counts[BINS_PER_SIDE:], self.counts[BINS_PER_SIDE - 1::-1]
         below = np.concatenate([[0], np.cumsum(positive + negative)])
         grid = self.edges[BINS_PER_SIDE:]
         edges = np.linspace(0.0, self.magnitude, bins + 1)
         share = np.interp(edges, grid, below)
-        share[-1] = self.count          # the largest value sits somewhere inside the last bin of the grid
+        share[-1] = self.count          # the largest value is inside the last bin, not at its end
         return np.diff(share)

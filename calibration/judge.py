@@ -1,7 +1,7 @@
-"""Run a model in float, and quantised by trial ranges, on calibration items; measure what quantising costs its outputs.
+"""Evaluation of trial ranges: runs a model in float and quantised on calibration items and measures output errors.
 
-Outputs are judged part by part (calibration.accuracy.parts). Where a selection such as TopK decides an output, the
-tensors that enter the selection are judged in its place: behind it, near ties swap rows, whatever the ranges are.
+Outputs are compared part by part (calibration.accuracy.parts). If a selection such as TopK decides an output, the
+inputs of the selection are compared instead, because after it nearly equal elements may be swapped with any ranges.
 """
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from engines.plan.plan import Plan
 from engines.runtime.engine import Engine
 from engines.runtime.fallback import to_real
 
-Tick = Callable[[], None]       # called whenever a batch has run, or a plan was compiled
+Tick = Callable[[], None]       # called after each batch and each compiled plan
 
 
 class GraphEngines:
-    """The engines of a model's graphs: one for each set of extents that the data have, made when it is met."""
+    """Engines of a model's graphs, one for each set of extents in the data, created on demand."""
 
     def __init__(self, subject: Subject, plan: Callable[[Graph], Plan], tick: Tick = lambda: None) -> None:
         self._subject, self._plan, self._tick = subject, plan, tick
@@ -35,7 +35,7 @@ class GraphEngines:
         self.usual = self._engine(tuple(subject.usual.values()))
 
     def show(self, feed: Feed, show: Show) -> None:
-        """Run a feed; show the outputs."""
+        """Run a feed and pass the outputs to `show`."""
         extents = self._subject.extents_of(feed)
         known = self._subject.deciding
         read = {name: array for name, array in feed.items() if name not in known}
@@ -43,7 +43,7 @@ class GraphEngines:
 
     def _engine(self, extents: tuple[Any, ...]) -> Engine:
         if extents not in self._engines:
-            if len(self._engines) > KEPT:       # the usual one stays
+            if len(self._engines) > KEPT:       # never evict the first one, for the usual extents
                 del self._engines[list(self._engines)[1]]
             graph = self._subject.at(dict(zip(self._subject.usual, extents, strict=True)))
             self._engines[extents] = Engine(self._plan(graph))
@@ -70,13 +70,13 @@ def judged_tensors(graph: Graph) -> tuple[str, ...]:
 
 
 class FloatRuns:
-    """The first items of the calibration data, and the judged tensors that the float model gives for them.
+    """First items of the calibration data with the float model's judged tensors.
 
-    They are kept while calibration runs over the data, so that nothing is read, decoded and run once more.
+    They are kept during the pass over the data, so that these items are not read and run again.
     """
 
     def __init__(self, graph: Graph, wanted: int) -> None:
-        """wanted: the number of items that are kept; a few more may be, for batches are not cut."""
+        """Keep at least `wanted` items: whole batches are kept."""
         self.tensors = judged_tensors(graph)
         self.feeds: list[Feed] = []
         self.expected: list[dict[str, Array]] = []
@@ -84,7 +84,7 @@ class FloatRuns:
         self._graph, self._wanted = graph, wanted
 
     def run(self, engines: GraphEngines, feed: Feed, items: int, observe: Show) -> None:
-        """Show what the float model gives for a feed of so many items to `observe`, and keep it if items are wanted."""
+        """Run the float model on a feed and pass its tensors to `observe`; keep them if more items are needed."""
         if self.items >= self._wanted:
             engines.show(feed, observe)
             return
@@ -107,10 +107,10 @@ class FloatRuns:
 
 
 class Judge:
-    """Measures what a table does to a model's outputs."""
+    """Evaluator of calibration tables by the errors of a model's outputs."""
 
     def __init__(self, subject: Subject, floats: FloatRuns, tick: Tick = lambda: None) -> None:
-        """tick: called whenever a batch has run."""
+        """Take the float model's results as the reference. tick: called after each batch."""
         self._subject, self._floats, self._tick = subject, floats, tick
         self.items = floats.items
         self._reference = Reference(floats.expected, parts_by_tensor(floats.expected, list(self._sources())))

@@ -27,18 +27,31 @@ from engines.preprocess import Preprocess
 __all__ = ["CalibrationData", "Feed", "open_calibration_data"]
 
 
-FEEDS = "the calibration data"          # what errors call those of a program
+FEEDS = "the calibration data"          # name in errors of data that a program passes
 Source = str | Path | Feeds
 
 
 def open_calibration_data(source: Source, inputs: Sequence[IoTensor], preprocess: Preprocess | None = None,
                           usual: Mapping[str, Any] = {}) -> CalibrationData:      # noqa: B006
-    """The data that `source` names, checked against the model's inputs as far as that goes without reading it all.
+    """Open calibration data, and check it against the model's inputs as far as possible without reading it all.
 
-    preprocess is for images; None picks a preset by the input's channels, and the result's `note` says which. usual:
-    the numbers of open extents for which the model is built first: the size of images, unless preprocess has one.
-    Raises CalibrationError: nothing there, no data in it, a file that cannot be read (named), or names, dtypes or
-    shapes that are not the model's; ConfigError: a preprocessing that does not fit the model.
+    Parameters
+    ----------
+    source : path or callable
+        See the module's docstring.
+    inputs : sequence of IoTensor
+        Inputs of the model.
+    preprocess : Preprocess, optional
+        For images. None chooses a preset by the input's channels, which the result's `note` names.
+    usual : mapping
+        Numbers of open extents for which the model is built first: the size of images unless preprocess has one.
+
+    Raises
+    ------
+    CalibrationError
+        There is no data, a file cannot be read, or names, dtypes or shapes are not the model's.
+    ConfigError
+        The preprocessing does not fit the model.
     """
     if not isinstance(source, str | Path):
         return from_feeds(FEEDS, source, inputs)
@@ -70,8 +83,7 @@ def open_calibration_data(source: Source, inputs: Sequence[IoTensor], preprocess
 
 
 def digest_of_data(source: Source) -> object:
-    """What changes when the data do, as JSON would hold it: of files their names, sizes and times; of what code yields,
-    all of it."""
+    """Return a JSON value that changes with the data: names, sizes and times of files, or the digest of all feeds."""
     if not isinstance(source, str | Path):
         return digest_of(FEEDS, source)
     text, path = str(source), Path(source)

@@ -15,12 +15,12 @@ from calibration.calibrators import Range
 from calibration.histogram import Histogram
 from calibration.table import CalibrationTable, make_table
 
-# The default first: it is taken where others are no better. Percentile 99.9999 is min-max without single outliers.
+# The default first: it wins ties. Percentile 99.9999 is min-max without single outliers.
 CANDIDATES = ("entropy", "percentile", "percentile:99.9999", "mse", "minmax")
-ALTERNATIVES = ("percentile:99.9", "percentile:99.999")     # for single tensors; too bold, or too shy, for all
-TIE_DB = 0.1        # scores nearer than this are equal
-MIN_GAIN_DB = 0.01  # what a changed range must bring
-ALIKE = 0.01        # of its width: how far two ranges may differ and still be one
+ALTERNATIVES = ("percentile:99.9", "percentile:99.999")     # for single tensors; too extreme for all tensors
+TIE_DB = 0.1        # smaller differences of scores are ties
+MIN_GAIN_DB = 0.01  # minimum gain for which a range is changed
+ALIKE = 0.01        # ranges that differ by less, relative to their width, are not tried separately
 
 
 Evaluate = Callable[[CalibrationTable], Errors]
@@ -28,7 +28,7 @@ Evaluate = Callable[[CalibrationTable], Errors]
 
 @dataclass(frozen=True)
 class CalibratorChoice:
-    """The calibration table that was chosen, its name, and every candidate's errors, the best first."""
+    """Chosen calibration table, its calibrator, and the errors of every candidate, the best first."""
     name: str
     table: CalibrationTable
     errors: Mapping[str, Errors]
@@ -42,7 +42,7 @@ class CalibratorChoice:
 
 
 def choose(candidates: Mapping[str, CalibrationTable], evaluate: Evaluate) -> CalibratorChoice:
-    """Evaluate every candidate and take the best; of equals, the one that agrees in more items, then the first."""
+    """Evaluate all candidates and return the best; ties are broken by top-1 agreement, then by order."""
     assert candidates, "nothing to choose from"
     errors = {name: evaluate(table) for name, table in candidates.items()}
     ranked = dict(sorted(errors.items(), key=lambda item: -item[1].peak_db))
@@ -54,7 +54,7 @@ def choose(candidates: Mapping[str, CalibrationTable], evaluate: Evaluate) -> Ca
 
 @dataclass(frozen=True)
 class Refinement:
-    """A table refined tensor by tensor: `changes` holds {tensor: calibrator whose range it took}."""
+    """Result of a refinement. changes: maps each changed tensor to the calibrator whose range it took."""
     table: CalibrationTable
     changes: Mapping[str, str]
     before: Errors
@@ -95,15 +95,15 @@ def refine(table: CalibrationTable, others: Mapping[str, CalibrationTable], eval
 
 
 def _alike(a: Range, b: Range) -> bool:
-    """Whether two ranges are so near that trying both is a waste."""
+    """Return True if two ranges are too similar to try both."""
     return abs(a[0] - b[0]) + abs(a[1] - b[1]) <= ALIKE * max(a[1] - a[0], b[1] - b[0])
 
 
 @dataclass(frozen=True)
 class Search:
-    """What was found, step by step; prints as the steps' reports."""
+    """Result of a search; prints as the reports of its steps."""
     choice: CalibratorChoice
-    refinement: Refinement | None       # None: not asked for
+    refinement: Refinement | None       # None: not requested
 
     @property
     def table(self) -> CalibrationTable:
@@ -111,7 +111,7 @@ class Search:
 
     @property
     def errors(self) -> Errors:
-        """The errors of that table."""
+        """Errors of the final table."""
         return self.refinement.after if self.refinement else self.choice.errors[self.choice.name]
 
     def __str__(self) -> str:
@@ -120,10 +120,23 @@ class Search:
 
 def search(histograms: Mapping[str, Histogram], model_hash: str, items: int, evaluate: Evaluate,
            evaluations: int = 32, candidates: Sequence[str] = CANDIDATES) -> Search:
-    """The table with the least error that the candidates and then `evaluations` trials with single ranges give.
+    """Choose the best calibrator, and refine its table by `evaluations` trials with single ranges.
 
-    evaluate: builds and runs the quantised model with a table's ranges; it is called once for
-    each candidate and `evaluations` times more. 0 leaves the refinement out.
+    Parameters
+    ----------
+    histograms : mapping of str to Histogram
+        Histogram of each tensor.
+    model_hash : str
+        Hash of the model, for the table.
+    items : int
+        Number of calibration items, for the table.
+    evaluate : callable
+        Builds and runs the quantised model with a table's ranges; called once for each candidate and at most
+        `evaluations` times more.
+    evaluations : int
+        0 omits the refinement.
+    candidates : sequence of str
+        Names of calibrators.
     """
     def table(name: str) -> CalibrationTable:
         return make_table(name, model_hash, items, histograms)

@@ -1,7 +1,7 @@
-"""The calibration table, {tensor: range}, and its cache files: ours, and TensorRT's.
+"""Calibration table, {tensor: range}, and its cache files in our format and TensorRT's.
 
-Ours is JSON: strict, versioned, bound to a graph by its hash. TensorRT's (up to version 10) is text, which begins with
-the version that reads it:
+Our format is JSON: strict, versioned, bound to a model by its hash. TensorRT's (up to version 10) is text, which begins
+with the version that reads it:
 
     TRT-8510-EntropyCalibration2
     input: 3c010a14                 the bits of the float32 scale, most significant first; range = scale * [-127, 127]
@@ -24,19 +24,20 @@ from engines.ir.recipe import Recipe
 
 FORMAT = "infer-server calibration table"
 VERSION = 4
-TENSORRT_LEVEL = 127            # the int8 value that stands for the threshold
+TENSORRT_LEVEL = 127            # int8 value of the threshold
 
 
 @dataclass(frozen=True)
 class CalibrationTable:
-    """What calibration decided. `ranges` holds (low, high) in real values, low <= 0 <= high.
+    """Result of a calibration.
 
-    means: {tensor: the mean of each index of its last axis}, where biases are to be corrected by them; else empty.
-    smoothing: {tensor: what each index of its last axis is divided by} (smoothing.py); the ranges are those after it.
-
-    model_hash is "" and items 0 where the file does not say: a TensorRT cache.
-
-    notes: what is doubtful about the data. fault: why a model quantised so is too inexact; "" if that is not known.
+    ranges      (low, high) of each tensor in real values, low <= 0 <= high, after smoothing
+    means       mean at each index of a tensor's last axis if biases are to be corrected by them, else empty
+    smoothing   divisor at each index of a tensor's last axis (smoothing.py)
+    model_hash  hash of the model; "" from a TensorRT cache
+    items       number of calibration items; 0 from a TensorRT cache
+    notes       warnings about the data
+    fault       why the quantised model is too inexact; "" if it is not, or if this is unknown
     """
     calibrator: str
     model_hash: str
@@ -58,19 +59,19 @@ class CalibrationTable:
 
     @property
     def recipe(self) -> Recipe:
-        """What the compiler needs of it."""
+        """Recipe for the compiler."""
         return Recipe(self.ranges, self.means, self.smoothing)
 
 
 def make_table(calibrator: str, model_hash: str, items: int, histograms: Mapping[str, Histogram]) -> CalibrationTable:
-    """The table that the named calibrator makes of what was collected from `items` items."""
+    """Return the table of the ranges that a calibrator derives from histograms of `items` items."""
     rule = make_calibrator(calibrator)
     return CalibrationTable(calibrator, model_hash, items, {name: rule.range(h) for name, h in histograms.items()})
 
 
 # ---- files
 def write_table(table: CalibrationTable, path: str | Path) -> None:
-    """Write our own format."""
+    """Write a table in our format. Raises CalibrationError if the file cannot be written."""
     document = {"format": FORMAT, "version": VERSION, "calibrator": table.calibrator, "model_hash": table.model_hash,
                 "items": table.items, "ranges": {tensor: list(range_) for tensor, range_ in table.ranges.items()},
                 "means": {tensor: list(means) for tensor, means in table.means.items()},
@@ -83,10 +84,11 @@ def write_table(table: CalibrationTable, path: str | Path) -> None:
 
 
 def write_tensorrt(table: CalibrationTable, path: str | Path, version: tuple[int, int, int]) -> list[str]:
-    """Write the cache of TensorRT of that version; returns the tensors that are not in it, for whose readers it takes a
-    float type: smoothed ones, which the model has otherwise, and those that are always zero.
+    """Write a table as a calibration cache of a TensorRT version; return the tensors that are omitted.
 
-    Its scales are symmetric: the larger side of a range counts. Raises CalibrationError.
+    Smoothed tensors, which TensorRT's model has unsmoothed, and tensors that are always zero are omitted; TensorRT runs
+    their consumers in float. Scales are symmetric: the larger side of a range counts. Raises CalibrationError if the
+    file cannot be written.
     """
     major, minor, patch = version
     number = major * (1000 if major < 10 else 10000) + minor * 100 + patch      # as its headers write it
@@ -102,9 +104,9 @@ def write_tensorrt(table: CalibrationTable, path: str | Path, version: tuple[int
 
 
 def read_table(path: str | Path) -> CalibrationTable:
-    """Read a cache file of either format, told apart by its first characters.
+    """Read a cache file of either format, detected by its first characters.
 
-    Raises CalibrationError that names the file and the line or field: unreadable, neither format, or broken.
+    Raises CalibrationError, naming the file and the line or field, if it is unreadable or malformed.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

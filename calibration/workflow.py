@@ -1,4 +1,4 @@
-"""Calibration from data to ranges: watch the float model, correct biases, choose ranges, each by measured error."""
+"""Calibration workflow: observe the float model, correct biases and choose ranges by measured error."""
 from __future__ import annotations
 
 import hashlib
@@ -31,13 +31,13 @@ from engines.passes.quantization.smoothing import smoothable
 from engines.plan.plan import IoTensor
 from engines.preprocess import Preprocess, load_preprocess
 
-# What the search may spend, in multiply-accumulates, so that it does not depend on the machine: about 25 s of AVX2.
+# Budget of the search in multiply-accumulates, so that it is independent of the machine: about 25 s of AVX2.
 BUDGET_MACS = 1.5e12
-MACS_A_WEIGHT = 2600        # of quantising and packing again in a trial: an estimate from how long VGG-16 took
+MACS_A_WEIGHT = 2600        # cost of quantising and packing a weight in a trial, estimated from VGG-16
 MOST_ITEMS, FEWEST_ITEMS, MOST_TRIALS = 64, 8, 32
-FEW_CANDIDATES = ("percentile", "percentile:99.9999")       # where the budget is too small for all
-WIDEST = "percentile:99.9999"       # under which smoothing is judged: outliers are what it evens out
-WATCHED_BYTES = 2 << 30     # of the tensors that a pass over the data looks at, of all items of a batch
+FEW_CANDIDATES = ("percentile", "percentile:99.9999")       # candidates if the budget is too small for all
+WIDEST = "percentile:99.9999"       # calibrator with which smoothing, which reduces outliers, is evaluated
+WATCHED_BYTES = 2 << 30     # maximum bytes of the observed tensors of a batch
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Calibration:
                               f"this is a {type(self.data).__name__}")
         if self.calibrator:
             make_calibrator(self.calibrator)
-        self._declared      # noqa: B018  (what is wrong with either is said now, and not after minutes)
+        self._declared      # noqa: B018  (report errors now rather than after minutes)
 
     @cached_property
     def _declared(self) -> Preprocess | None:
@@ -85,7 +85,7 @@ class Calibration:
 
     @cached_property
     def _source(self) -> Source:
-        """The data as paths, or as a function."""
+        """Data as a path or a function."""
         data = self.data
         assert data is not None
         if isinstance(data, str | Path) or callable(data):
@@ -95,57 +95,60 @@ class Calibration:
 
     def open(self, inputs: Sequence[IoTensor], pixels: bool = False,
              usual: Mapping[str, Any] = {}) -> CalibrationData:      # noqa: B006
-        """Open the items. pixels: the engine takes images as they are, and normalises them itself. usual: numbers of
-        open extents, for images whose size nothing else says.
+        """Open the items. Raises EngineErrors about the data.
 
-        Raises EngineErrors about the data.
+        pixels: the engine takes uint8 images and normalises them itself. usual: numbers of open extents, for images
+        whose size is not declared otherwise.
         """
         declared = self._declared
         return open_calibration_data(self._source, inputs, declared.of_pixels if declared and pixels else declared,
                                      usual)
 
     def facts(self) -> dict[str, Any]:
-        """All that changes the ranges, beside the model and what is in the cache."""
+        """Return all that affects the ranges, except the model and the content of the cache."""
         return {"calibrator": self.calibrator, "preprocess": self._declared, "cached": bool(self.cache),
                 "data": None if self.data is None else digest_of_data(self._source),
                 "code": sources_digest(Path(__file__).parent)}
 
     def first(self, inputs: Sequence[IoTensor], pixels: bool) -> Feed | None:
-        """The first item; None: there are no data, only a cache."""
+        """Return the first item, or None if there is only a cache."""
         if self.data is None:
             return None
         first, *_ = self.open(inputs, pixels).limit(1)
         return first
 
     def items(self, inputs: Sequence[IoTensor], most: int) -> list[Feed]:
-        """The first items; none if there is only a cache."""
+        """Return the first items, none if there is only a cache."""
         return [] if self.data is None else list(self.open(inputs).limit(most).batches(1))
 
     def of(self, feeds: Sequence[Feed]) -> Calibration:
-        """Return this calibration with other data, the inputs of a part of the model, and without a cache."""
+        """Return this calibration for the recorded inputs of a segment, without a cache."""
         return _OfSegment(list(feeds), self.calibrator)
 
     def doubts(self, inputs: Sequence[IoTensor], feeds: Sequence[Feed]) -> tuple[str, ...]:
-        """Say what cannot be right about items."""
+        """Return warnings about implausible items."""
         check = DataCheck(inputs)
         for feed in feeds:
             check.observe(feed)
         return check.doubts()
 
     def float16_doubts(self, graph: Graph, inputs: Sequence[IoTensor], pixels: bool) -> tuple[str, ...]:
-        """Say which tensors of a graph that is stored in float16 leave its range on the first items."""
+        """Return warnings about tensors of a float16 graph that exceed its range on the first items."""
         return () if self.data is None else overflow(
             graph, self.open(inputs, pixels, _extents(inputs, graph)).limit(FEWEST_ITEMS))
 
     def check(self, inputs: Sequence[IoTensor], data: CalibrationData) -> DataCheck | None:
-        """Return the checks that find data that cannot be right, or None if nothing is expected of the data."""
+        """Return the checks that detect implausible data, or None if nothing is expected of the data."""
         declared = self._declared
         if declared and data.preprocess is None and any(io.dtype == "uint8" for io in inputs):
             declared = declared.of_pixels
         return DataCheck(inputs, data.preprocess or declared)
 
     def calibrate(self, subject: Subject, notify: Notify, progress: Progress) -> Calibrated:
-        """Ranges from the cache, if one fits, else from the data. Raises EngineErrors about options, data and cache."""
+        """Return ranges from the cache if it matches, else from the data.
+
+        Raises EngineErrors about options, data and cache.
+        """
         builder, graph = subject.builder, subject.graph
         report: dict[str, Any] = {}
 
@@ -179,22 +182,24 @@ class Calibration:
 
 
 class _OfSegment(Calibration):
-    """A calibration on the values inside a program."""
+    """Calibration on the recorded inputs of a segment, which are not checked."""
 
     def check(self, inputs: Sequence[IoTensor], data: CalibrationData) -> DataCheck | None:
         return None
 
 
 def _extents(inputs: Sequence[IoTensor], graph: Graph) -> dict[str, int]:
-    """Return the numbers that a graph has in the place of the inputs' open extents."""
+    """Return the numbers of the inputs' open extents in a graph."""
     return {extent: number for io in inputs if io.name in graph.inputs
             for extent, number in zip(io.shape, graph.shape(io.name), strict=True)
             if isinstance(extent, str) and isinstance(number, int)}
 
 
 def model_hash(subject: Subject) -> str:
-    """Of what the numbers in a model depend on, whatever the shapes that it is built for: ranges of one build serve the
-    others of the same model."""
+    """Return a hash of the model and its pixel normalisation, independent of shapes.
+
+    Builds of one model for different shapes can therefore share ranges.
+    """
     pixels = subject.builder.config.pixels
     digest = hashlib.sha256(repr(pixels and vars(pixels)).encode())
     digest.update(subject.source.document())
@@ -206,7 +211,7 @@ def model_hash(subject: Subject) -> str:
 
 @dataclass
 class _Watched:
-    """The float model's outputs and edges, over the calibration data."""
+    """Statistics of the float model's tensors over the calibration data."""
     engines: GraphEngines
     data: CalibrationData
     batch: int
@@ -220,7 +225,16 @@ class _Watched:
               check: DataCheck | None = None) -> None:
         """Run over the data once.
 
-        kept: takes the first items. peaking: the tensors whose channels' peaks are wanted. check: looks at the items.
+        Parameters
+        ----------
+        edges : tuple of str
+            Tensors whose histograms and means are collected.
+        kept : FloatRuns
+            Keeps the first items and their results.
+        peaking : tuple of str
+            Tensors whose peaks by channel are collected.
+        check : DataCheck, optional
+            Checks the items.
         """
         means, peaks = ChannelMeans(edges), ChannelPeaks(peaking)
         self.items = 0
@@ -245,7 +259,7 @@ class _Watched:
 
 
 class _Run:
-    """One calibration: the float model is run over the data, then biases and ranges are chosen by measured error."""
+    """Run of one calibration: observes the float model on the data, then chooses biases and ranges by error."""
 
     def __init__(self, subject: Subject, wanted: Calibration, notify: Notify, progress: Progress) -> None:
         self._subject, self._wanted, self._notify, self._progress = subject, wanted, notify, progress
@@ -256,7 +270,7 @@ class _Run:
         self._known: dict[Any, Errors] = {}     # of the trials so far, by what their tables hold
 
     def table(self) -> tuple[CalibrationTable, dict[str, Any]]:
-        """The ranges, and what the plan is to record of them."""
+        """Return the ranges, and the fields for the plan's metadata."""
         if self._data.note:
             self._notify(self._data.note)
         watched = self._watched()
@@ -276,13 +290,13 @@ class _Run:
         return replace(table, notes=notes, fault=errors.fault if errors else ""), report
 
     def _trial_budget(self, watched: _Watched) -> tuple[int, int]:
-        """Return (items on which ranges are judged, trials in all)."""
+        """Return (number of items on which ranges are evaluated, number of trials)."""
         if self._wanted.calibrator:
             return FEWEST_ITEMS, 1
         return _budget(watched.macs, sum(constant.size for constant in self._subject.graph.constants.values()))
 
     def _errors(self, judge: Judge, table: CalibrationTable) -> Errors | None:
-        """Measure the errors of ranges that were not searched for, on few items; None: no output can be compared."""
+        """Measure the errors of a named calibrator's ranges on few items; None if no output can be compared."""
         self._trials = 1
         try:
             return self._trial(judge, table)

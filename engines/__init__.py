@@ -1,6 +1,6 @@
 """The compiler and its runtime: `build_engine` makes an engine plan of a model, `load_engine` runs one.
 
-Importing this package imports nothing else: a name is fetched when it is asked for, and serving asks for no compiler.
+Importing this package imports nothing else: names are resolved on first access, so that serving imports no compiler.
 """
 from __future__ import annotations
 

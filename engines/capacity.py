@@ -1,4 +1,4 @@
-"""What fits into memory: what cannot is refused before anything of its size is allocated."""
+"""Memory limit of this process: tensors that exceed it are rejected before anything of their size is allocated."""
 from __future__ import annotations
 
 import math
@@ -14,7 +14,7 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 @cache
 def memory_limit() -> int:
-    """Bytes that this process may have: the machine's memory, or less where a container or `ulimit -v` says so."""
+    """Return the bytes that this process may use: the machine's memory, or the limit of a cgroup or `ulimit -v`."""
     limits = [sys.maxsize]
     if hasattr(os, "sysconf"):
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -27,18 +27,18 @@ def memory_limit() -> int:
 
 
 def _address_space() -> int:
-    """Bytes that the process has already, where the system tells."""
+    """Return the size of the process's address space in bytes; 0 if unknown."""
     sizes = Path("/proc/self/statm")
     return int(sizes.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") if sizes.is_file() else 0
 
 
 def bytes_of(tensor: TensorType) -> int:
-    """Of one item, where there is a batch."""
+    """Return the bytes of a tensor; of one item if it has a batch axis."""
     return math.prod(extent for extent in tensor.shape if isinstance(extent, int)) * tensor.dtype.itemsize
 
 
 def too_large(size: int) -> str:
-    """What is wrong with so many bytes; "" if they fit."""
+    """Return a message if `size` bytes exceed the limit, else ""."""
     limit = memory_limit()
     return f"{gigabytes(size)}, and this machine has {gigabytes(limit)}" if size > limit else ""
 

@@ -1,7 +1,7 @@
-"""INFER_DEBUG: what the compiler shows of itself, as a list with commas.
+"""Debug output selected by INFER_DEBUG, a comma-separated list.
 
     passes       the graph after each pass that changed it
-    traceback    where an error was raised, before the line that says what it is
+    traceback    the traceback of an error, before its message
 """
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: "; did you mean 'size'?", or all that is known if none is near."""
-    from difflib import get_close_matches  # here, for serving imports this module and hardly ever errs
+    """Return the end of an error about an unknown name: "; did you mean 'size'?", or all known names."""
+    from difflib import get_close_matches  # imported here because serving rarely needs it
     known = list(known)
     if near := get_close_matches(name, known, n=1):
         return f"; did you mean '{near[0]}'?"
@@ -22,7 +22,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class EngineError(Exception):
-    """The root: catch this to catch everything that the compiler and the engine raise on purpose."""
+    """Base class of all errors that the compiler and the engine raise on purpose."""
 
 
 class ModelError(EngineError):
@@ -30,8 +30,9 @@ class ModelError(EngineError):
 
 
 class UnknownValueError(ModelError):
-    """A shape follows from the value of `inputs`, inputs of the graph: a build must be told them. `node`: its first
-    output."""
+    """A shape depends on the values of graph inputs, which the build must be given.
+
+    inputs: their names. node: first output of the node that needs them."""
 
     def __init__(self, message: str, inputs: Iterable[str], node: str = "") -> None:
         super().__init__(message)
@@ -39,11 +40,11 @@ class UnknownValueError(ModelError):
 
 
 class GraphError(EngineError):
-    """A graph breaks its own rules: our bug, or a bad pass."""
+    """A graph violates an invariant: a bug of the compiler or of a pass."""
 
 
 class UnknownTensorError(GraphError):
-    """A shape follows from the value of `tensors`, which are not known before run time."""
+    """A shape depends on the values of `tensors`, which are known at run time only."""
 
     def __init__(self, message: str, tensors: Iterable[str]) -> None:
         super().__init__(message)
@@ -51,23 +52,23 @@ class UnknownTensorError(GraphError):
 
 
 class ConfigError(EngineError):
-    """Options make no sense, alone or together."""
+    """An option is invalid or contradicts another."""
 
 
 class NoKernelError(ConfigError):
-    """The target cannot run a node; another target may."""
+    """The target has no kernel for a node; another target may."""
 
 
 class CalibrationError(EngineError):
-    """Ranges cannot be had from the calibration data or the table."""
+    """Ranges cannot be obtained from the calibration data or table."""
 
 
 class CompilerFault(EngineError):
-    """The compiler raised an exception that it should not have (our bug); the message names the node it was at."""
+    """Unexpected exception in the compiler, a bug; the message names the node being compiled."""
 
 
 class InputError(EngineError):
-    """A feed does not fit the engine."""
+    """Inputs do not match those that the engine declares."""
 
 
 class PlanError(EngineError):
@@ -75,12 +76,12 @@ class PlanError(EngineError):
 
 
 class PlanCorruptError(PlanError):
-    """The plan file is truncated, tampered with, or no plan at all."""
+    """The plan file is truncated, altered, or not a plan."""
 
 
 class PlanVersionError(PlanError):
-    """The plan was written by a newer (or too old) compiler."""
+    """The plan has the format of another version of the compiler."""
 
 
 class PlanTargetError(PlanError):
-    """The plan was made for a machine that this one is not."""
+    """The plan cannot run on this machine, and cannot be compiled again for it."""

@@ -1,7 +1,7 @@
-"""An exception that nobody meant a user to see becomes one line: a fault of the compiler, and at which node.
+"""Conversion of unexpected exceptions to CompilerFault, a message of one line that names the node.
 
-Nodes are visited in dozens of places, and each would have to say at which one it is. Instead the traceback is asked:
-the innermost frame that holds a node was busy with it.
+The compiler visits nodes in dozens of places. Instead of recording the current node in each, the traceback is searched
+for the innermost frame with a node among its variables.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REPORT = "please report it with the model; INFER_DEBUG=traceback shows where it
 
 @contextmanager
 def faults_named() -> Iterator[None]:
-    """Around what a caller asks of the compiler: whatever it raises is an EngineError, or an OSError about a file."""
+    """Convert every exception in the block but EngineError and OSError to CompilerFault or ModelError."""
     try:
         yield
     except (EngineError, OSError):
@@ -30,13 +30,13 @@ def faults_named() -> Iterator[None]:
 
 
 def summary(error: BaseException) -> str:
-    """The kind of an exception and the first line of what it says."""
-    said = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    """Return the type of an exception and the first line of its message."""
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _where(error: BaseException) -> str:
-    """" at node 'conv1' (Conv)", if a frame tells."""
+    """Return " at node 'conv1' (Conv)", or "" if no frame has a node."""
     problem: Any = None
     for frame in reversed(_frames(error.__traceback__)):
         values = frame.f_locals
@@ -56,9 +56,9 @@ def _frames(trace: TracebackType | None) -> list[FrameType]:
 
 
 def _node(values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The name in the ONNX file and the operator of a node among a frame's variables, the one called `node` first.
+    """Return the ONNX name and operator of a node among a frame's variables, preferring the variable `node`.
 
-    It may be of the graph or still of the ONNX file, and inside a Match (its root) or a Call.
+    The node may be a graph's or an ONNX NodeProto, itself or inside a Match (its root) or a Call.
     """
     candidates: list[Any] = [values.get("node"), *values.values()]
     for value in candidates:
@@ -71,7 +71,7 @@ def _node(values: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _lowered_to(problem: Any, values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first node of a lowered graph that became a kernel for `problem`: tuning knows no nodes."""
+    """Return the first node of a lowered graph whose call has this problem: the tuner has problems only, no nodes."""
     for value in values.values():
         for call in getattr(value, "calls", ()) if problem is not None else ():
             if getattr(call, "problem", None) == problem:

@@ -1,4 +1,4 @@
-"""Files that are replaced whole: plans, cached engines, timing caches; and where the user's are kept."""
+"""Atomic writes of plans and caches, and the user's cache folder."""
 from __future__ import annotations
 
 import os
@@ -10,10 +10,10 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str], durable: bool = True) -> Iterator[BinaryIO]:
-    """A new file that takes the name `path` when the block ends: a reader finds the old content or the new, whole.
+    """Open a new file that replaces `path` atomically when the block ends.
 
-    It is written beside that name, under one of its own. If the block or the disk fails, the old file stays and the
-    new one is removed. durable: the content is on the disk before it takes the name.
+    The content is written to a temporary file in the same folder. If the block or the disk fails, it is removed and
+    the old file stays. durable: call fsync before the rename.
     """
     folder, name = os.path.split(os.fspath(path))
     temporary = os.path.join(folder, f".{name}.{os.getpid()}.{os.urandom(4).hex()}")
@@ -31,10 +31,10 @@ def atomic_write(path: str | os.PathLike[str], durable: bool = True) -> Iterator
 
 
 def user_cache() -> Path:
-    """infer-server in the user's cache folder, $XDG_CACHE_HOME or ~/.cache."""
+    """Return infer-server's folder in the user's cache folder, $XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):         # which the standard says to ignore
+    if not os.path.isabs(base):         # XDG: relative paths are to be ignored
         base = os.path.expanduser("~/.cache")
-    if not os.path.isabs(base):         # a user without a home: a folder that cannot be, which a warning will name
+    if not os.path.isabs(base):         # a user without a home: an impossible folder, which a warning will name
         base = os.devnull
     return Path(base, "infer-server")

@@ -1,4 +1,4 @@
-"""load_engine: a plan file -> an engine; a plan for another machine is compiled again for this one, or refused."""
+"""Load engines from plan files; a plan for another machine is compiled again for this one, or rejected."""
 from __future__ import annotations
 
 import os
@@ -63,8 +63,10 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
 
 
 def gpus_of(path: str | os.PathLike[str]) -> Sequence[tuple[GpuInfo, str]]:
-    """The GPUs of this machine if a plan file is for one, each with why the plan does not run there ("": it does); none
-    for a plan for CPUs. Raises PlanCorruptError, PlanVersionError, PlanTargetError, OSError."""
+    """Return the GPUs of this machine, each with the reason why a plan file cannot run there ("" if it can).
+
+    Returns () for a plan for CPUs. Raises PlanCorruptError, PlanVersionError, PlanTargetError, OSError.
+    """
     plan = read_outline(path)
     device = device_of(plan.machine.backend)
     return device.gpus(plan) if isinstance(device, OneOfSeveral) else ()
@@ -72,7 +74,7 @@ def gpus_of(path: str | os.PathLike[str]) -> Sequence[tuple[GpuInfo, str]]:
 
 @dataclass(frozen=True)
 class Description:
-    """What an engine says of the model in its plan: tensors, items of a batch, ...; see Engine."""
+    """Properties of an engine that are known without loading it; see Engine."""
     inputs: tuple[IoTensor, ...]
     outputs: tuple[IoTensor, ...]
     max_batch: int
@@ -81,8 +83,10 @@ class Description:
 
 
 def describe(path: str | os.PathLike[str]) -> Description:
-    """What the engine of a plan file will say of itself, read without the plan's code and weights. Raises
-    PlanCorruptError, PlanVersionError, OSError."""
+    """Read the description of a plan file's engine without its code and weights.
+
+    Raises PlanCorruptError, PlanVersionError, OSError.
+    """
     plan = read_outline(path)
     tensors = plan.open or plan
     return Description(tensors.inputs, tensors.outputs, plan.max_batch, plan.dependence, plan.metadata)
@@ -91,7 +95,7 @@ def describe(path: str | os.PathLike[str]) -> Description:
 def engine_of(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower", cpus: Sequence[int] | None = None,
               name: str = "", specialise: str = "", specialisations: int = 64,
               cache: str | os.PathLike[str] | bool = False, gpu: int = 0) -> AnyEngine:
-    """The engine of a plan at hand, as load_engine makes it; `name` is what errors call it."""
+    """Create the engine of a plan in memory. name: used in messages; other parameters: see load_engine."""
     name = name or plan.name
     if plan.program is not None:
         return program_engine(plan, threads, lambda part: _graph_engine(
@@ -103,8 +107,11 @@ def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relow
                   cpus: Sequence[int] | None = None, name: str = "", specialise: str = "",
                   specialisations: int = 64, cache: str | os.PathLike[str] | bool = False, gpu: int = 0,
                   segment: bool = False) -> SegmentEngine:
-    """Of a plan that is no program. on_target_mismatch: ON_TRIAL is "relower" without a word, for a build for another
-    machine that tries what it makes. segment: it is a part of a program (see Policy)."""
+    """Create the engine of a plan that is not a program.
+
+    on_target_mismatch: ON_TRIAL relowers without a warning, for a build for another machine that runs its result once.
+    segment: the plan is a segment of a program (see Policy).
+    """
     if mismatch := device_of(plan.machine.backend, gpu).mismatch(plan):
         if plan.stripped and not (plan.open and plan.open.model):
             raise PlanTargetError(f"{name}: {mismatch}; it is stripped (--strip), so it cannot be compiled again here: "
@@ -115,9 +122,9 @@ def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relow
     if plan.open is None:
         engine = Engine(plan, threads, cpus, gpu=gpu)
         if not plan.stripped:
-            engine.larger = lambda items: Engine(_with_room(plan, items), threads, cpus, gpu=gpu)
+            engine.larger = lambda items: Engine(_with_max_batch(plan, items), threads, cpus, gpu=gpu)
         return engine
-    from engines.runtime.open_engine import OpenEngine  # here: they are no part of what most plans need
+    from engines.runtime.open_engine import OpenEngine  # imported here because most plans do not need it
     from engines.runtime.policy import Policy
     policy = Policy(specialise or "background", specialisations, segment=segment)
     return OpenEngine(plan, lambda: _specialiser(plan, cache), threads, cpus, policy, gpu)
@@ -125,8 +132,21 @@ def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relow
 
 def program_engine(plan: Plan, threads: int = 1, engine: Callable[[Plan], SegmentEngine] | None = None,
                    maker: Callable[[], SegmentMaker] | None = None, watch: Watch | None = None) -> ProgramEngine:
-    """The engine of a program. engine: makes those of its segments, on trial unless it is given; maker: gives what
-    compiles more of them; watch: called with all that they are fed."""
+    """Create the engine of a program.
+
+    Parameters
+    ----------
+    plan : Plan
+        Plan with a program part.
+    threads : int
+        Threads that work on one request.
+    engine : callable, optional
+        Creates the engine of a segment's plan; by default one that waits for specialisations (ON_TRIAL).
+    maker : callable, optional
+        Returns the compiler of further plans of segments.
+    watch : callable, optional
+        Called with all that segments are fed.
+    """
     from engines.runtime.program_engine import ProgramEngine
     return ProgramEngine(plan, engine or (lambda part: _graph_engine(
         part, threads, ON_TRIAL, name=part.name, specialise="wait", segment=True)),
@@ -134,7 +154,7 @@ def program_engine(plan: Plan, threads: int = 1, engine: Callable[[Plan], Segmen
 
 
 def _segment_maker(plan: Plan) -> SegmentMaker:
-    """Raises PlanTargetError: the compiler is not installed."""
+    """Return the compiler of segments. Raises PlanTargetError if the compiler is not installed."""
     assert plan.program is not None
     try:
         from engines.compiler.segments import SegmentMaker
@@ -146,7 +166,7 @@ def _segment_maker(plan: Plan) -> SegmentMaker:
 
 
 def _specialiser(plan: Plan, cache: str | os.PathLike[str] | bool) -> SpecialisationMaker:
-    """Raises PlanTargetError: there is none, for the plan is stripped or the compiler is not installed."""
+    """Return the compiler of specialisations. Raises PlanTargetError if the plan is stripped or it is not installed."""
     try:
         from engines.compiler.engine_cache import EngineCache
         from engines.compiler.specialise import Specialiser
@@ -159,7 +179,7 @@ def _specialiser(plan: Plan, cache: str | os.PathLike[str] | bool) -> Specialisa
 
 
 def _retuned(plan: Plan, cache: str | os.PathLike[str] | bool, gpu: int) -> Plan:
-    """Raises PlanTargetError: it is stripped, or the compiler is not installed."""
+    """Return the plan with tactics timed here. Raises PlanTargetError if it is stripped or there is no compiler."""
     try:
         from engines.compiler.engine_cache import EngineCache
         from engines.compiler.specialise import retuned
@@ -170,9 +190,12 @@ def _retuned(plan: Plan, cache: str | os.PathLike[str] | bool, gpu: int) -> Plan
     return found
 
 
-def _with_room(plan: Plan, items: int) -> Plan:
-    """The plan for so many items. Raises PlanTargetError: the compiler is not installed; InputError: the plan's file,
-    which has the weights, is gone."""
+def _with_max_batch(plan: Plan, items: int) -> Plan:
+    """Compile the plan for a larger batch.
+
+    Raises PlanTargetError if the compiler is not installed, InputError if the plan cannot be compiled, e.g. because
+    its file, which has the weights, is gone.
+    """
     try:
         from engines.compiler.specialise import relower
     except ImportError as error:
@@ -189,7 +212,7 @@ def _with_room(plan: Plan, items: int) -> Plan:
 
 def _relower(plan: Plan, why: str, quietly: bool) -> Plan:
     if not quietly:
-        import logging  # a plan that fits needs none, and starts a few milliseconds sooner
+        import logging  # imported here to load matching plans a few milliseconds sooner
         logging.getLogger(__name__).warning("%s; compiling its graph again for this machine", why)
     try:
         from engines.compiler.specialise import relower

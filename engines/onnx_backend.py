@@ -1,10 +1,10 @@
-"""The compiler behind ONNX's own interface, onnx.backend.base: what onnx.backend.test and other tools speak.
+"""Implementation of ONNX's backend interface, onnx.backend.base, for onnx.backend.test and other tools.
 
     representation = EngineBackend.prepare(onnx.load("m.onnx"))
     (y,) = representation.run([x])
 
-Extents that the model leaves open are taken from the first call; for others, and for other values of inputs that decide
-about shapes, the engine is specialised when they are met.
+Open extents of the model are bound by the first call. Later calls with other extents, or other values of inputs that
+decide about shapes, specialise the engine.
 """
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from engines.runtime.open_engine import OpenEngine
 from engines.runtime.program_engine import AnyEngine
 
 Feeds = Mapping[str, Any]           # arrays; sequences as lists
-_OF_THE_RUNNER = ("rtol", "atol")       # onnx.backend.test hands a test's tolerances to the backend, too
+_OF_THE_RUNNER = ("rtol", "atol")       # tolerances of a test, which onnx.backend.test also passes to the backend
 
 
 class EngineBackend(Backend):
-    """Compiles for the CPU at hand, without timing: models that are run once or twice."""
+    """ONNX backend that compiles for this CPU without timing tactics, for models that run only a few times."""
 
     @classmethod
     def is_compatible(cls, model: onnx.ModelProto, device: str = "CPU", **options: Any) -> bool:
-        """Whether `prepare` takes the model."""
+        """Return True if `prepare` accepts the model."""
         try:
             cls.prepare(model, device, **options)
         except EngineError:
@@ -44,9 +44,20 @@ class EngineBackend(Backend):
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **options: Any) -> EngineRep:
-        """The model, compiled as far as its shapes are known. `options` are fields of BuildConfig.
+        """Compile a model, at once if its input shapes are known, else at the first run.
 
-        Raises EngineError that says why the model cannot be compiled; ConfigError for another device than the CPU.
+        Parameters
+        ----------
+        model : onnx.ModelProto
+        device : str
+            Only "CPU".
+        **options
+            Fields of BuildConfig.
+
+        Raises
+        ------
+        EngineError
+            The model cannot be compiled. ConfigError if the device is not the CPU.
         """
         if not cls.supports_device(device):
             raise ConfigError(f"device '{device}': engines run on the CPU only")
@@ -60,7 +71,7 @@ class EngineBackend(Backend):
     @classmethod
     def run_node(cls, node: onnx.NodeProto, inputs: Any, device: str = "CPU", outputs_info: Any = None,
                  **options: Any) -> tuple[Any, ...]:
-        """One node on arrays, in opset `opset_version`, or the newest that the onnx package knows."""
+        """Run one node on arrays, in opset `opset_version` or else the newest that the onnx package knows."""
         opset = options.pop("opset_version", onnx.defs.onnx_opset_version())
         return cls.run_model(_model_of(node, [np.asarray(x) for x in inputs], opset), inputs, device, **options)
 
@@ -73,8 +84,7 @@ class EngineBackend(Backend):
 
 
 class EngineRep(BackendRep):
-    """A model and its engine. Extents that the model leaves open and values that decide are taken from each call: the
-    first is what the engine is built for."""
+    """Model and its engine, which is built for the open extents and deciding values of the first call."""
 
     def __init__(self, model: onnx.ModelProto, config: BuildConfig) -> None:
         initialised = {tensor.name for tensor in model.graph.initializer}
@@ -86,9 +96,21 @@ class EngineRep(BackendRep):
             self._prepare()
 
     def run(self, inputs: Any, **options: Any) -> tuple[Any, ...]:
-        """The outputs in the model's order, which are also attributes of the tuple where their names are identifiers.
+        """Run the model.
 
-        inputs: arrays in the order of the model's inputs, or {name: array}. Raises EngineError.
+        Parameters
+        ----------
+        inputs : sequence or mapping
+            Arrays in the order of the model's inputs, or by name.
+
+        Returns
+        -------
+        namedtuple
+            Outputs in the model's order; those whose names are identifiers are attributes, too.
+
+        Raises
+        ------
+        EngineError
         """
         feeds = self._feeds(inputs)
         engine = self._built(feeds)
@@ -97,7 +119,7 @@ class EngineRep(BackendRep):
         return namedtupledict("Outputs", [io.name for io in engine.outputs])(*arrays)
 
     def engine(self, inputs: Any) -> AnyEngine:
-        """The engine that `run` takes for these inputs."""
+        """Return the engine that `run` uses for these inputs."""
         feeds = self._feeds(inputs)
         engine = self._built(feeds)
         if not isinstance(engine, OpenEngine):
@@ -105,15 +127,15 @@ class EngineRep(BackendRep):
         return engine.at({name: array.shape for name, array in feeds.items()}, feeds)
 
     def _feeds(self, inputs: Any) -> Feeds:
-        given = inputs if isinstance(inputs, Mapping) else dict(zip(self._inputs, inputs, strict=False))
-        if len(inputs) != len(self._inputs) or set(given) != set(self._inputs):
+        arrays = inputs if isinstance(inputs, Mapping) else dict(zip(self._inputs, inputs, strict=False))
+        if len(inputs) != len(self._inputs) or set(arrays) != set(self._inputs):
             raise InputError(f"the model takes {len(self._inputs)} inputs, {', '.join(self._inputs)}; "
                              f"{len(inputs)} are given")
         return {name: value if isinstance(value, list) or value is None else as_in_memory(np.asarray(value))
-                for name, value in given.items()}
+                for name, value in arrays.items()}
 
     def _prepare(self) -> None:
-        """What does not depend on a call, so that a model that cannot be compiled is refused before one."""
+        """Compile now, so that a model that cannot be compiled is rejected before the first call."""
         self._engine = self._compiled(None)
 
     def _built(self, feeds: Feeds) -> AnyEngine:
@@ -126,13 +148,13 @@ class EngineRep(BackendRep):
 
 
 def _is_open(value: onnx.ValueInfoProto) -> bool:
-    """Whether an extent of the input, or the number of them, is not in the model."""
+    """Return True if the model leaves the rank or an extent of the input open."""
     kind = value.type.tensor_type
     return not kind.HasField("shape") or not all(d.HasField("dim_value") for d in kind.shape.dim)
 
 
 def _model_of(node: onnx.NodeProto, inputs: Sequence[Array], opset: int) -> onnx.ModelProto:
-    """A model of this one node; its outputs are of whatever type it makes."""
+    """Return a model of one node, with outputs of unspecified types."""
     names = [name for name in node.input if name]
     infos = [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
              for name, array in zip(names, inputs, strict=False)]

@@ -1,11 +1,11 @@
-"""Image preprocessing, declared: from a picture to the array that a model takes.
+"""Declarative image preprocessing: from a picture to the input array of a model.
 
     decode in `color` order -> resize and centre-crop to the model's size -> (pixel * scale - mean) / std -> layout
 
-What is declared is recorded in the plan, so that whoever sends requests can do the same. A preset's name or a small
-TOML file says it on the command line; every key is optional:
+The declaration is recorded in the plan, so that clients can apply it. On the command line it is the name of a preset or
+a TOML file, in which every key is optional:
 
-    preset = "imagenet"             # where the other keys start from; default "unit"
+    preset = "imagenet"             # defaults of the other keys; default "unit"
     resize = "shorter-side"         # or "exact" (stretched), or "none": pictures have the model's size already
     size = [224, 224]               # height, width; default: the model's
     crop = 0.875                    # the part of the resized picture, in each direction, that is kept
@@ -33,11 +33,11 @@ from engines.errors import CalibrationError, ConfigError, did_you_mean
 from engines.ir.graph import Dim
 from engines.ir.pixels import Pixels
 
-USUAL_SIZE = (224, 224)         # of pictures for an input of any height and width
-_MOST_RESIZED = 1 << 24         # pixels of a picture that is resized whole: a row of 1000 would have four times as many
+USUAL_SIZE = (224, 224)         # height and width if both the model and the declaration leave them open
+_MOST_RESIZED = 1 << 24         # pixels up to which the whole picture is resized, and cropped afterwards
 CHANNELS = MappingProxyType({"RGB": 3, "BGR": 3, "GRAY": 1, "RGBA": 4})
-_MODES = MappingProxyType({"GRAY": "L", "RGBA": "RGBA"})        # of Pillow; "RGB" for the others
-PIXEL = 255.0                  # the largest value of a pixel
+_MODES = MappingProxyType({"GRAY": "L", "RGBA": "RGBA"})        # Pillow's modes; "RGB" for the other colors
+PIXEL = 255.0                  # maximum value of a pixel
 INTERPOLATIONS = MappingProxyType({
     "nearest": Image.Resampling.NEAREST, "box": Image.Resampling.BOX, "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC, "lanczos": Image.Resampling.LANCZOS})
@@ -48,9 +48,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 @dataclass(frozen=True)
 class Preprocess:
-    """The declaration. Raises ConfigError, naming the field, if a value is none that the field takes.
+    """Declaration of a preprocessing. Raises ConfigError, naming the field, if a value is invalid.
 
-    `size` (height, width) None and `layout` "auto" are taken from the model's input by `fit`.
+    `fit` takes `size` (height, width) from the model's input if it is None, and `layout` if it is "auto".
     """
     resize: str = "shorter-side"
     size: tuple[int, int] | None = None
@@ -79,10 +79,17 @@ class Preprocess:
             raise ConfigError(f"preprocessing: size = {list(self.size)} must be two positive numbers, height and width")
 
     def fit(self, shape: Sequence[Dim]) -> Preprocess:
-        """This declaration with size and layout settled for a model input of `shape`: [N, C, H, W] or [N, H, W, C].
+        """Return the declaration with size and layout resolved for a model input.
 
-        Where both leave height and width open, USUAL_SIZE is taken. Raises ConfigError: an input that takes no such
-        pictures.
+        Parameters
+        ----------
+        shape : sequence of int or str
+            [N, C, H, W] or [N, H, W, C]. If both leave height and width open, USUAL_SIZE is used.
+
+        Raises
+        ------
+        ConfigError
+            The input does not accept pictures of this color, layout or size.
         """
         channels = CHANNELS[self.color]
         fitting = [name for name, axis in (("NCHW", 1), ("NHWC", 3)) if len(shape) == 4 and shape[axis] == channels]
@@ -101,21 +108,21 @@ class Preprocess:
 
     @property
     def pixels(self) -> Pixels:
-        """The normalisation of each channel, in the order of `color`: build_engine's option for an engine that takes
-        pixels, and normalises them itself."""
+        """Normalisation of each channel in the order of `color`: build_engine's option for engines that take pixels."""
         channels = CHANNELS[self.color]
         mean, std = (values * (channels // len(values)) for values in (self.mean, self.std))
         return Pixels(tuple(self.scale / s for s in std), tuple(-m / s for m, s in zip(mean, std, strict=True)))
 
     @property
     def of_pixels(self) -> Preprocess:
-        """The same up to the normalisation: pixels from 0 to 255, channels last."""
+        """Copy without the normalisation: it returns pixels from 0 to 255, channels last."""
         return replace(self, scale=1.0, mean=(0.0,), std=(1.0,), layout="NHWC")
 
     def apply(self, image: Image.Image | str | Path, shape: Sequence[Dim]) -> NDArray[np.float32]:
-        """One picture as float32 [1, C, H, W] or [1, H, W, C], for a model input of `shape`.
+        """Preprocess one picture for a model input of `shape`.
 
-        Raises CalibrationError naming the file if it cannot be read as a picture, or has the wrong size for "none".
+        Returns float32 [1, C, H, W] or [1, H, W, C]. Raises CalibrationError, naming the file, if it cannot be read as
+        a picture or has the wrong size for resize = "none".
         """
         settled = self.fit(shape)
         if isinstance(image, Image.Image):
@@ -125,9 +132,23 @@ class Preprocess:
     def pixels_of(self, picture: Image.Image, origin: str = "the picture", float_scale: float = 0.0) -> NDArray[Any]:
         """Resize and crop a picture to pixels of 0 to 255, before the normalisation.
 
-        float_scale: what the values of a picture of floats are multiplied by; 0: see `scale_of_floats`.
-        Returns uint8 [H, W, C], or float32 of a picture of floats. Raises CalibrationError, naming the origin: the
-        wrong size for "none"; floats that are no pixels.
+        Parameters
+        ----------
+        picture : PIL.Image.Image
+        origin : str
+            Name of the picture, for messages.
+        float_scale : float
+            Factor for the values of a picture of floats; 0: chosen by `scale_of_floats`.
+
+        Returns
+        -------
+        ndarray
+            uint8 [H, W, C], or float32 for a picture of floats.
+
+        Raises
+        ------
+        CalibrationError
+            The picture has the wrong size for resize = "none", or its floats are not pixels.
         """
         assert self.size is not None
         height, width = self.size
@@ -144,13 +165,13 @@ class Preprocess:
 
     @property
     def range(self) -> tuple[float, float]:
-        """The least and the largest value that pixels of 0 to 255 become."""
+        """Smallest and largest normalised value of pixels from 0 to 255."""
         ends = [(pixel * self.scale - mean) / std for pixel in (0.0, PIXEL)
                 for mean, std in zip(*np.broadcast_arrays(self.mean, self.std), strict=True)]
         return float(min(ends)), float(max(ends))
 
     def normalised(self, pixels: NDArray[Any]) -> NDArray[np.float32]:
-        """Such pixels as the model takes them, float32 [1, C, H, W] or [1, H, W, C]."""
+        """Normalise pixels [H, W, C] of 0 to 255 to the model's float32 [1, C, H, W] or [1, H, W, C]."""
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
         values = (pixels.astype(np.float32) * np.float32(self.scale) - mean) / std
         if self.layout == "NCHW":
@@ -158,7 +179,7 @@ class Preprocess:
         return np.ascontiguousarray(values[None], np.float32)
 
     def _resized(self, picture: Image.Image) -> Image.Image:
-        """Resized so that the kept part has the size, and cropped to it around the centre."""
+        """Resize and centre-crop a picture to the size."""
         assert self.size is not None
         height, width = self.size
         if self.resize == "none":
@@ -178,11 +199,11 @@ class Preprocess:
     # ---- as data
     @staticmethod
     def from_json(recorded: Mapping[str, Any]) -> Preprocess:
-        """The reverse of to_json. Raises ConfigError."""
+        """Read a declaration that to_json wrote. Raises ConfigError."""
         return Preprocess()._changed(recorded)
 
     def to_json(self) -> dict[str, Any]:
-        """The declaration as JSON values, for a plan's metadata."""
+        """Return the declaration as JSON values, for a plan's metadata."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def _changed(self, document: Mapping[str, Any]) -> Preprocess:
@@ -196,7 +217,7 @@ class Preprocess:
 
 
 def _typed(key: str, value: Any) -> Any:
-    """`value` as the field `key` holds it; ConfigError if it is of another type."""
+    """Convert a TOML or JSON value to the type of the field `key`. Raises ConfigError for a wrong type."""
     def is_number(x: Any) -> bool:
         return isinstance(x, (int, float)) and not isinstance(x, bool)
 
@@ -258,29 +279,42 @@ def load_preprocess(source: str | Path) -> Preprocess:
 
 
 def opened(file: str | Path | BinaryIO, formats: tuple[str, ...] | None = None, most_pixels: int = 0) -> Image.Image:
-    """A picture, decoded. formats: those that it may have, as Pillow names them; None: any. most_pixels: of one that is
-    worth decoding; 0: as many as Pillow takes. Raises ValueError: it is none such."""
+    """Decode a picture.
+
+    Parameters
+    ----------
+    file : path or binary file
+    formats : tuple of str, optional
+        Accepted formats by Pillow's names; None accepts any.
+    most_pixels : int
+        Maximum number of pixels; 0 uses Pillow's limit.
+
+    Raises
+    ------
+    ValueError
+        The file is not such a picture.
+    """
     try:
         with Image.open(file, formats=formats) as image:
             if most_pixels and image.width * image.height > most_pixels:
                 raise ValueError(f"{image.width}x{image.height} are more than {most_pixels} pixels")
             image.load()
-            if image.mode.startswith("I"):      # of 16 bits: Pillow's own conversion cuts off what is above 255
+            if image.mode.startswith("I"):      # 16 bits: Pillow's conversion clips values above 255
                 values = np.asarray(image)
                 if values.size and (values.min() < 0 or values.max() >= 1 << 16):
                     raise ValueError(f"its pixels are integers of {values.min()} to {values.max()}, and more than 16 "
                                      "bits are no picture")
                 return Image.fromarray((values >> 8).astype(np.uint8))
-            # A palette with transparency becomes RGB by way of RGBA only.
+            # Pillow converts a palette with transparency to RGB only by way of RGBA.
             return image.convert("RGBA") if "transparency" in image.info else image.copy()
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(str(error)) from error
 
 
 def scale_of_floats(values: NDArray[Any], origin: str) -> float:
-    """Tell by what to multiply the values of pictures of floats, so that they are pixels of 0 to 255.
+    """Return the factor that converts the values of pictures of floats to pixels of 0 to 255.
 
-    Values of 0 to 1 count as shares of 255, values of 0 to 255 as pixels. Raises CalibrationError: there are others.
+    It is 255 if all values are in [0, 1], and 1 if all are in [0, 255]. Raises CalibrationError otherwise.
     """
     low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
     if not (low >= 0.0 and high <= PIXEL):
@@ -297,7 +331,7 @@ def _of_floats(picture: Image.Image, origin: str, scale: float) -> Image.Image:
 
 
 def read_picture(path: str | Path) -> Image.Image:
-    """Decode a picture file. Raises CalibrationError that names it."""
+    """Decode a picture file. Raises CalibrationError, naming the file."""
     try:
         return opened(path)
     except ValueError as error:
@@ -306,5 +340,5 @@ def read_picture(path: str | Path) -> Image.Image:
 
 
 def shape_text(shape: Sequence[Dim]) -> str:
-    """As people write it: [N, 3, 224, 224]."""
+    """Return a shape as text: [N, 3, 224, 224]."""
     return f"[{', '.join(map(str, shape))}]"

@@ -1,4 +1,4 @@
-"""Whether a build computes what it should: against float32 outputs, and by a model's own metric.
+"""Accuracy of a build, compared with float32 outputs and by a model's own metric.
 
 A metric comes from a Python file with two functions:
 
@@ -29,12 +29,12 @@ Outputs = Sequence[Array]
 
 @dataclass(frozen=True)
 class Agreement:
-    cosine: float       # the least of all outputs
-    error: float        # max |difference| / max |reference|, the greatest of all outputs
+    cosine: float       # the minimum of all outputs
+    error: float        # max |difference| / max |reference|, the maximum of all outputs
 
 
 def compare(reference: Outputs, outputs: Outputs) -> Agreement:
-    """The cosine and the error of outputs. Raises ValueError if they differ in number or shape."""
+    """Return the cosine and the error of outputs. Raises ValueError if they differ in number or shape."""
     pairs = list(zip(reference, outputs, strict=True))
     for expected, found in pairs:
         if expected.shape != found.shape:
@@ -56,12 +56,12 @@ def _error(expected: Array, found: Array) -> float:
 
 @dataclass(frozen=True)
 class Judge:
-    """A model's own measure of quality."""
+    """Model's own metric with its evaluation feeds."""
     feeds: Sequence[Feed]
     metric: Callable[[Sequence[Outputs], Sequence[Outputs]], Mapping[str, float]]
 
     def outputs(self, session: Session) -> list[Outputs]:
-        """A session's outputs for all evaluation feeds; it is loaded for one item."""
+        """Return the outputs of a session, which is loaded for one item, for all evaluation feeds."""
         results: list[Outputs] = []
         for feed in self.feeds:
             session.place(feed)
@@ -71,7 +71,7 @@ class Judge:
 
 
 def load_judge(path: Path) -> Judge:
-    """Runs the script. Raises what it raises, or AttributeError if one of the two functions is missing."""
+    """Run the script; raise its exceptions, or AttributeError if one of the two functions is missing."""
     spec = importlib.util.spec_from_file_location(f"accuracy_{path.stem}", path)
     assert spec is not None and spec.loader is not None, path
     script = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""A case from beginning to end: builds loaded for one feed, their outputs compared, their times taken in turns."""
+"""Measurement of a case: load the builds for one feed, compare their outputs, and time them in turns."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,17 @@ from benchmarks.models import Model
 from benchmarks.runtimes.builds import Build, Say
 from benchmarks.runtimes.runtimes import LOADERS, Feed, OnnxRuntime, Session
 
-HOPELESS = 1.5      # times the first turn of a peer's fastest build: such a build takes no more turns
+HOPELESS = 1.5      # builds slower than this multiple of the peer's fastest in the first turn take no more turns
 
 
 class Bench:
-    """One model in one precision: its builds, loaded, judged and measured."""
+    """Bench for the builds of one model in one precision, which loads, compares and times them."""
 
     def __init__(self, model: Model, precision: str, builds: Sequence[Build], say: Say) -> None:
         self.model, self.precision, self.builds, self._say = model, precision, builds, say
 
     def metrics(self, judge: Judge) -> dict[Build, Mapping[str, float]]:
-        """The model's own metric of each build that runs."""
+        """Return the model's own metric of each build that runs."""
         feed = self.model.feed(1)
         reference = judge.outputs(OnnxRuntime(self.model.source, feed, "fp32", 1))
         found = {}
@@ -35,8 +35,11 @@ class Bench:
 
     def case(self, batch: int, threads: int, counter: Counter, seconds: float,
              metrics: Mapping[Build, Mapping[str, float]], fewest: int = FEWEST_TURNS, screened: bool = False) -> Case:
-        """One thread is timed by its work, several by the clock on the wall, for `fewest` turns at least; `metrics` are
-        shown beside the times. `screened`: builds that a first turn shows to be hopeless take no more."""
+        """Measure all builds at a batch size and number of threads.
+
+        One thread is timed by its CPU work, several by the wall clock, for at least `fewest` turns. metrics: added to
+        the rows. screened: builds that are far too slow in a first turn take no more turns.
+        """
         feed = self.model.feed(batch)
         reference = _outputs(OnnxRuntime(self.model.source, feed, "fp32", 1))
         sessions = {build: self._load(build, feed, threads) for build in self.builds}
@@ -54,16 +57,16 @@ class Bench:
         return Case(self.model.name, self.precision, batch, threads, clock.unit, tuple(timed))
 
     def _load(self, build: Build, feed: Feed, threads: int) -> Session | str:
-        """The loaded session, or why it could not be loaded."""
+        """Return the loaded session, or the reason why it could not be loaded."""
         if build.file is None:
             return build.failure
         try:
             return LOADERS[build.runtime](build.file, feed, self.precision, threads)
-        except Exception as error:      # whatever a runtime raises at a model that it does not like
+        except Exception as error:      # any error by which a runtime rejects the model
             return _reason(error)
 
     def _row(self, build: Build, session: Session | str, reference: Outputs) -> Row:
-        """A build's row of the results, before its times."""
+        """Return a build's row of the results, without times."""
         if isinstance(session, str):
             return Row(build.runtime, build.name, failure=session)
         try:
@@ -77,7 +80,7 @@ class Bench:
 
 
 def hopeless(turns: Mapping[Build, Sequence[float]]) -> dict[Build, float]:
-    """The builds whose first turn costs far more than that of another build of the same runtime."""
+    """Return the builds whose first turn costs far more than that of the runtime's fastest build, with its cost."""
     return {build: cost for build, (cost, *_) in turns.items()
             if cost > HOPELESS * min(other for same, (other, *_) in turns.items() if same.runtime == build.runtime)}
 

@@ -17,11 +17,11 @@ SYSTEM_CALLS = {"x86_64": 298, "aarch64": 241}      # perf_event_open
 ATTRIBUTE_BYTES = 128
 HARDWARE, CPU_CYCLES = 0, 0
 INHERIT, EXCLUDE_KERNEL, EXCLUDE_HYPERVISOR = 1 << 1, 1 << 5, 1 << 6
-CALIBRATION_READS = 200     # their smallest difference is what reading costs
+CALIBRATION_READS = 200     # the smallest difference of so many reads is the cost of a read
 
 
 class Counter:
-    """Counts `unit`s of this process and of the threads that it makes later."""
+    """Counter of `unit`s of this process and of threads that it starts later."""
 
     def __init__(self) -> None:
         self._cycles = _open_cycles()
@@ -35,14 +35,14 @@ class Counter:
         return count
 
     def of(self, call: Callable[[], object]) -> int:
-        """The count of one call."""
+        """Return the count of one call."""
         before = self.read()
         call()
         return self.read() - before - self._cost
 
 
 def _open_cycles() -> int | None:
-    """A file that counts cycles; None on a machine without the counter, or where the kernel keeps it to itself."""
+    """Return a descriptor that counts cycles; None if the machine has no counter or the kernel denies access."""
     number = SYSTEM_CALLS.get(platform.machine())
     if number is None:
         return None

@@ -1,4 +1,4 @@
-"""What a long command has found so far, kept as it comes: it goes on behind whatever fails, or never ends."""
+"""Results of a long-running command, stored as they are found; it continues after parts that fail or hang."""
 from __future__ import annotations
 
 import json
@@ -14,11 +14,11 @@ from typing import Any
 
 
 class Findings:
-    """What has been found so far, on the screen and in a file."""
+    """Recorder of results, which prints them and writes them to a file."""
 
     def __init__(self, path: Path | None, minutes: float) -> None:
         self.path, self.end = path, time.monotonic() + 60 * minutes
-        self.lost: Callable[[], bool] = lambda: False       # whether this process can go on no more
+        self.lost: Callable[[], bool] = lambda: False       # returns True if this process cannot continue
         self.found: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
 
     def __call__(self, key: str, value: Any) -> None:
@@ -28,15 +28,15 @@ class Findings:
             self.path.write_text(json.dumps(self.found, indent=1, default=str))
 
     def wants(self, key: str) -> bool:
-        """Whether there is time for it, and it was neither found nor failed."""
+        """Return True if there is time left and the result is neither known nor failed."""
         return not {key, f"FAILED {key}"} & self.found.keys() and time.monotonic() < self.end
 
     @contextmanager
     def part(self, name: str, seconds: float | None = None) -> Iterator[None]:
-        """Whatever goes wrong is said, and the next part runs: time at a GPU is short.
+        """Run a part of the command; record an exception as its failure and continue with the next part.
 
-        seconds: after which it is given up, for a kernel that never ends keeps the thread that waits for it; None: no
-        such end.
+        seconds: time limit after which the process restarts without the part, because a kernel that hangs blocks its
+        thread; None: no limit.
         """
         begin = time.monotonic()
         watch = threading.Timer(seconds or 0, self._give_up, (name, seconds, threading.get_ident()))

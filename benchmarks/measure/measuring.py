@@ -1,9 +1,8 @@
-"""Programs measured side by side: turns of a few calls each, one program after the other, again and again.
+"""Interleaved measurement of programs, in alternating turns of a few calls each.
 
-A turn begins with a call that is not counted, which brings the program's data back into the caches and its threads to
-where they run; a call so long that this makes no difference is counted at once. A program's figure is the median over
-its turns of a turn's median; two programs are compared turn by turn, so that what slows the machine for seconds meets
-both sides of a ratio.
+A turn begins with a warm-up call, which is not counted unless it is so long that this makes no difference. The result
+of a program is the median over its turns of each turn's median. Two programs are compared turn by turn, so that load
+that slows the machine for seconds affects both sides of a ratio.
 """
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Protocol, TypeVar
 from benchmarks.measure.cycles import Counter
 
 TURN_SECONDS = 0.03
-LONG_SECONDS = 0.3      # of a call that warms its own caches
+LONG_SECONDS = 0.3      # calls of at least this length need no warm-up
 FEWEST_TURNS = 5
 Name = TypeVar("Name")
 
@@ -24,11 +23,11 @@ class Clock(Protocol):
     unit: str
 
     def of(self, call: Callable[[], object]) -> int:
-        """What one call costs, in millionths of the unit."""
+        """Measure one call and return its cost in millionths of the unit."""
 
 
 class WallClock:
-    """For several threads: what they cost together says little of how long a user waits."""
+    """Wall clock, for programs of several threads, whose CPU time does not show their latency."""
     unit = "ms"
 
     def of(self, call: Callable[[], object]) -> int:
@@ -38,7 +37,7 @@ class WallClock:
 
 
 class WorkClock:
-    """For one thread: user-mode cycles, or where there is no counter for them, CPU time."""
+    """Clock for programs of one thread: user-mode cycles, or CPU time if there is no counter."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
@@ -50,13 +49,13 @@ class WorkClock:
 
 def interleaved(clock: Clock, calls: Mapping[Name, Callable[[], object]],
                 seconds: float, fewest: int = FEWEST_TURNS) -> dict[Name, list[float]]:
-    """{name: cost of a call in each turn, in the clock's unit}, all of them with as many turns, `fewest` at least."""
+    """Return the cost of a call in each turn by name, in the clock's unit; all have equally many turns, >= `fewest`."""
     costs: dict[Name, list[float]] = {name: [] for name in calls}
     end, order = time.perf_counter() + seconds, list(calls)
     while order and (len(costs[order[0]]) < fewest or time.perf_counter() < end):
         for name in order:
             costs[name].append(_turn(clock, calls[name]))
-        order.reverse()         # nobody always follows the same one
+        order.reverse()         # so that no program always follows the same one
     return costs
 
 

@@ -1,4 +1,4 @@
-"""Other processes that want the same cores, while something is measured."""
+"""Processes that compete for the cores during a measurement."""
 from __future__ import annotations
 
 import os
@@ -45,21 +45,21 @@ def _python(program: str, *arguments: object, cpu: int | None = None) -> subproc
 
 @contextmanager
 def busy_loop(pinned: bool) -> Iterator[None]:
-    """A process that computes without end, on the last CPU or wherever it is put."""
+    """Run a process that computes continuously, pinned to the last CPU or not pinned."""
     with _running(_python(_BUSY, cpu=max(os.sched_getaffinity(0)) if pinned else None)):
         yield
 
 
 @contextmanager
 def bursts() -> Iterator[None]:
-    """On each CPU a process that computes for 0.7 ms and sleeps for as long: threads lose their core in mid-chunk."""
+    """Run a process on each CPU that alternates 0.7 ms of work and sleep, so that threads are preempted in a chunk."""
     with _running(*(_python(_BURSTS, cpu=cpu) for cpu in os.sched_getaffinity(0))):
         yield
 
 
 @contextmanager
 def second_copy(plan: Path, threads: int) -> Iterator[None]:
-    """Another process that runs the same plan with as many threads, without end."""
+    """Run another process that executes the plan continuously with as many threads."""
     process = _python(_COPY, plan, threads)
     with _running(process):
         assert process.stdout is not None

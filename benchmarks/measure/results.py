@@ -1,4 +1,4 @@
-"""What was measured in a case (a model, a precision, a batch, a number of threads), and what follows from it."""
+"""Measurements of a case (model, precision, batch, number of threads) and their evaluation."""
 from __future__ import annotations
 
 import json
@@ -14,13 +14,13 @@ from benchmarks.runtimes.runtimes import OURS
 
 @dataclass(frozen=True)
 class Row:
-    """One build. `turns`: the cost of a call in each turn, in the case's unit; empty if `failure` says why."""
+    """Result of one build. turns: the cost of a call in each turn, in the case's unit; empty if it failed."""
     runtime: str
-    build: str                      # what the runtime was given: "fp32", "our Q/DQ", "nncf", ...
+    build: str                      # model that the runtime was given: "fp32", "our Q/DQ", "nncf", ...
     turns: tuple[float, ...] = ()
-    cosine: float = math.nan        # with ONNX Runtime's float32 outputs, the least of all outputs
-    error: float = math.nan         # greatest |difference| over greatest |reference|, the worst of all outputs
-    agrees: bool = True             # whether the cosine is what its precision lets one expect
+    cosine: float = math.nan        # similarity to ONNX Runtime's float32 outputs, the minimum of all outputs
+    error: float = math.nan         # max |difference| / max |reference|, the maximum of all outputs
+    agrees: bool = True             # the cosine is in the range expected of the precision
     metric: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
     failure: str = ""
@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as long as ours: the median over the turns, and the quartiles."""
+    """Time of a peer over ours: median over the turns, and quartiles."""
     median: float
     low: float
     high: float
@@ -59,12 +59,12 @@ class Case:
         return next(row for row in self.rows if row.runtime == OURS)
 
     def fastest(self, *runtimes: str) -> Row | None:
-        """The fastest build of these runtimes; None if none of them ran."""
+        """Return the fastest build of these runtimes; None if none of them ran."""
         rows = [row for row in self.rows if row.runtime in runtimes and row.turns]
         return min(rows, key=lambda row: row.cost) if rows else None
 
     def ratio(self, row: Row) -> Ratio | None:
-        """row's cost over ours; None if either failed."""
+        """Return the cost of a row over ours; None if either failed."""
         if not row.turns or not self.ours.turns:
             return None
         ratios = [a / b for a, b in zip(row.turns, self.ours.turns, strict=True)]
@@ -73,14 +73,14 @@ class Case:
 
 
 def mean_ratio(cases: Iterable[Case], *runtimes: str) -> float:
-    """The geometric mean of the ratios to the fastest build of these runtimes; NaN without any."""
+    """Return the geometric mean of the ratios to the fastest build of these runtimes; NaN without any."""
     ratios = [ratio.median for case in cases if (row := case.fastest(*runtimes)) and (ratio := case.ratio(row))]
     return geometric_mean(ratios) if ratios else math.nan
 
 
 # ---- files
 def write_results(path: Path, cases: Sequence[Case]) -> list[Case]:
-    """Put cases into a JSON file, in the place of what it has of the same; all that it then has, sorted."""
+    """Add cases to a JSON file, replacing those with equal keys; return all its cases, sorted."""
     kept = {case.key: case for case in (read_results(path) if path.exists() else [])}
     kept |= {case.key: case for case in cases}
     every = [kept[key] for key in sorted(kept)]
@@ -90,7 +90,7 @@ def write_results(path: Path, cases: Sequence[Case]) -> list[Case]:
 
 
 def read_results(path: Path) -> list[Case]:
-    """The cases in a file of results. Raises OSError, ValueError, TypeError or KeyError if it is none."""
+    """Return the cases in a file of results. Raises OSError, ValueError, TypeError or KeyError if it is invalid."""
     def row(found: dict[str, Any]) -> Row:
         return Row(**{**found, "turns": tuple(found["turns"])})
 

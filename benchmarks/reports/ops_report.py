@@ -1,4 +1,4 @@
-"""What benchmarks.ops measured, as text: ratios by class, the worklist, and a line for every case.
+"""Report of benchmarks.ops as text: ratios by class, the worklist, and a line for every case.
 
 A ratio is peer / ours, of the peer's fastest build: above 1, ours is faster.
 """

@@ -1,4 +1,4 @@
-"""What a case compares: our plan, and for each peer all models that it might be fastest on.
+"""Builds that a case compares: our plan, and for each peer every model that it might run fastest.
 
     fp32    the ONNX file
     bf16    the ONNX file, OpenVINO told to compute in bf16; ONNX Runtime in float32, having nothing narrower
@@ -6,7 +6,7 @@
             where there is attention, NNCF's transformer mode, and Q/DQ around MatMul, Gemm and Conv only; where a
             layer recurs, ONNX Runtime's dynamic quantisation
 
-What is built is kept in a folder, each under a digest of all that it was made from.
+Builds are kept in a folder, each under a digest of everything that affects it.
 """
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Workshop:
         return self._place(model, f"{precision}-{key}.plan")
 
     def _plan(self, model: Model, precision: str, plan: Path) -> Path:
-        """What build-engine makes by default, and beside it, for INT8, the exported Q/DQ model."""
+        """Build a plan with build-engine's defaults, and for INT8 also export the Q/DQ model."""
         options: tuple[str, ...] = (f"--{precision}", *model.build_options)
         if precision == "int8":
             ranges = self._place(model, f"ranges-{digest(self._calibration, model.data_digest)}.json")
@@ -106,7 +106,7 @@ class Workshop:
         return folder / file
 
     def _run(self, output: Path, what: str, module: str, *arguments: str) -> Path:
-        """Runs a command of ours unless its output is there already. Raises CalledProcessError."""
+        """Run a command of ours unless its output exists. Raises CalledProcessError."""
         if not output.exists():
             self.say(what)
             subprocess.run([sys.executable, "-m", module, *arguments], check=True, capture_output=True, text=True)
@@ -114,5 +114,5 @@ class Workshop:
 
 
 def sources_digest(folders: Sequence[str] = COMPILER) -> str:
-    """Of all modules in these folders."""
+    """Return the digest of all modules in these folders."""
     return digest(*(path.read_bytes() for name in folders for path in sorted((ROOT / name).rglob("*.py"))))

@@ -1,4 +1,4 @@
-"""What others do on the GPU at hand: cuBLAS by product, torch.compile with CUDA graphs by network."""
+"""Peers on this machine's GPU: cuBLAS for single products, torch.compile with CUDA graphs for networks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ PRODUCTS = ((401408, 64, 576), (401408, 256, 64), (100352, 128, 1152), (25088, 2
 
 
 def peers(say: Say, models: Sequence[str], batches: Sequence[int]) -> None:
-    """Raises ImportError: torch is not there."""
+    """Measure the peers. Raises ImportError if torch is not installed."""
     import torch
     for m, n, k in PRODUCTS:
         a, b = (torch.randint(-8, 8, shape, dtype=torch.int8, device="cuda") for shape in ((m, k), (n, k)))

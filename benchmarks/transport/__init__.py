@@ -1,1 +1,1 @@
-"""What the way to a model costs a server, less what the model computes: CPU microseconds a request, and latency."""
+"""Benchmarks of transport overhead of servers and clients: CPU microseconds per request, and latency."""

@@ -1,11 +1,11 @@
-"""What a request costs a server, engine included: CPU microseconds of all its processes, by transport and size.
+"""Benchmark of a server's CPU time per request, engine included: all its processes, by transport and size.
 
     python -m benchmarks.transport --rounds 5 --write
     python -m benchmarks.transport --ours grpcio= --ours 'fast=--grpc-front fast' --peer 'triton=start {grpc} {http}'
 
-The servers run side by side, all on one core; the client, a bare socket (http2.py, http1.py), has another. In each
-round each case is asked of each server in turn, so that a busy moment of the machine meets all of them. A peer is a
-command that serves the same two models: `floats` (FP32 x[16] -> y[10]) and `picture` (FP32 x[3,224,224] -> y[10]).
+All servers run on one core; the client, a bare socket (http2.py, http1.py), has another. In each round every server
+runs each case in turn, so that other load affects all of them. A peer is a command that serves the same two models:
+`floats` (FP32 x[16] -> y[10]) and `picture` (FP32 x[3,224,224] -> y[10]).
 """
 from __future__ import annotations
 

@@ -25,7 +25,10 @@ Ask = Callable[[str, Any], bytes]               # a call of the service, and wha
 
 
 def level(ports: Ports, model: str, concurrency: int, seconds: float, way: str) -> dict[str, Any]:
-    """What load-test's JSON says of a level, as far as the table of benchmarks.serving needs it. way: of WAYS."""
+    """Measure a concurrency level; return the fields of load-test's JSON that benchmarks.serving needs.
+
+    way: an element of WAYS.
+    """
     with grpc.insecure_channel(f"127.0.0.1:{ports.grpc}") as channel, ExitStack() as stack:
         def ask(call: str, request: Any) -> bytes:
             answer: bytes = channel.unary_unary(f"/{protos.INFERENCE_SERVICE}/{call}")(request.SerializeToString())

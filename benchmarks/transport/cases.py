@@ -1,4 +1,4 @@
-"""What is asked of a server, and what one turn of it measures."""
+"""Cases of the transport benchmark, and the measurement of one turn."""
 from __future__ import annotations
 
 import json
@@ -129,7 +129,7 @@ def _registered(server: Running, model: str) -> Iterator[None]:
 
 
 def _engine_ns(server: Running, model: str) -> int:
-    """How long the executions of a model took until now."""
+    """Return the total execution time of a model so far, in nanoseconds."""
     answer = inference.ModelStatisticsResponse.FromString(
         _ask(server, "ModelStatistics", inference.ModelStatisticsRequest(name=model)))
     return sum(batch.compute_infer.ns for entry in answer.model_stats for batch in entry.batch_stats)

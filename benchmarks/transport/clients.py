@@ -1,9 +1,9 @@
-"""What a request costs a client: CPU microseconds of its process, from NumPy arrays to NumPy arrays, by library.
+"""Benchmark of a client's CPU time per request, from NumPy arrays to NumPy arrays, by client library.
 
     python -m benchmarks.transport.clients --rounds 7 --write
 
-The server has one core, the clients the other. In each round every client asks in turn, so that a busy moment of the
-machine meets all of them. The load generator sends messages that are encoded once, and decodes no answer.
+The server has one core, the clients another. In each round every client runs in turn, so that other load affects all of
+them. The load generator sends messages that are encoded once, and does not decode responses.
 """
 from __future__ import annotations
 

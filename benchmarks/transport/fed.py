@@ -1,9 +1,8 @@
-"""What the process of the engines takes under --workers, however many fronts there are: it is fed by processes that
-stand in for fronts, and send frames with the same requests over and over.
+"""Benchmark of the engine process under --workers, fed by stand-ins for frontend workers that repeat equal requests.
 
     python -m benchmarks.transport.fed --rounds 5
 
-The process has one core, those that feed it another; it is what limits if it is busy all the time.
+The engine process has one core, the processes that feed it another. It is the bottleneck if it is always busy.
 """
 from __future__ import annotations
 

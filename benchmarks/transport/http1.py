@@ -63,7 +63,7 @@ class Connections:
 
 
 def is_whole(answer: bytes) -> bool:
-    """Whether a response with a Content-Length has arrived."""
+    """Return True if a response with a Content-Length has arrived completely."""
     head, end, body = answer.partition(b"\r\n\r\n")
     if not end:
         return False

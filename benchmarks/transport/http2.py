@@ -25,10 +25,10 @@ _READ_BYTES = 1 << 20
 
 @dataclass
 class Ended:
-    """What became of the calls of a connection."""
+    """Counts and latencies of the finished calls of a connection."""
     answered: int = 0
     failed: int = 0
-    seconds: list[float] = field(default_factory=list)      # that each took
+    seconds: list[float] = field(default_factory=list)      # latency of each call
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Stream:
 
 
 class Connection:
-    """`at_a_time` calls of one method with one message, each replaced when it has ended."""
+    """Connection with `at_a_time` concurrent calls of one method and message, each replaced when it has ended."""
 
     def __init__(self, port: int, path: str, message: bytes, at_a_time: int) -> None:
         self._message = struct.pack(">?I", False, len(message)) + message

@@ -25,7 +25,7 @@ class Running:
     pid: int
 
     def cpu_ns(self) -> tuple[int, int]:
-        """What all threads of the process have computed, and those of the processes that it has started."""
+        """Return the CPU time of all threads of the process, and that of its child processes, in nanoseconds."""
         first, *others = (sum(int((task / "schedstat").read_text().split()[0])
                               for task in Path(f"/proc/{pid}/task").iterdir()) for pid in _family(self.pid))
         return first, sum(others)
@@ -33,7 +33,10 @@ class Running:
 
 @contextmanager
 def running(name: str, command: str, core: int) -> Iterator[Running]:
-    """A server on one core, its models ready. command: with {grpc}, {http} and {metrics} for its ports."""
+    """Run a server on one core until the block ends, with its models ready.
+
+    command: shell command with {grpc}, {http} and {metrics} for the ports.
+    """
     ports = Ports(free_port(), free_port(), free_port())
     process = subprocess.Popen(
         command.format(grpc=ports.grpc, http=ports.http, metrics=ports.metrics), shell=True, start_new_session=True,

@@ -44,7 +44,7 @@ def architecture(*, size: int, channels: int = 3, batched: bool = True) -> Calla
 
 
 def network(describe: Describe) -> Architecture:
-    """The same for a description (Net) of other inputs than a picture, which it asks of Net.feed."""
+    """Make an architecture from a description (Net) whose inputs are not a picture; it declares them by Net.feed."""
     def build(width: float = 1.0, classes: int = 1000, opset: int = 17, batch: str | int = "N", seed: int = 0,
               **options: Any) -> onnx.ModelProto:
         net = Net(describe.__name__, (), width=width, classes=classes, opset=opset, batch=batch, seed=seed)
@@ -60,7 +60,7 @@ def _finished(net: Net, outputs: Outputs) -> onnx.ModelProto:
 
 
 def _normalised(model: onnx.ModelProto, probe: onnx.ModelProto, feeds: Mapping[str, NDArray[Any]]) -> onnx.ModelProto:
-    """The model with the statistics that the same network has on these feeds."""
+    """Return the model with the normalisation statistics that the network has on these feeds."""
     statistics = measure(probe, feeds)
     for initializer in model.graph.initializer:
         if initializer.name in statistics:

@@ -61,7 +61,7 @@ def four_pads(pads: Pads) -> tuple[int, int, int, int]:
 
 def windows(shape: tuple[int, ...], kernel: Kernel, stride: int, pads: Pads, dilation: int = 1,
             ceil_mode: bool = False) -> tuple[int, int]:
-    """How many windows fit, by row and by column (ONNX's formula)."""
+    """Return the number of windows in rows and columns, by ONNX's formula."""
     top, left, bottom, right = four_pads(pads)
     rounded = math.ceil if ceil_mode else math.floor
     rows, cols = (rounded((extent + pad - dilation * (k - 1) - 1) / stride) + 1 for extent, pad, k
@@ -70,7 +70,7 @@ def windows(shape: tuple[int, ...], kernel: Kernel, stride: int, pads: Pads, dil
 
 
 class Net:
-    """A model under construction. Layers that the operator set changed are written as `opset` has them."""
+    """Builder of an ONNX model. Layers whose operators changed are written in the form of `opset`."""
 
     def __init__(self, name: str, shape: tuple[int, ...], *, width: float = 1.0, classes: int = 1000, opset: int = 17,
                  batch: str | int = "N", seed: int = 0) -> None:
@@ -85,27 +85,29 @@ class Net:
         self._below: dict[str, int] = {}
 
     def scaled(self, channels: int, multiple: int = 4) -> int:
-        """`channels` times the width multiplier, rounded to a multiple."""
+        """Return `channels` times the width multiplier, rounded to a multiple."""
         return max(multiple, round(channels * self.width / multiple) * multiple)
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """What is added inside is named under `name`, as a submodule's layers are."""
+        """Prefix the names of nodes added inside the block by `name`, like the layers of a submodule."""
         self._scope.append(name)
         yield
         self._scope.pop()
 
     # ---- the graph
     def feed(self, name: str, *shape: int, below: int = 0, batched: bool = True) -> Tensor:
-        """An input in place of the picture: of floats, or of integers from 0 to below what is said. The model's
-        metadata keep that bound, for whoever makes up a feed (pictures.feeds_for)."""
+        """Add an input instead of the picture: floats, or integers from 0 to `below` - 1.
+
+        The bound is recorded in the model's metadata for pictures.feeds_for.
+        """
         kind = TensorProto.INT64 if below else TensorProto.FLOAT
         self._feeds.append(helper.make_tensor_value_info(name, kind, [*[self.batch] * batched, *shape]))
         self._below |= {name: below} if below else {}
         return Tensor(name, shape)
 
     def op(self, op: str, *inputs: Tensor | str, shape: tuple[int, ...], name: str = "", **attrs: Any) -> Tensor:
-        """A node of one output."""
+        """Add a node with one output."""
         return self.ops(op, *inputs, shapes=[shape], name=name, **attrs)[0]
 
     def ops(self, op: str, *inputs: Tensor | str, shapes: Sequence[tuple[int, ...]], name: str = "",

@@ -1,4 +1,4 @@
-"""What random networks are fed: pictures of noise with the spectrum of natural ones, integers, normal numbers."""
+"""Inputs of random networks: noise pictures with the spectrum of natural ones, integers, and normal numbers."""
 from __future__ import annotations
 
 from functools import cache
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 @cache
 def images(count: int, channels: int = 3, size: int = 224, seed: int = 0) -> NDArray[np.float32]:
-    """Normalised pictures with the 1/f spectrum of natural ones, float32 [count, channels, size, size], read-only.
+    """Return normalised noise with the 1/f spectrum of pictures, float32 [count, channels, size, size], read-only.
 
-    Each has its own brightness, contrast and dominant scale, so that a network's answers differ from one to the next.
+    Brightness, contrast and dominant scale vary, so that the outputs of a network differ from picture to picture.
     """
     random = np.random.default_rng(seed + 1_000_003)
     frequency = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)) + 1 / size
@@ -28,19 +28,22 @@ def images(count: int, channels: int = 3, size: int = 224, seed: int = 0) -> NDA
 
 
 def probe_items(size: int) -> int:
-    """How many pictures batch normalisation statistics are measured on."""
+    """Return the number of pictures on which batch normalisation statistics are measured."""
     return 64 if size <= 96 else 8 if size <= 512 else 1
 
 
 def images_for(model: onnx.ModelProto, count: int = 8, seed: int = 0) -> NDArray[np.float32]:
-    """`images` of the channels and the size that a model of the zoo takes; a fixed batch wins over `count`."""
+    """Return `images` with the channels and size of a zoo model's input; a fixed batch overrides `count`."""
     batch, channels, size, _ = (d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim)
     return images(batch or count, channels, size, seed)
 
 
 def feeds_for(model: onnx.ModelProto, count: int = 1, seed: int = 0) -> dict[str, NDArray[Any]]:
-    """An array for each input, whatever it is: pictures where they are square and of three channels, integers below
-    the bound in the model's metadata, else normal numbers; a fixed batch wins over `count`."""
+    """Return an array for each input; a fixed batch overrides `count`.
+
+    Square inputs of three channels get pictures, those with a bound in the model's metadata integers below it, and all
+    others normal numbers.
+    """
     below = {entry.key: int(entry.value) for entry in model.metadata_props}
     feeds: dict[str, NDArray[Any]] = {}
     for index, value in enumerate(model.graph.input):

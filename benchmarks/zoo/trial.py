@@ -45,29 +45,29 @@ class Beside:
 
     @property
     def ratios(self) -> list[float]:
-        """The peer's time over ours, by turn."""
+        """Ratio of the peer's time to ours in each turn."""
         return [theirs / ours for ours, theirs in zip(self.ours, self.theirs, strict=True)]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a trial. Times are of one inference, of one thread, in `unit`, by peer and its build."""
+    """Results of a trial. Times are of one inference by one thread, in `unit`, by peer and its build."""
     name: str
     precision: str
-    failure: str = ""                       # why there is no engine
+    failure: str = ""                       # reason if there is no engine
     build_seconds: float = 0.0
     by_cost: bool = False                   # tactics were not timed
     steps: int = 0
     by_reference: int = 0
-    reference_share: float = 0.0            # of the time
-    operators: tuple[str, ...] = ()         # that run by reference
-    error: float = 0.0                      # greatest |difference| over greatest |reference|, the worst of all outputs
-    sqnr_db: float = 0.0                    # the least of all outputs
+    reference_share: float = 0.0            # share of the time
+    operators: tuple[str, ...] = ()         # operators that run by reference
+    error: float = 0.0                      # max |difference| / max |reference|, the maximum of all outputs
+    sqnr_db: float = 0.0                    # the minimum of all outputs
     unit: str = ""
     beside: dict[str, dict[str, Beside]] = field(default_factory=dict)      # without those that nobody asked for
 
     def timed(self, peer: str, kind: str, result: Beside, unit: str = "") -> Facts:
-        """These, and what a peer's build gave."""
+        """Return these results with the result of a peer's build added."""
         builds = {**self.beside.get(peer, {}), kind: result}
         return replace(self, unit=unit or self.unit, beside={**self.beside, peer: builds})
 

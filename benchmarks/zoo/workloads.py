@@ -28,17 +28,17 @@ from benchmarks.zoo.vision.volumes import unet3d
 
 @dataclass(frozen=True)
 class Workload:
-    """A network: the options that make it what it is, and those that shrink it."""
+    """Network of the zoo with its options, and those that shrink it."""
     build: Architecture
     options: Mapping[str, Any] = field(default_factory=dict)
     shrunk: Mapping[str, Any] = field(default_factory=dict)
 
     def full(self) -> onnx.ModelProto:
-        """As it is published."""
+        """Build the network as published."""
         return self.build(**self.options)
 
     def tiny(self) -> onnx.ModelProto:
-        """The same layers, fewer and narrower, on less."""
+        """Build a small network of these layers: fewer, narrower, on smaller inputs."""
         return self.build(**{**self.options, **self.shrunk})
 
 

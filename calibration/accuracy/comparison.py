@@ -17,19 +17,19 @@ from calibration.accuracy.parts import Parts
 from engines.errors import CalibrationError
 from engines.ir.graph import Array
 
-MIN_CLASSES = 3     # an output of [items, classes] with at least so many is taken for a classifier's
-CHUNK = 1 << 14     # elements that are measured at once: their copies in float64 stay in the caches
+MIN_CLASSES = 3     # an output [items, classes] with at least this many classes is treated as a classifier's
+CHUNK = 1 << 14     # elements measured at once, so that their float64 copies stay in the caches
 
 
 @dataclass(frozen=True)
 class Errors:
-    """The errors of the quantised outputs against their float counterparts, over all items; the worst part counts.
+    """Errors of quantised outputs relative to the float outputs, over all items, of the worst part.
 
-    peak_db     signal to noise ratio in the 4-norm: what choices go by
+    peak_db     signal to noise ratio in the 4-norm, the criterion of the search
     sqnr_db     signal to quantisation noise ratio
-    cosine      of the angle between them, mean over items
+    cosine      cosine of the angle between them, mean over items
     top1        share of items with the same largest element, 0..1; None if no output looks like a classifier's
-    part        the part of an output that has the least peak_db, "boxes" of "y" as "y: boxes"; "" if there is one only
+    part        part with the least peak_db, "y: boxes" for "boxes" of output "y"; "" if there is only one
     fault       why the outputs are too inexact to be used, with the part; "" if they are not
     """
     peak_db: float
@@ -46,19 +46,21 @@ class Errors:
 
 
 class Reference:
-    """The float outputs of several runs, prepared for any number of comparisons."""
+    """Float outputs of several runs, prepared for any number of comparisons."""
 
     def __init__(self, runs: Sequence[Mapping[str, Array]], parts: Mapping[str, Parts] = {}) -> None:   # noqa: B006
-        """runs: {output: array} of each run, items on the leading axis; only floating point outputs count. parts: of
-        outputs whose parts are measured apart."""
+        """Prepare the reference.
+
+        runs: {output: array} of each run, items on the leading axis; only floating-point outputs count. parts: parts of
+        outputs that are measured separately.
+        """
         self._runs = [{name: _Output(name, np.atleast_1d(array), parts.get(name, Parts()), number)
                        for name, array in run.items() if array.dtype.kind == "f"} for number, run in enumerate(runs)]
 
     def errors(self, outputs: Iterable[Mapping[str, Array]]) -> Errors:
-        """Measure the errors of outputs that came from the same feeds in the same order.
+        """Measure the errors of outputs computed from the reference's feeds, in their order.
 
-        Outputs that one of the two runs lacks are passed over. Raises CalibrationError if none is left, or nothing but
-        zeros is in them.
+        Outputs that are missing on one side are ignored. Raises CalibrationError if none is left or all are zero.
         """
         measured: dict[str, _Sums] = {}
         agreements: list[float] = []
@@ -81,14 +83,14 @@ def compare(reference: Sequence[Mapping[str, Array]], outputs: Iterable[Mapping[
 
 @dataclass
 class _Sums:
-    """The errors of one part, item by item."""
+    """Measurements of one part, by item."""
     powers: list[Powers] = field(default_factory=list)
     cosines: list[float] = field(default_factory=list)
     zeroed: list[float] = field(default_factory=list)
 
 
 def _errors_of(measured: Mapping[str, _Sums], agreements: Sequence[float]) -> Errors:
-    """Sum up what was measured of each part."""
+    """Summarise the measurements of all parts."""
     mean = {label: powers for label, sums in measured.items() if (powers := typical(sums.powers))}
     if not mean:
         raise CalibrationError("calibrators cannot be compared: the model has no floating point output, or only zeros "
@@ -103,7 +105,7 @@ def _errors_of(measured: Mapping[str, _Sums], agreements: Sequence[float]) -> Er
 
 
 class _Output:
-    """One output of a run. parts: the items of each, by the label that reports give it."""
+    """Output of a run. parts: the items of each part, by its label in reports."""
 
     def __init__(self, name: str, array: Array, parts: Parts, run: int) -> None:
         self.name = name
@@ -128,15 +130,15 @@ def _items(array: Array, mask: NDArray[np.bool_] | None) -> Iterator[_Item]:
 
 
 class _Item:
-    """The right values of one item, or of a part of it, and the sums of their powers."""
+    """Reference values of one item, or of a part of it, and the sums of their powers."""
 
     def __init__(self, values: Array, where: NDArray[np.intp] | None) -> None:
-        """where: the indices of the part; None: the whole item."""
+        """Take the values of an item. where: indices of the part; None: the whole item."""
         self._where = where
         self._values = values if where is None else values[where]
         self._nonzero = int(np.count_nonzero(self._values))
         finite = np.isfinite(self._values)
-        self._finite = None if finite.all() else finite     # of masked scores, for instance
+        self._finite = None if finite.all() else finite     # masked scores, for instance, are infinite
         self._r2, self._r4 = _powers(_chunks(self._of_finite(self._values)))
 
     def _of_finite(self, values: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Measure how far an output is from what it should be, over all items, and judge it by the precision of the plan."""
+"""Errors of outputs relative to a reference, over all items, and their limits for each precision."""
 from __future__ import annotations
 
 import math
@@ -15,15 +15,17 @@ from engines.ir.dtypes import BITS, as_named
 from engines.ir.graph import Array
 from engines.plan.plan import IoTensor
 
-FLOOR = 1e-4        # of the range of the whole output: a part's errors are relative to its own range, and at least that
+FLOOR = 1e-4        # a part's errors are relative to its range, but at least to this share of the whole output's range
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest errors that a precision allows an output: as a share of its range, or as SQNR where single values
-    say little; of integers, booleans and rows behind a selection, the share that differs.
+    """Limits of the errors of an output in one precision.
 
-    rows    how far the elements of a row behind a selection may be apart, as a share of their column's range
+    relative    largest error as a share of the output's range
+    sqnr_db     least SQNR, used where single values are not significant
+    differing   share of integers, booleans and rows after a selection that may differ
+    rows        tolerance of the elements of a row after a selection, as a share of their column's range
     """
     relative: float = math.inf
     sqnr_db: float = -math.inf
@@ -43,13 +45,13 @@ LIMITS = {
 class OutputErrors:
     """Errors of one output, or of a part of one, against the reference, over elements that are finite in both.
 
-    largest     absolute; `relative` is it as a share of the output's range, largest minus smallest value expected
-    item        the item that has it, counted from 0 in the order of the data
-    odd         elements that are NaN or infinite in one of the two, and not the same in the other
-    zeroed      share of the elements other than 0 that are 0 in the engine's answer
+    largest     largest absolute error; `relative` is its share of the output's range, max - min of the expected values
+    item        index of the item with the largest error, in the order of the data
+    odd         number of elements that are NaN or infinite on one side and differ on the other
+    zeroed      share of the nonzero elements that the engine computes as 0
     differing   share of the elements that are not equal
-    rows        behind a selection: the number of rows that are counted, and `missing` those of them without a match
-    wrong       why there is nothing to compare: another dtype or shape, no finite value; "" if there is
+    rows        after a selection: number of compared rows; `missing` is the number of those without a match
+    wrong       why the output cannot be compared: another dtype or shape, no finite value; "" if it can
     """
     name: str
     largest: float = 0.0
@@ -86,10 +88,11 @@ class OutputErrors:
 
 @dataclass(frozen=True)
 class Pair:
-    """Expected and computed values of an output in one run, [items, ...]; `wrong` says why there are none.
+    """Expected and computed values of an output in one run, [items, ...].
 
-    counted     elements whose errors are measured; None: all
-    rows        the number of rows that are counted, as in OutputErrors; likewise `missing`
+    wrong           why they cannot be compared; "" if they can
+    counted         mask of the elements whose errors are measured; None: all
+    rows, missing   see OutputErrors
     """
     expected: Array
     value: Array
@@ -101,7 +104,7 @@ class Pair:
 
 
 def pair_of(tensor: IoTensor, expected: Array, value: Array, selected: bool = False) -> Pair:
-    """Pair two arrays of an output; those behind a selection may differ in the number of rows."""
+    """Pair two arrays of an output; selected: it is after a selection, and the numbers of rows may differ."""
     expected, value = (_readable(array, tensor) for array in (expected, value))
     fits = expected.ndim == value.ndim if selected else expected.shape == value.shape
     if not fits or expected.dtype != value.dtype:
@@ -126,7 +129,7 @@ def _readable(array: Array, tensor: IoTensor) -> Array:
 
 # ---- errors
 def errors_of(name: str, pairs: Sequence[Pair], floor: float = 0.0) -> OutputErrors:
-    """Measure the errors of all runs. floor: the range that errors are relative to, where the values' own is less."""
+    """Measure the errors of all runs. floor: minimum of the range that errors are relative to."""
     if wrong := next((pair.wrong for pair in pairs if pair.wrong), ""):
         return OutputErrors(name, wrong=wrong)
     rows = sum(pair.rows for pair in pairs) if pairs[0].rows >= 0 else -1
@@ -153,7 +156,7 @@ def errors_of(name: str, pairs: Sequence[Pair], floor: float = 0.0) -> OutputErr
 
 
 def errors_of_parts(name: str, pairs: Sequence[Pair], sources: Sequence[Sources]) -> Iterator[OutputErrors]:
-    """Measure each part of an output apart; none for an output that is one part."""
+    """Yield the errors of each part of an output; none for an output that is one part."""
     if any(pair.wrong or not pair.floating or pair.counted is not None for pair in pairs):
         return
     parts = parts_of_tensor([pair.expected for pair in pairs], sources)
@@ -172,7 +175,7 @@ def _counted(pair: Pair, array: Array) -> Array:
 
 
 def _item(pairs: Sequence[Pair], element: int) -> int:
-    """The item that the element belongs to; items of different shapes have different numbers of elements."""
+    """Return the index of the item that contains an element; items may have different numbers of elements."""
     first = 0
     for pair in pairs:
         counts = (np.full(len(pair.value), pair.value[0].size) if pair.counted is None

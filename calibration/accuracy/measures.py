@@ -10,28 +10,29 @@ from numpy.typing import NDArray
 
 from engines.ir.graph import Array
 
-POOR_DB = 6.0           # an error half as large as the signal
-CLEAR_DB = 15.0         # at which values that became 0 do not matter
-MOST_ZEROED = 0.5       # share of the values that may become 0 below that
+POOR_DB = 6.0           # least acceptable SQNR: the error is half as large as the signal
+CLEAR_DB = 15.0         # SQNR from which values that became 0 are accepted
+MOST_ZEROED = 0.5       # share of the values that may become 0 below CLEAR_DB
 
 
 def sqnr_db(reference: Array, value: Array) -> float:
-    """Signal to quantisation noise ratio in dB, 10 log10(sum r^2 / sum (r - v)^2); inf if equal, arrays of one shape.
+    """Return the signal to quantisation noise ratio in dB, 10 log10(sum r^2 / sum (r - v)^2); inf if equal.
 
-    6 dB are a bit; a layer's output in 8 bits has about 40 dB, a usable network output 15 to 30.
+    The arrays have one shape. 6 dB correspond to a bit; a layer's output in 8 bits has about 40 dB, a usable network
+    output 15 to 30 dB.
     """
     return powers(reference, value).sqnr_db
 
 
 def cosine(reference: Array, value: Array) -> float:
-    """Cosine of the angle between the arrays as flat vectors; 1 if both are zero."""
+    """Return the cosine of the angle between two arrays as flat vectors; 1 if both are zero."""
     a, b = _comparable(reference, value)
     norms = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / norms if norms else float(np.array_equal(a, b))
 
 
 def top1_agreement(reference: Array, value: Array) -> float:
-    """The share (0..1) of vectors along the last axis whose largest element has the same index in both."""
+    """Return the share (0..1) of vectors along the last axis whose largest element has one index in both arrays."""
     return float(np.mean(np.argmax(reference, axis=-1) == np.argmax(value, axis=-1)))
 
 
@@ -42,10 +43,10 @@ def zeroed(reference: Array, value: Array) -> float:
 
 
 def fault_of_int8(sqnr: float, zeroed_share: float) -> str:
-    """Say why a quantised output, or a part of one, is too far from its float counterpart; "" if it is not.
+    """Return why a quantised output, or a part of one, is too inexact; "" if it is not.
 
-    Values that are small beside the step of their type become 0, while the few large ones keep the SQNR up: scores of
-    a detector that share a range with its boxes.
+    Values that are small relative to the quantisation step become 0, while a few large ones keep the SQNR high, such as
+    a detector's scores that share a range with its boxes.
     """
     if not sqnr >= POOR_DB:
         return f"its SQNR is {sqnr:.1f} dB; at least {POOR_DB:g} dB are wanted"
@@ -56,7 +57,7 @@ def fault_of_int8(sqnr: float, zeroed_share: float) -> str:
 
 @dataclass(frozen=True)
 class Powers:
-    """Sums of reference**2, error**2, reference**4, error**4: what the ratios are made of."""
+    """Sums of reference**2, error**2, reference**4 and error**4, from which the ratios are computed."""
     r2: float = 0.0
     e2: float = 0.0
     r4: float = 0.0

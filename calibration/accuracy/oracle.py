@@ -1,7 +1,7 @@
-"""The oracle of a verification, which gives a model's own outputs: ONNX Runtime if it is installed, else a reference.
+"""Oracle of a verification, which computes a model's expected outputs by ONNX Runtime or else the NumPy reference.
 
-The reference is the compiler's own, in NumPy, node by node; of a model that is no single graph, a program for the
-target "numpy".
+The reference evaluates the imported graph node by node, or for a model that is not a single graph, a program built for
+the target "numpy".
 """
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ _STRANGERS = tuple(f"tensor({name}" for name in ("bfloat16", "float8", "float4",
 
 @dataclass(frozen=True)
 class Oracle:
-    """`answer` gives the outputs for one feed; `name` is what a user reads of it; `slow`: seconds for an item."""
+    """Source of expected outputs.
+
+    name    name in reports
+    answer  returns the outputs for one feed
+    slow    True if an item takes seconds
+    """
     name: str
     answer: Callable[[Feed], dict[str, Array]]
     slow: bool = False
@@ -42,13 +47,12 @@ class Oracle:
 def oracle_of(model: str | Path, shapes: Mapping[str, Sequence[Dim | None]] | None = None,
               constants: Mapping[str, Value] | None = None, *, keep_batch: bool = False,
               pixels: Pixels | None = None, plan: Plan | None = None, shown: Sequence[str] = ()) -> Oracle:
-    """The best there is for an ONNX file whose engine was built with these options.
+    """Return the best available oracle for an ONNX file whose engine was built with these options.
 
-    shown: tensors inside the model that it is to give beside the outputs, as far as it can.
+    ONNX Runtime runs the file unchanged. Models that it rejects (a type, an operator) run on the reference, with open
+    extents on the graphs of the plan's model.
 
-    ONNX Runtime takes the file as it is; what it refuses (a type, an operator), the reference computes, for a plan with
-    open extents on the graphs of its own model. Raises
-    ModelError if the model cannot be read.
+    shown: inner tensors to return with the outputs, as far as possible. Raises ModelError if the model cannot be read.
     """
     refused = ""
     if importlib.util.find_spec("onnxruntime") is not None:
@@ -79,12 +83,12 @@ def _array_of(value: Any) -> Any:
 
 
 def reference_of(graph: Graph) -> Oracle:
-    """A plan's own graph, with what it stores quantised, in NumPy: all that can differ is how it was compiled."""
+    """Return an oracle that evaluates a plan's quantised graph in NumPy: differences are due to its compilation."""
     return Oracle("the NumPy reference of its quantised graph", lambda feed: run(graph, _typed(feed, graph)), slow=True)
 
 
 def reference_of_specialisations(plan: Plan, stored: bool = True) -> Oracle:
-    """The same for each set of shapes; stored: as they are quantised, else in float."""
+    """Return an oracle that evaluates the graph of each specialisation; stored: the quantised one, else in float."""
     specialiser = Specialiser(plan)
 
     def answer(feed: Feed) -> dict[str, Array]:
@@ -97,7 +101,7 @@ def reference_of_specialisations(plan: Plan, stored: bool = True) -> Oracle:
 
 
 def _typed(feed: Feed, graph: Graph) -> dict[str, Array]:
-    """What numpy lacks is fed to an engine as its bits."""
+    """Convert bits that are fed to an engine to the named dtypes that NumPy lacks."""
     return {name: as_named(array, graph.types[name].dtype.name) for name, array in feed.items()}
 
 
@@ -129,6 +133,6 @@ def _onnx_runtime(model: Path, constants: Mapping[str, Value], pixels: Pixels | 
 
 
 def _normalised(images: Array, pixels: Pixels, shape: Sequence[Any]) -> Array:
-    """uint8 [N, H, W, C] as the float32 images that the model takes: of this shape, channels first or last."""
+    """Convert uint8 images [N, H, W, C] to the model's float32 input of this shape, channels first or last."""
     real = images.astype(np.float32) * np.array(pixels.scale, np.float32) + np.array(pixels.shift, np.float32)
     return np.ascontiguousarray(real.transpose(0, 3, 1, 2) if shape[1] == len(pixels.scale) else real)

@@ -1,8 +1,8 @@
-"""Divide a tensor into parts whose accuracy is measured apart, as boxes in pixels are from scores below 1.
+"""Division of a tensor into parts whose accuracy is measured separately, such as boxes in pixels and scores below 1.
 
-One signal to noise ratio over both says how exact the boxes are, even where every score has become 0. The parts are
-the sources of a Concat, where the graph shows them (calibration.accuracy.sources), or else groups of channels whose
-values differ in size. Parts of one size are joined: what is lost of one then shows in the ratio of both.
+A single signal to noise ratio would describe the boxes only, even if every score became 0. The parts are the sources of
+a Concat if the graph shows them (calibration.accuracy.sources), otherwise groups of channels of different magnitude.
+Parts of similar magnitude are joined, because the loss of one shows in their common ratio.
 """
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ OTHER = -1              # label of elements that are judged with no part: consta
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a tensor.
+    """Parts of a tensor.
 
-    names       "" for a tensor that is one part
-    labels      for each run of the model: the part of each element, broadcastable to the tensor's shape
+    names       names of the parts; "" for a tensor that is one part
+    labels      for each run: index of each element's part, broadcastable to the tensor's shape
     """
     names: tuple[str, ...] = ("",)
     labels: tuple[Array, ...] = ()
@@ -44,7 +44,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class _Size:
-    """The largest magnitude and the root mean square of some values."""
+    """Largest magnitude and root mean square of some values."""
     peak: float
     rms: float
 

@@ -1,8 +1,8 @@
-"""Compare the rows that a selection gave (detections, sorted elements), whatever their order.
+"""Comparison of the rows that a selection returns (detections, sorted elements), independent of their order.
 
-Rows that nearly tie swap their places for a difference in the last bit, and of candidates that nearly tie with the last
-selected one, either may be selected. So each right row is matched with the most alike row that came, and rows at the
-end of the ranking are not counted.
+A difference in the last bit may swap nearly equal rows, or select another candidate that nearly equals the last
+selected one. Therefore each expected row is matched with the most similar computed row, and rows at the end of the
+ranking are not counted.
 """
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MOST_COLUMNS = 64       # of a row by which it is matched: of an image for each 
 
 @dataclass(frozen=True)
 class Matched:
-    """The rows that came, in the order of the right ones.
+    """Computed rows in the order of the expected ones.
 
-    value       in the shape of the right array; a row without a match is the right one
-    matched     elements whose row has a match, in that shape
-    missing     rows that should be there and are not, or should not be there
-    rows        rows that are counted: those which a selection surely picks
+    value       rows in the shape of the expected array; a row without a match is the expected one
+    matched     mask of the elements whose row has a match, in that shape
+    missing     number of missing or superfluous rows
+    rows        number of compared rows: those that are surely selected
     """
     value: Array
     matched: NDArray[np.bool_]

@@ -1,4 +1,4 @@
-"""Collect what a model and an engine give in several runs, and measure the errors of each output over all of them."""
+"""Collection of expected and computed outputs of several runs, and their errors over all runs."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from engines.plan.plan import IoTensor
 
 
 class Runs:
-    """The outputs of several runs, beside the right ones."""
+    """Expected and computed outputs of several runs."""
 
     def __init__(self, outputs: Sequence[IoTensor], structure: Structure, limits: Limits) -> None:
         self._outputs, self._structure, self._limits = outputs, structure, limits
@@ -23,9 +23,9 @@ class Runs:
         self._traced: dict[str, list[tuple[Pair, Sources]]] = {}       # of runs for whose shapes there is a graph
 
     def add(self, made: Mapping[str, Array], expected: Mapping[str, Array], inner: Inner | None = None) -> None:
-        """Add a run. inner: the tensors before selections that the engine's graph gives, and where elements are from.
+        """Add a run; outputs that are not in `expected` are ignored.
 
-        Outputs that are not in `expected` are passed over.
+        inner: tensors before selections, computed by the engine's graph, and the sources of elements.
         """
         pairs = {io.name: pair_of(io, expected[io.name], made[io.name], io.name in self._structure.selections)
                  for io in self._outputs if io.name in expected}
@@ -53,11 +53,11 @@ class Runs:
             self._traced.setdefault(name, []).append((pair, moved))
 
     def outputs(self) -> tuple[OutputErrors, ...]:
-        """The errors of each output as a whole."""
+        """Return the errors of each output as a whole."""
         return tuple(errors_of(io.name, self._pairs[io.name]) for io in self._outputs if io.name in self._pairs)
 
     def parts(self) -> tuple[OutputErrors, ...]:
-        """The errors of the parts of outputs, and of the tensors that enter selections and their parts."""
+        """Return the errors of the parts of outputs, and of the inputs of selections and their parts."""
         names = {io.name for io in self._outputs}
         found = []
         for name, pairs in self._pairs.items():

@@ -65,10 +65,9 @@ def sources_of(graph: Graph, tensor: str) -> Sources:
 
 @dataclass(frozen=True)
 class Selection:
-    """How an output depends on elements that were picked by comparing floats (TopK, ArgMax, NonMaxSuppression, ...).
+    """Dependence of an output on a selection by comparing floats (TopK, ArgMax, NonMaxSuppression, ...).
 
-    Behind a selection, two elements that nearly tie may swap their places, so results cannot be compared element by
-    element.
+    After a selection, nearly equal elements may be swapped, so that results cannot be compared element by element.
 
     tensors     float tensors that enter the selection, or are gathered by its result; never graph inputs
     ordered     the output has rows in the order of the selection; False behind ArgMax and ArgMin alone

@@ -1,4 +1,4 @@
-"""Describes a plan's outputs before they are compared: their sources, and the selections that decide them."""
+"""Structure of a plan's outputs for their comparison: their sources, and the selections that decide them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,12 +21,12 @@ from engines.plan.plan import Plan
 from engines.runtime.engine import Engine
 from engines.runtime.fallback import to_real
 
-MOST_SHAPES = 4         # of a plan with open extents, beside its own, for which sources are traced
+MOST_SHAPES = 4         # further shapes of a plan with open extents for which sources are traced
 
 
 @dataclass(frozen=True)
 class Inner:
-    """Tensors that a run shows beside the outputs.
+    """Inner tensors of a run.
 
     values      tensors before selections, as the engine's graph computes them
     sources     of outputs and of those tensors
@@ -37,12 +37,12 @@ class Inner:
 
 @dataclass(frozen=True)
 class Structure:
-    """How the outputs of a model are to be compared.
+    """Rules for comparing the outputs of a model.
 
-    selections  of the outputs that one decides
-    tensors     that enter selections, under names which the ONNX file has, too
-    at          gives what a run on a feed shows beside the outputs
-    fits        tells whether a feed has the shapes that the graph is for
+    selections  outputs that a selection decides, with the selection
+    tensors     inputs of selections that the ONNX file has under this name, too
+    at          returns the inner tensors of a run on a feed
+    fits        returns True if a feed has the shapes of the graph
     """
     selections: Mapping[str, Selection] = field(default_factory=dict)
     tensors: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ def _sources_in(graph: Graph, names: Sequence[str]) -> Mapping[str, Sources]:
 
 
 class _Inside:
-    """Runs a plan's graph to show the tensors before selections."""
+    """Runner of a plan's graph that returns the tensors before selections."""
 
     def __init__(self, plan: Plan, graph: Graph, tensors: tuple[str, ...]) -> None:
         self._plan, self._graph, self.tensors = plan, graph, tensors
@@ -109,7 +109,7 @@ class _Inside:
         return self._plan.open is None or self._extents(feed) == self._plan.extents
 
     def _extents(self, feed: Feed) -> dict[str, Any]:
-        """The open extents of a feed, and its deciding values, in the order of the plan's."""
+        """Return the open extents and deciding values of a feed, in the order of the plan's."""
         assert self._plan.open is not None
         found = extents_of_feed(self._plan.name, self._plan.open.inputs, self._plan.open.deciding, feed)
         return {name: found[name] for name in self._plan.extents}
@@ -124,7 +124,7 @@ class _Inside:
 
     @cached_property
     def _engine(self) -> Engine | None:
-        """The engine of that plan; None if the graph cannot be compiled once more."""
+        """Engine that also returns the tensors before selections; None if the graph cannot be compiled again."""
         try:
             return Engine(Builder(BuildConfig(timing=False)).showing(self._graph, self.tensors))
         except EngineError:

@@ -1,4 +1,4 @@
-"""Verification: an engine's outputs beside those that the model should give, and a verdict by the engine's precision.
+"""Verification: compare an engine's outputs with the expected ones, and judge them by the limits of its precision.
 
     verification = verify("m.plan", "m.onnx")
     print(verification)
@@ -32,8 +32,8 @@ from engines.runtime.engine import Engine
 from engines.runtime.open_engine import OpenEngine
 from engines.runtime.program_engine import AnyEngine, ProgramEngine
 
-TOGETHER = 3            # items of the batches, beside single ones
-BATCHES = 4             # of so many items, where there are as many
+TOGETHER = 3            # items of a batch
+BATCHES = 4             # maximum number of batches
 _QUANTISE = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
 
 
@@ -49,12 +49,12 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Verification:
-    """The errors of every output, and the verdict.
+    """Errors of every output, and the verdict.
 
-    outputs     as a whole; behind a selection, of the rows that match
-    parts       of outputs whose parts are judged apart, and of the tensors that enter selections
-    together    the items in a batch beside each alone, both by the engine
-    notes       what is doubtful about the items, or what they do to the plan, a sentence each
+    outputs     errors of whole outputs; after a selection, of the rows that match
+    parts       errors of parts of outputs, and of the inputs of selections
+    together    differences between items in a batch and alone, both computed by the engine
+    notes       warnings about the items or their effect on the plan, a sentence each
     """
     oracle: str
     items: int
@@ -70,7 +70,7 @@ class Verification:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """A line for each output that exceeds the limits of the precision."""
+        """Messages, one for each output that exceeds the limits of the precision."""
         limits = self.limits
         alone = [f"output '{errors.name}': {fault}" for errors in (*self.outputs, *self.parts)
                  if (fault := errors.fault(limits))]
@@ -84,7 +84,7 @@ class Verification:
 
     @property
     def advice(self) -> str:
-        """What to do about the faults."""
+        """Advice on how to correct the faults."""
         return _ADVICE[self.precision]
 
 
@@ -145,7 +145,7 @@ def _faults(engine: AnyEngine, feeds: Iterable[Feed]) -> Iterator[str]:
 
 
 def tested_inputs(engine: Engine | OpenEngine) -> list[tuple[IoTensor, ...]]:
-    """The inputs as they are tested: of open extents with the usual numbers, and with others that the plan takes."""
+    """Return the declarations of the inputs to test: with the usual numbers for open extents, and with others."""
     if isinstance(engine, Engine):
         return [engine.inputs]
     found: list[tuple[IoTensor, ...]] = []
@@ -162,7 +162,7 @@ def tested_inputs(engine: Engine | OpenEngine) -> list[tuple[IoTensor, ...]]:
 
 
 def usual_values(engine: AnyEngine) -> dict[str, Array]:
-    """Of inputs whose values decide what is computed, those that the plan was built for."""
+    """Return the values of deciding inputs for which the plan was built."""
     return engine.usual_values() if isinstance(engine, OpenEngine) else {}
 
 
@@ -203,8 +203,10 @@ def verify_engine(engine: AnyEngine, oracle: Oracle, feeds: Iterable[Feed], prec
 
 
 def precision_of(plan: Plan, graph: Graph) -> str:
-    """The coarsest arithmetic of the plan and its graph, by which it is judged; a model that quantises is in INT8, and
-    one that holds float16 or bfloat16 rounds as those do."""
+    """Return the coarsest precision of the plan and its graph, by whose limits it is judged.
+
+    A model that quantises counts as int8, one with float16 or bfloat16 tensors as fp16 or bf16.
+    """
     if any(kind.quant for kind in graph.types.values()) or any(node.op in _QUANTISE for node in graph.nodes):
         return "int8"
     found = {node.precision for node in graph.nodes} if plan.precision == "best" else {plan.precision}
@@ -214,7 +216,7 @@ def precision_of(plan: Plan, graph: Graph) -> str:
 
 
 def _precision_of_program(plan: Plan) -> str:
-    """The coarsest of its segments'."""
+    """Return the coarsest precision of a program's segments."""
     assert plan.program is not None
     return _coarsest({precision_of(one, graph_at(one)) for segment in plan.program.segments for one in segment.plans})
 
@@ -224,7 +226,7 @@ def _coarsest(precisions: Set[str]) -> str:
 
 
 def feeds_of(data: CalibrationData, max_batch: int) -> list[Feed]:
-    """One item, then batches of three: as many as the engine takes, if that is less."""
+    """Return a feed of one item, then batches of TOGETHER items, or of max_batch if that is less."""
     first, *_ = data.limit(1)
     behind = data.every(1, start=1).limit(BATCHES * TOGETHER)
     if data.count == 1:
@@ -238,7 +240,7 @@ def _items(engine: AnyEngine, feed: Feed) -> int:
 
 
 def _singles(engine: AnyEngine, feed: Feed, items: int) -> list[Feed]:
-    """Each item of a batch alone; none where they depend on each other, or there is but one."""
+    """Return each item of a batch as a feed; none if items depend on each other or there is only one."""
     if items == 1 or engine.plan.dependence:
         return []
     batched = {tensor.name for tensor in engine.inputs if tensor.batched}

@@ -1,4 +1,4 @@
-"""The calibrators, by the name that --calibrator takes. To add one: a file, and a line here."""
+"""Registry of calibrators by the name for --calibrator. A new one needs a module and a line here."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ __all__ = ["CALIBRATORS", "Calibrator", "Range", "make_calibrator"]
 
 
 class Calibrator(Protocol):
-    """A frozen rule from a tensor's histogram to the range that its stored integers shall span."""
+    """Interface of a calibrator: an immutable rule that derives a tensor's quantisation range from its histogram."""
 
     def range(self, histogram: Histogram) -> Range:
-        """(low, high) for a tensor; low == high == 0 if it never was anything but zero."""
+        """Return (low, high) for a tensor, low <= 0 <= high; both are 0 if all values are 0."""
         ...
 
 
@@ -33,9 +33,9 @@ CALIBRATORS: Mapping[str, type[Calibrator]] = MappingProxyType({
 
 
 def make_calibrator(text: str) -> Calibrator:
-    """The calibrator that `text` names; "percentile:99.9" sets its one parameter.
+    """Return the calibrator that `text` names; "percentile:99.9" sets its parameter.
 
-    Raises ConfigError: no such calibrator, or it has no parameter, or not that value.
+    Raises ConfigError if there is no such calibrator, it has no parameter, or the value is invalid.
     """
     name, colon, value = text.partition(":")
     if name not in CALIBRATORS:

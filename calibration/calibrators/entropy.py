@@ -1,4 +1,4 @@
-"""Entropy calibration (Migacz, "8-bit Inference with TensorRT", GTC 2017, S7310): clip where least information is lost.
+"""Entropy calibration (Migacz, "8-bit Inference with TensorRT", GTC 2017, S7310): clip with the least information loss.
 
     bins    |x| in 2048 bins over [0, amax]
     for m in 128 .. 2048:
@@ -7,8 +7,8 @@
         D(m) = sum P log(P / Q), both normalised
     threshold = (m + 0.5) * amax / 2048, m the argument of the least D
 
-Bin 0 is left out of both distributions: it holds the zeros that ReLU makes and everything that rounds to zero anyway,
-and with its weight the divergence would favour thresholds far too low (MobileNetV2: 9.5 % top-1 agreement with it).
+Bin 0 is omitted from both distributions: it holds the zeros of ReLU and values that round to zero anyway. With it the
+divergence would favour thresholds that are far too low (MobileNetV2: 9.5 % top-1 agreement).
 """
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from calibration.histogram import Floats, Histogram, Range
 
 BINS = 2048
 LEVELS = 128
-EPSILON = 1e-12     # Q where outliers fall into an empty bin: a large but finite divergence. S7310 leaves this open
+EPSILON = 1e-12     # Q if outliers fall into an empty bin: a large, finite divergence. S7310 does not specify it
 
 
 @dataclass(frozen=True)
 class Entropy:
-    """The threshold on |x| of S7310. It is one number: a signed tensor is clipped at it on both sides."""
+    """Entropy calibrator of S7310: one threshold on |x|, at which a signed tensor is clipped on both sides."""
 
     def range(self, histogram: Histogram) -> Range:
-        """[-T, T], no side wider than the values on it; the larger side is T itself, as TensorRT's scale has it."""
+        """Return [-T, T] limited to the range of values; the side with the largest |x| is T, as in TensorRT's scale."""
         amax = histogram.magnitude
         if amax == 0.0:
             return 0.0, 0.0
@@ -40,18 +40,18 @@ class Entropy:
 
 
 def divergences(bins: Floats) -> Floats:
-    """D(m) for every m in LEVELS..len(bins), at once, for the histogram of |x| whose bin 0 is ignored.
+    """Return D(m) for every m in LEVELS..len(bins), float64 [len(bins) - LEVELS + 1]; bin 0 is ignored.
 
-    Q is constant within a level, c_j its filled bins and s_j their sum: Q = s_j / c_j. So the sum of P log Q needs only
-    the 128 levels' totals, and these are differences of running sums. What is left is, for P' and Q not yet normalised
-    (sums p and q),  D = (sum P' log P' - sum P' log Q) / p - log p + log q.
+    Q is constant within a level: Q = s_j / c_j for c_j nonempty bins of sum s_j. So the sum of P log Q needs only the
+    totals of the 128 levels, which are differences of running sums. For P' and Q before normalisation (sums p and q),
+    D = (sum P' log P' - sum P' log Q) / p - log p + log q.
     """
     bins = bins.copy()
     bins[0] = 0.0
     m = np.arange(LEVELS, len(bins) + 1)
     total = bins.sum()
     if not total:
-        return np.where(m == len(bins), 0.0, np.inf)    # all in bin 0: nothing to weigh, keep everything
+        return np.where(m == len(bins), 0.0, np.inf)    # all values are in bin 0: clip nothing
 
     below = np.concatenate([[0.0], np.cumsum(bins)])
     filled = np.concatenate([[0], np.cumsum(bins > 0)])
@@ -60,7 +60,7 @@ def divergences(bins: Floats) -> Floats:
     log_q = _log(sums / np.maximum(counts, 1))
 
     last, outliers = bins[m - 1], total - below[m]
-    outliers[-1] = 0.0                                              # exactly: running sums leave a rounding error
+    outliers[-1] = 0.0                                              # removes the rounding error of running sums
     p_log_p = (np.concatenate([[0.0], np.cumsum(bins * _log(bins))])[m - 1]
                + (last + outliers) * _log(last + outliers))
     log_q_sum = _log(below[m])
@@ -71,5 +71,5 @@ def divergences(bins: Floats) -> Floats:
 
 
 def _log(x: Floats) -> Floats:
-    """log x where x > 0, else 0: the limit that x log x wants."""
+    """Return log x where x > 0, else 0, so that x log x has its limit 0."""
     return np.log(x, out=np.zeros_like(x), where=x > 0)

@@ -1,4 +1,4 @@
-"""Min-max calibration: all values are kept, which suits tensors without outliers."""
+"""Min-max calibration: the range covers all values, which suits tensors without outliers."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from calibration.histogram import Histogram, Range
 
 @dataclass(frozen=True)
 class MinMax:
-    """The range of all values seen: one outlier costs every other value resolution."""
+    """Min-max calibrator: the range of all values. An outlier reduces the resolution of all others."""
 
     def range(self, histogram: Histogram) -> Range:
-        """(least, largest value seen), widened to hold zero."""
+        """Return the smallest and largest value, extended to include zero."""
         return histogram.low, histogram.high

@@ -15,13 +15,13 @@ import numpy as np
 
 from calibration.histogram import Floats, Histogram, Range
 
-STEPS = 255             # between the 256 levels of a byte
-CANDIDATES = 128        # for each end of the range
+STEPS = 255             # steps between the 256 levels of a byte
+CANDIDATES = 128        # candidates for each end of the range
 
 
 @dataclass(frozen=True)
 class MeanSquaredError:
-    """The best of CANDIDATES x CANDIDATES ranges (CANDIDATES, where all values have one sign)."""
+    """MSE calibrator: the best of CANDIDATES x CANDIDATES ranges (CANDIDATES if all values have one sign)."""
 
     def range(self, histogram: Histogram) -> Range:
         if histogram.magnitude == 0.0:
@@ -35,17 +35,17 @@ class MeanSquaredError:
 
 
 def squared_error(histogram: Histogram, low: Floats, high: Floats) -> Floats:
-    """The summed squared error of storing the values in a byte, for each range (low[i], high[i]): [candidates]."""
+    """Return the total squared error of 8-bit quantisation for each range (low[i], high[i]), float64 [candidates]."""
     edges, counts = histogram.edges, histogram.counts
     centres = (edges[:-1] + edges[1:]) / 2
     running = np.stack([np.concatenate([[0.0], np.cumsum(counts * centres ** power)]) for power in range(3)])
 
     def below(x: Floats) -> Floats:
-        """Sums of 1, x and x**2 over the values below x: [3, candidates]."""
+        """Return the sums of 1, v and v**2 over the values v below x, float64 [3, candidates]."""
         return np.stack([np.interp(x, edges, sums) for sums in running])
 
     def stored_as(level: Floats, moments: Floats) -> Floats:
-        """The squared error of values with these moments when all are stored as `level`."""
+        """Return the squared error of values with these moments if all are stored as `level`."""
         n, first, second = moments
         error: Floats = second - 2 * level * first + level ** 2 * n
         return error

@@ -1,4 +1,4 @@
-"""Percentile calibration: cut off a fixed share of the values, the most extreme ones."""
+"""Percentile calibration: clip a fixed share of the values, the most extreme ones."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -9,8 +9,11 @@ from engines.errors import ConfigError
 
 @dataclass(frozen=True)
 class Percentile:
-    """Keep `percentile` per cent of the values: the rest is cut from the top of a one-sided tensor, or in equal
-    parts from both ends of a signed one. Raises ConfigError unless 50 < percentile <= 100."""
+    """Percentile calibrator: keeps `percentile` per cent of the values.
+
+    The rest is clipped at the top of a one-sided tensor, or equally at both ends of a signed one. Raises ConfigError
+    unless 50 < percentile <= 100.
+    """
     percentile: float = 99.99
 
     def __post_init__(self) -> None:

@@ -63,7 +63,7 @@ class DataCheck:
                 self._digests.add(_digest(self.inputs, feed, item))
 
     def doubts(self) -> tuple[str, ...]:
-        """Say what cannot be right, a sentence each."""
+        """Return warnings about implausible data, a sentence each."""
         few = (f"there are {self.items} calibration items: ranges of fewer than {FEWEST_ITEMS} are hardly those of "
                "other data; give some hundred that are typical")
         return (*[few][:self.items < FEWEST_ITEMS], *self.faults())

@@ -23,7 +23,7 @@ SEED = 0
 
 
 def generated(inputs: Sequence[IoTensor], graph: Graph, count: int, seed: int = SEED) -> CalibrationData:
-    """`count` items for these inputs of the graph, the same for the same seed."""
+    """Return `count` random items for these inputs of the graph, reproducible by the seed."""
     bounds = {tensor.name: index_bound(graph, tensor.name) for tensor in inputs}
 
     def read() -> Iterator[Feed]:

@@ -19,13 +19,15 @@ Feed = Mapping[str, Array]      # every model input by name
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """Items, read anew on every iteration; each is a feed whose inputs with a batch axis have leading extent 1.
+    """Iterable of calibration items, read again on every iteration.
 
-    count       number of items, None where only reading them all would tell
-    batched     the inputs with a symbolic batch axis; if there is none, items are never stacked
-    preprocess  what images go through, settled for the input; None for arrays
-    note        what was decided for the user and should be shown; "" if nothing
-    doubts      what may be wrong with the data, as far as that shows before they are read
+    An item is a feed whose inputs with a batch axis have leading extent 1.
+
+    count       number of items; None if unknown before all are read
+    batched     inputs with a symbolic batch axis; if there is none, items are never stacked
+    preprocess  preprocessing of images, resolved for the input; None for arrays
+    note        default that was chosen, to be shown to the user; "" if none
+    doubts      warnings about the data that are known before they are read
     """
     source: str
     items: Callable[[], Iterator[Feed]]
@@ -36,7 +38,7 @@ class CalibrationData:
     doubts: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Feed]:
-        """The items in order. Raises CalibrationError if there is none."""
+        """Yield the items in order. Raises CalibrationError if there is none."""
         empty = True
         for item in self.items():
             empty = False
@@ -45,7 +47,7 @@ class CalibrationData:
             raise CalibrationError(f"{self.source} holds no items")
 
     def batches(self, size: int) -> Iterator[Feed]:
-        """Feeds of up to `size` consecutive items, stacked on the leading axis.
+        """Yield feeds of up to `size` consecutive items, stacked on the leading axis.
 
         Items that differ in shape, or in an input without a batch axis, never share a batch.
         """
@@ -58,15 +60,15 @@ class CalibrationData:
         yield self._stack(waiting)
 
     def items_in(self, feed: Feed) -> int:
-        """The number of items that a feed of `batches` holds."""
+        """Return the number of items in a feed of `batches`."""
         return next((len(feed[name]) for name in self.batched), 1)
 
     def limit(self, count: int) -> CalibrationData:
-        """The first `count` items."""
+        """Return the data restricted to the first `count` items."""
         return self._sliced(0, count, 1)
 
     def every(self, step: int, start: int = 0) -> CalibrationData:
-        """Items start, start + step, start + 2 step, ...: a thinner sample, or one part of a split."""
+        """Return the data restricted to items start, start + step, start + 2 step, ..."""
         return self._sliced(start, None, step)
 
     def _sliced(self, start: int, stop: int | None, step: int) -> CalibrationData:
@@ -86,27 +88,27 @@ class CalibrationData:
 
 # ---- what fits the model
 def batched_inputs(inputs: Sequence[IoTensor]) -> frozenset[str]:
-    """The inputs whose leading extent is the batch."""
+    """Return the names of the inputs whose leading extent is the batch."""
     return frozenset(tensor.name for tensor in inputs if tensor.shape[:1] == (BATCH,))
 
 
 def holds_items(tensor: IoTensor) -> bool:
-    """Whether the leading axis counts items: it is the batch, or 1, where an array of N stands for N runs."""
+    """Return True if the leading axis counts items: it is the batch, or 1, so that an array of N means N runs."""
     return tensor.shape[:1] in ((1,), (BATCH,))
 
 
 @dataclass(frozen=True)
 class Header:
-    """An array's dtype and shape, known before its values are read."""
+    """Shape and dtype of an array, read without its values."""
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
 
 def count_items(where: str, arrays: Mapping[str, Header], inputs: Sequence[IoTensor]) -> int:
-    """The number of items in arrays that have the inputs' shapes with any number of items, or without the batch axis.
+    """Return the number of items in arrays, which may lack the batch axis.
 
-    Raises CalibrationError, beginning with `where`, on names, dtypes or shapes that are not the model's. Floats of
-    another width, and integers of another, are fine; an integer for a float is not: it lacks its normalisation.
+    Raises CalibrationError, with the prefix `where`, if names, dtypes or shapes are not the model's. Floats and
+    integers may have another width. An integer for a float is rejected, because it has not been normalised.
     """
     wanted = {tensor.name: tensor for tensor in inputs}
     if arrays.keys() != wanted.keys():
@@ -128,7 +130,7 @@ def count_items(where: str, arrays: Mapping[str, Header], inputs: Sequence[IoTen
 
 
 def split_items(where: str, arrays: Feed, inputs: Sequence[IoTensor]) -> Iterator[Feed]:
-    """The items of arrays that may hold many: leading extent 1, the model's dtypes. Raises as `count_items` does."""
+    """Yield the items of arrays with leading extent 1, in the model's dtypes. Raises as `count_items`."""
     count = count_items(where, {name: Header(array.shape, array.dtype) for name, array in arrays.items()}, inputs)
     for item in range(count):
         feed = {}
@@ -141,7 +143,7 @@ def split_items(where: str, arrays: Feed, inputs: Sequence[IoTensor]) -> Iterato
 
 
 def _fitting(where: str, array: Array, tensor: IoTensor) -> Array:
-    """The array, whose integers fit the input's type. Raises CalibrationError: some do not."""
+    """Return the array. Raises CalibrationError if integers exceed the range of the input's dtype."""
     if array.dtype.kind in "iu" and tensor.dtype not in BITS and not np.can_cast(array.dtype, tensor.dtype):
         limits = np.iinfo(tensor.dtype)
         if array.size and (array.min() < limits.min or array.max() > limits.max):
@@ -151,7 +153,7 @@ def _fitting(where: str, array: Array, tensor: IoTensor) -> Array:
 
 
 def kind_of(dtype: np.dtype[Any]) -> str:
-    """NumPy's letter of a dtype's kind; of those that are strangers to it, too."""
+    """Return NumPy's letter of a dtype's kind, also for dtypes that NumPy lacks."""
     return ("i" if "int" in dtype.name else "f") if dtype.name in BITS else dtype.kind
 
 

@@ -1,4 +1,4 @@
-"""Whether two plans of a model compute the same: what a template makes is tried beside what its extents alone make."""
+"""Comparison of two plans of a model on random inputs, to verify a template's plan against one compiled directly."""
 from __future__ import annotations
 
 import logging
@@ -14,15 +14,26 @@ from engines.runtime.engine import Engine
 
 log = logging.getLogger(__name__)
 
-# Of the largest number of an output: two plans sum in other orders, and what is stored in fewer bits rounds otherwise.
+# Tolerances, relative to the largest value of an output: plans may sum in different orders and round differently.
 CLOSE: Mapping[str, float] = {"fp32": 1e-3}
-ROUNDED = 3e-2
-CHANGED = 0.01          # of the elements of integers: of numbers that are nearly equal another one is the greatest
+ROUNDED = 3e-2          # for the other precisions
+CHANGED = 0.01          # share of integer elements that may differ: an ArgMax of nearly equal values may change
 
 
 def agree(plan: Plan, other: Plan, first: Engine, precision: str) -> bool:
-    """Whether the plans make the same of numbers drawn at random (integers: 0 and 1, which are places in any table), as
-    far as a precision lets one expect. first: the engine whose constants they share."""
+    """Return True if two plans agree on random inputs within the tolerance of a precision.
+
+    Integers are drawn from 0 and 1, which are valid indices of most tables. False if the model rejects the inputs.
+
+    Parameters
+    ----------
+    plan, other : Plan
+        Plans of one model with equal inputs.
+    first : Engine
+        Engine whose constants the plans share.
+    precision : str
+        Precision of the build.
+    """
     random = np.random.default_rng(0)
     feeds = {io.name: _drawn(random, io, min(plan.max_batch, 2)) for io in plan.inputs}
     try:

@@ -1,10 +1,10 @@
-"""build_engine: a model becomes a plan, or is looked up in the engine cache if it has been built before.
+"""build_engine: compile a model to a plan, or fetch the plan from the engine cache.
 
     build = build_engine("m.onnx", precision="int8", calibration=Calibration("photos/", preprocess="imagenet"))
     build.save("m.plan")
     build.engine(threads=2).run({"input": array})
 
-What calibrates is handed in (calibration.Calibration): the compiler takes ranges, and does not know where from.
+Calibration is passed in (calibration.Calibration): the compiler only knows the interface of a source of ranges.
 """
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from engines.plan.file import write_plan
 from engines.plan.plan import DEFAULTS, IoTensor, Plan
 from engines.runtime.program_engine import AnyEngine
 
-MOST_VALUES = 1 << 16   # of an optional input: they stand in the plan's manifest
-MOST_ITEMS = 32         # on which a program runs to be calibrated: each may have shapes of its own
+MOST_VALUES = 1 << 16   # maximum elements of an optional input's default, which the plan's manifest holds
+MOST_ITEMS = 32         # number of items on which a program is calibrated; each may have other shapes
 
 
 @dataclass(frozen=True)
@@ -64,23 +64,23 @@ class EngineBuild:
 
     @property
     def coverage(self) -> Coverage:
-        """How much of the plan is compiled, and why the rest runs by reference."""
+        """Report of how much of the plan is compiled and why the rest runs by reference."""
         return coverage_of(self.plan)
 
     def save(self, path: str | os.PathLike[str], strip: bool = False) -> None:
-        """Write the plan file, for load_engine, run-engine and infer-server.
+        """Write the plan file for load_engine, run-engine and infer-server.
 
-        strip: without the graph's weights, which half of the file may be: the plan then runs on its own target only.
+        strip: omit the graph's weights, up to half of the file; the plan can then run on its own target only.
         """
         write_plan(self.plan.strip() if strip else self.plan, path)
 
     def engine(self, threads: int = 1) -> AnyEngine:
-        """The plan, ready to run; compiled again first if it was built for another CPU than this."""
+        """Return the engine of the plan, compiled again first if it was built for another CPU."""
         return engine_of(self.plan, threads)
 
 
 def _ignore(*what: object) -> None:
-    """For a caller who does not want to know."""
+    """Do nothing: default of callbacks."""
 
 
 def build_engine(model: Model, *, calibration: RangeSource | None = None,
@@ -120,7 +120,7 @@ def build_engine(model: Model, *, calibration: RangeSource | None = None,
 
 
 def _check(model: Model, config: BuildConfig, calibration: RangeSource | None) -> None:
-    """What can be refused before anything is read."""
+    """Check the arguments before anything is read. Raises ModelError, ConfigError."""
     if isinstance(model, str | os.PathLike):
         if not Path(model).is_file():
             raise ModelError(f"there is no model file {model}")
@@ -135,14 +135,17 @@ def _check(model: Model, config: BuildConfig, calibration: RangeSource | None) -
 
 
 def _default_of(plan: Plan, name: str, array: Array) -> Any:
-    """The value of an optional input, as plans have it. Raises ModelError: it is not that of one item, or too large."""
+    """Return the default of an optional input for the plan's metadata.
+
+    Raises ModelError if its dtype differs, it is not the value of one item, or it is too large.
+    """
     io = next(io for io in plan.inputs if io.name == name)
     if io.dtype != array.dtype.name or array.dtype.kind not in "biuf":
         raise ModelError(f"optional input '{name}': the model takes {io.dtype}, and its value is of {array.dtype}")
     if io.batched and (io.batch_axis or len(array) != 1):
         raise ModelError(f"optional input '{name}' {list(io.shape)}: its value of shape {list(array.shape)} is not "
                          "that of one item")
-    if not 1 <= array.size <= MOST_VALUES:      # lists have no shape where there are none
+    if not 1 <= array.size <= MOST_VALUES:      # nested lists cannot express the shape of an empty array
         raise ModelError(f"optional input '{name}': its value has {array.size} elements; 1 to {MOST_VALUES} may be "
                          "left out, so build it without --optional")
     return array.tolist()
@@ -150,7 +153,7 @@ def _default_of(plan: Plan, name: str, array: Array) -> Any:
 
 @dataclass
 class _Build:
-    """One call of build_engine."""
+    """State of one call of build_engine."""
     model: Model
     calibration: RangeSource | None
     builder: Builder
@@ -177,7 +180,7 @@ class _Build:
                            tuple(builder.log))
 
     def _of_graph(self, subject: Subject) -> Plan:
-        """The plan of a model that is one graph."""
+        """Return the plan of a model that is one graph."""
         builder, calibration = self.builder, self.calibration
         for notice in (*dict.fromkeys(builder.notices), *filter(None, [builder.arithmetic_note])):
             self.say(notice)
@@ -206,14 +209,14 @@ class _Build:
         check_kept(graph, config.keep_float, quantised)
 
     def _usable(self, found: Calibrated, subject: Subject) -> Recipe | None:
-        """The recipe; None where "best" must not choose INT8, for it is too inexact."""
+        """Return the recipe, or None if INT8 is too inexact for "best" to choose it."""
         if not found.poor or subject.builder.config.precision != "best":
             return found.recipe
         self.say(f"{subject.source.name}: INT8 is too inexact, so the fastest float precision is taken")
         return None
 
     def _watched(self) -> Watched | None:
-        """How a program is calibrated, if it is to be."""
+        """Return the functions that calibrate a program; None without calibration and for fp16."""
         calibration = self.calibration
         if calibration is None or self.builder.config.precision == "fp16":
             return None
@@ -232,10 +235,10 @@ class _Build:
         return Watched(items, plan)
 
     def looked_up(self, cache: EngineCache) -> EngineBuild:
-        """From the cache; else built, and kept there, while whoever wants the same waits."""
+        """Return the plan from the cache, or build and store it; other builders of the same engine wait meanwhile."""
         key = self._keys(cache)
         with cache.lock(key(), lambda: self.notify("another process builds the same engine: waiting for it")):
-            before = key()      # who was waited for may have written the calibration cache
+            before = key()      # the builder that held the lock may have written the calibration cache
             plan = cache.fetch(before) if self._has_its_files() else None
             if plan is not None:
                 for notice in plan.metadata.get("notices", ()):
@@ -243,19 +246,19 @@ class _Build:
                 return EngineBuild(plan, tuple(self.notices), cached=cache.entry(before), entry=cache.entry(before))
             with object_cache.using(cache.objects):
                 build = self.built()
-            after = key()                       # with the content that the calibration cache has now
+            after = key()                       # the build may have changed the calibration cache
             cache.store(after, build.plan)
             return replace(build, entry=cache.entry(after))
 
     def _has_its_files(self) -> bool:
-        """Whether the caches that the user names are there: else a build has to write them."""
+        """Return True if the timing and calibration caches that the user names exist; otherwise a build writes them."""
         named = (self.builder.config.timing_cache, self.calibration.cache if self.calibration else "")
         return all(Path(file).exists() for file in named if file)
 
     def _keys(self, cache: EngineCache) -> Callable[[], str]:
-        """The key by the calibration cache's content of the moment; all else is read once.
+        """Return a function that computes the key with the current content of the calibration cache.
 
-        Of the timing cache, the content does not count: it decides how fast an engine is, not what it computes.
+        All else is read once. The content of the timing cache does not count: it affects the speed of an engine only.
         """
         calibration, config = self.calibration, self.builder.config
         model = model_digest(self.model)

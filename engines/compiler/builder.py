@@ -1,11 +1,11 @@
-"""The compiler's front door: a model and a configuration -> a plan.
+"""Builder: compiles models to plans for one configuration.
 
     builder = Builder(BuildConfig(precision="int8"))
     graph = builder.graph("m.onnx")                     # imported, simplified, fused; all float
     ranges = ...                                        # of builder.edges(graph), from calibration
     plan = builder.plan(graph, ranges)
 
-A Builder keeps its kernels and their times: building again with other ranges only packs other constants.
+A Builder keeps its kernels and their times: a second build with other ranges only repacks constants.
 """
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from engines.plan.plan import GeneralKernel, IoTensor, Plan
 from engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
-DEFAULT_MAX_BATCH, MOST_SMALL = 32, 1024    # items; of small ones as many as ...
-SMALL_BYTES = 1 << 20       # ... have all their tensors in the second-level cache
-MEMORY_SHARE = 0.25         # of this machine's, that what one node reads and writes may take by default
-TRIAL_BATCH = 4             # of the plans that calibration runs
+DEFAULT_MAX_BATCH, MOST_SMALL = 32, 1024    # default maximum batch; models whose activations fit L2 get up to the 2nd
+SMALL_BYTES = 1 << 20       # activations of a batch that fit the L2 cache
+MEMORY_SHARE = 0.25         # share of this machine's memory that the tensors of one node may take by default
+TRIAL_BATCH = 4             # maximum batch of the plans that calibration runs
 Ranges = Mapping[str, tuple[float, float]]
 Shapes = Mapping[str, tuple[int | None, ...]]       # of inputs; None: the batch
-Profile = Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]]    # by input: least, usual, largest
+Profile = Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]]    # input -> (min, opt, max) shapes
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class BuildConfig:
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> BuildConfig:
-        """The configuration with these fields. Raises ConfigError: an unknown one, with the nearest that there is."""
+        """Return the configuration with these fields. Raises ConfigError for an unknown field."""
         known = [field.name for field in fields(BuildConfig)]
         if unknown := sorted(set(options) - set(known)):
             raise ConfigError(f"unknown option '{unknown[0]}'{did_you_mean(unknown[0], known)}")
@@ -114,20 +114,23 @@ class BuildConfig:
 
 
 class Builder:
-    """One configuration, any number of builds."""
+    """Compiler of models with one configuration, for any number of builds."""
 
     def __init__(self, config: BuildConfig, progress: Progress | None = None, fewer: bool = False) -> None:
-        """fewer: of other shapes of an open model: a plan may take fewer items than the configuration asks for, where
-        so many are large for this machine's memory."""
+        """Create the sessions of the target and of this machine.
+
+        fewer: for specialisations of an open model: the maximum batch may be less than configured if items are large
+        for this machine's memory.
+        """
         self.config, self.progress, self._fewer = config, progress, fewer
         self.cache = TimingCache(config.timing_cache or None)
         backend = backend_of(config.target)
         self._session = backend.session(config.target, self.cache, config.timing)
-        # for what the build itself runs: calibration, trials
+        # Session for plans that the build itself runs: calibration, trials.
         self._here = backend.session_here(self.cache, self._session)
-        self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
-        self.notices: list[str] = []        # what every user of the build should know, a line each
-        self._is_open = False               # plans of an open model take as many items each, whatever its shape
+        self.log: list[Any] = []            # log of the passes, for build-engine -v
+        self.notices: list[str] = []        # warnings and hints for the user, a line each
+        self._is_open = False               # the current graph is of an open model
 
     @property
     def target(self) -> str:
@@ -135,7 +138,7 @@ class Builder:
 
     @property
     def processor(self) -> str:
-        """What tactics are timed on."""
+        """Name of the processor on which tactics are timed."""
         return self._session.processor
 
     @property
@@ -149,8 +152,21 @@ class Builder:
     # ---- graphs
     @faults_named()
     def graph(self, model: Model, shapes: Shapes | None = None, dependence: str | None = None) -> Graph:
-        """The model as one optimised float graph, for the configuration's shapes or for these. ModelError says what
-        cannot be read, and where. dependence: of its items, where it is known from other shapes."""
+        """Import and optimise a model as one float graph.
+
+        Parameters
+        ----------
+        model : path, bytes or onnx.ModelProto
+        shapes : mapping, optional
+            Shapes of the inputs; by default those of the configuration.
+        dependence : str, optional
+            Dependence of the items of a batch, if known from other shapes.
+
+        Raises
+        ------
+        ModelError
+            The model cannot be imported.
+        """
         self._is_open = shapes is not None
         imported = graph_from_onnx(model, shapes=self.config.shapes if shapes is None else shapes,
                                    constants=self.config.constants, notices=self.notices,
@@ -169,17 +185,17 @@ class Builder:
 
     @property
     def batch_is_asked_for(self) -> bool:
-        """Whether the user said that the model has a batch, or of what size it is."""
+        """True if the options declare a batch: max_batch, or an input shape with a symbolic leading extent."""
         leading = [shape[0] for shape in self.config.shapes.values() if shape]
         return self.config.max_batch is not None or any(not is_size(extent) for extent in leading)
 
     def forget(self) -> None:
-        """What was said of a graph that came to nothing."""
+        """Clear the log and notices of a graph that was discarded."""
         self.log.clear()
         self.notices.clear()
 
     def settle_batch(self, profiles: Sequence[Bounds]) -> None:
-        """Take the most items, and the usual number of them, from the profiles where no option says them."""
+        """Set max_batch and opt_batch from the profiles unless the options set them."""
         batches = [bounds[BATCH] for bounds in profiles if BATCH in bounds]
         if batches:
             most, usual = max(most for _, _, most in batches), batches[0][1]
@@ -187,14 +203,14 @@ class Builder:
                                   opt_batch=self.config.opt_batch or (usual if usual > 1 else None))
 
     def edges(self, graph: Graph) -> tuple[str, ...]:
-        """The tensors whose ranges an int8 build asks for."""
+        """Return the tensors whose ranges an int8 build needs."""
         return edges_to_calibrate(graph)
 
     @faults_named()
     def stored(self, graph: Graph, ranges: Ranges | None = None, log: list[Any] | None = None) -> Graph:
-        """The graph with the stored type of every tensor, and every node's arithmetic, decided.
+        """Return the graph with the stored dtype of every tensor and the arithmetic of every node decided.
 
-        log: takes the notes of what stays float. Trials leave it out: the search makes dozens of the same graph.
+        log: list to which notes about nodes that stay in float are appended; trials pass none.
         """
         precision = self.config.precision
         if is_quantised(graph):
@@ -209,17 +225,17 @@ class Builder:
 
     # ---- plans
     def take_over(self, plan: Plan) -> None:
-        """What is built from now on is the same model for other shapes: see Session.take_over."""
+        """Prepare to build the plan's model for other shapes: see Session.take_over."""
         self._session.take_over(plan)
 
     @property
     def timed(self) -> Mapping[str, Mapping[str, float]]:
-        """What a plan's later specialisations take over: see Session.timed."""
+        """Measured times that later specialisations of a plan reuse: see Session.timed."""
         return self._session.timed
 
     @faults_named()
     def plan(self, graph: Graph, ranges: Ranges | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
-        """A plan of an optimised graph; an int8 one needs the ranges of its edges."""
+        """Compile an optimised graph to a plan; precision int8 needs the ranges of its edges."""
         try:
             if self.config.precision == "best" and not is_quantised(graph):
                 chosen = min(self._candidates(graph, ranges), key=_time_us)
@@ -228,34 +244,39 @@ class Builder:
             settled = self._session.settle(chosen, self.progress)
             return self._session.tuned(self._plan(self._session, settled, metadata=metadata))
         finally:
-            self.cache.save()       # of a build that is interrupted, too: minutes of timing are not done again
+            self.cache.save()       # even if the build is interrupted, to keep minutes of timing
 
     @faults_named()
     def general(self, graph: Graph, ranges: Ranges | None = None,
                 usual: Callable[[], Graph] | None = None) -> Plan | None:
-        """The plan of a graph for other shapes than those of the plan taken over, without compiling what is general;
-        usual: the graph for those shapes, where it is not the one built before. None: the backend has nothing
-        general."""
+        """Return the general version: a plan with dynamic-shape kernels for other shapes than the plan taken over.
+
+        usual: returns the graph for that plan's shapes, if it is not the one built before. None if the backend has no
+        dynamic-shape kernels.
+        """
         chosen = self._session.general(self.stored(graph, ranges), *self._batches(graph),
                                        usual and (lambda: self.stored(usual(), ranges)))
         return self._plan(self._session, chosen, bare=True) if chosen else None
 
     @faults_named()
     def counted(self, graph: Graph, ranges: Ranges | None = None) -> Plan | None:
-        """The same of a graph in which extents are counted, and of kernels that are told them: a plan of such numbers.
-        None: the backend has nothing general. Raises Pinned."""
+        """Return the general version of a graph with symbolic extents (engines.ir.counted): a symbolic plan.
+
+        None if the backend has no dynamic-shape kernels. Raises Pinned.
+        """
         chosen = self._session.counted(self.stored(graph, ranges), *self._batches(graph))
         return self._plan(self._session, chosen, bare=True) if chosen else None
 
     @property
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
-        """See Session.generals."""
+        """Dynamic-shape kernels and their code: see Session.generals."""
         return self._session.generals
 
     def _candidates(self, graph: Graph, ranges: Ranges | None) -> list[Chosen]:
-        """What --best chooses from: int8 where it is the faster of the two and float32 elsewhere, int8, and the floats.
+        """Return the candidates of precision "best": int8 mixed with float32, int8, and each float precision.
 
-        Layers are compared one by one; what conversions between int8 and float layers cost shows in the whole.
+        In the mixed one, layers that are faster in float32 stay float. Their comparison ignores the conversions between
+        int8 and float layers; the total time includes them.
         """
         floats = [self._chosen(set_float_precision(graph, precision)) for precision in ("fp32", "bf16", "fp16")]
         if ranges is None:
@@ -278,7 +299,7 @@ class Builder:
 
     @property
     def arithmetic_note(self) -> str:
-        """What the user should know of the precision asked for on this target; "" if it is just what was asked for."""
+        """Notice if the target lacks arithmetic of the requested precision, else ""."""
         if self.config.precision in {"fp16", "bf16"}.difference(self._session.arithmetic):
             return (f"{self.target} has no {self.config.precision} arithmetic that this compiler uses: "
                     f"tensors and weights are stored in {self.config.precision}, sums are in float32")
@@ -286,9 +307,9 @@ class Builder:
 
     @faults_named()
     def trial(self, graph: Graph, ranges: Ranges, tensors: Collection[str] = ()) -> Plan:
-        """Compile an optimised graph for this machine without timing, to measure what ranges do to the results.
+        """Compile an optimised graph for this machine without timing, to measure the effect of ranges on the results.
 
-        tensors: inner ones to be shown beside the outputs; see `showing`.
+        tensors: inner tensors to return in addition to the outputs; see `showing`.
         """
         return self.showing(self.stored(graph, ranges), tensors)
 
@@ -296,25 +317,25 @@ class Builder:
     def showing(self, graph: Graph, tensors: Collection[str]) -> Plan:
         """Compile a graph whose stored types are decided for this machine, without timing.
 
-        The plan also shows the inner tensors that are asked for, in float, under engines.passes.outputs.shown_name.
+        The plan also returns these inner tensors in float, under the names of engines.passes.outputs.shown_name.
         """
         return self._compile_here(show_in_float(graph, tensors))
 
     @faults_named()
     def watching(self, graph: Graph, tensors: Collection[str]) -> Plan:
-        """A float32 plan of a float graph that also shows these tensors: what calibration runs."""
+        """Compile a float graph in float32 with these tensors as further outputs, for calibration."""
         watched = tuple(name for name in tensors if name not in graph.outputs)
         shown = replace(graph, outputs=(*graph.outputs, *watched), watched=watched)
         return self._compile_here(set_float_precision(shown, "fp32"))
 
     def _compile_here(self, graph: Graph) -> Plan:
-        """Compile a plan that this build runs and forgets; it comes without its graph."""
+        """Compile a temporary plan for this machine, without its graph."""
         max_batch = min(self._max_batch(graph), TRIAL_BATCH)
         return self._plan(self._here, self._here.choose(graph, max_batch), bare=True)
 
     def _plan(self, session: Session, chosen: Chosen, metadata: Mapping[str, Any] | None = None,
               bare: bool = False) -> Plan:
-        """bare: without the graph, which is not written out then: see Plan.bare."""
+        """Assemble a plan. bare: omit the graph (see Plan.bare), which is then not serialised."""
         graph, machine = chosen.graph, session.assemble(chosen)
         kept = sorted(kept_nodes(graph, self.config.keep_float))
         document, arrays = ({}, dict(graph.constants)) if bare and machine.code else graph_to_json(graph)
@@ -327,12 +348,12 @@ class Builder:
         return plan.bare() if bare else plan
 
     def _batches(self, graph: Graph) -> tuple[int, int | None]:
-        """The most items, and those that tactics are timed with, if that is said."""
+        """Return the maximum batch, and the batch that tactics are timed with or None."""
         max_batch, opt_batch = self._max_batch(graph), self.config.opt_batch
         return max_batch, min(opt_batch, max_batch) if opt_batch and self._fewer and max_batch else opt_batch
 
     def _max_batch(self, graph: Graph) -> int:
-        """0 for a model of fixed shape."""
+        """Return the maximum batch of a plan; 0 if the model has no batch axis."""
         if _has_batch(graph):
             asked = self.config.max_batch
             if asked and (graph.dependence or not self._fewer):
@@ -350,8 +371,11 @@ def _has_batch(graph: Graph) -> bool:
 
 
 def usual_max_batch(graph: Graph, is_open: bool) -> int:
-    """As many items as fit into memory well, and more where all of them stay in a cache (rows of tables), where nobody
-    says how many a plan takes; more are run in slices. is_open: in plans of other shapes the items may be larger."""
+    """Return the default maximum batch: what fits into memory, and more if all tensors stay in the L2 cache.
+
+    Larger batches run in slices. is_open: the model has open extents, so that items may be larger at other shapes and
+    the limit is not raised.
+    """
     if graph.dependence:
         return DEFAULT_MAX_BATCH
     items = fitting(graph, DEFAULT_MAX_BATCH)
@@ -363,9 +387,9 @@ def usual_max_batch(graph: Graph, is_open: bool) -> int:
 
 
 def fitting(graph: Graph, most: int) -> int:
-    """So many items, or fewer that fit into memory well."""
+    """Return `most`, halved until the tensors of each node fit into MEMORY_SHARE of the memory."""
     batched, room, items = _of_an_item(graph), int(MEMORY_SHARE * memory_limit()), most
-    for node in graph.nodes:        # each alone: a template then holds wherever all of them are small
+    for node in graph.nodes:        # each node separately, so that a template's guards hold whenever all are small
         size = sum(batched.get(name, 0) for name in {*node.inputs, *node.outputs})
         while items > 1 and items * size > room:
             items //= 2
@@ -373,12 +397,12 @@ def fitting(graph: Graph, most: int) -> int:
 
 
 def _of_an_item(graph: Graph) -> dict[str, int]:
-    """The bytes of each tensor that has the batch."""
+    """Return the bytes of one item of each tensor with a batch axis."""
     return {name: bytes_of(kind) for name, kind in graph.types.items() if kind.shape[:1] == (BATCH,)}
 
 
 def io_tensors(graph: Graph, names: Sequence[str]) -> tuple[IoTensor, ...]:
-    """Inputs or outputs of a graph, as its plan declares them."""
+    """Return the declarations of a graph's inputs or outputs for its plan."""
     types = ((name, graph.types[name]) for name in names)
     return tuple(IoTensor(name, kind.dtype.name, kind.shape) for name, kind in types)
 

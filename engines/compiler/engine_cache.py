@@ -1,4 +1,4 @@
-"""The engine cache: a folder of plans, each under the hash of all that it was made from.
+"""Engine cache: a folder of plans, keyed by a hash of everything that affects them.
 
     cache = EngineCache()                           # the user's; EngineCache(folder, size) is another
     key = cache.key(model_digest("m.onnx"), facts)
@@ -8,7 +8,7 @@
             plan = build(...)
             cache.store(key, plan)
 
-A cache only saves time: where its folder cannot be used, engines are built and not kept, and one warning says why.
+A cache only saves time: if its folder cannot be used, engines are built without it, after one warning.
 """
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ from engines.version import COMPILER_VERSION
 
 USUAL_GIB = 10.0
 SIZE_VARIABLE = "INFER_CACHE_GIB"
-OBJECTS_SHARE = 0.1         # of the size, for compiled kernels
-_LIBRARIES = ("llvmlite", "ml_dtypes", "numpy", "onnx", "pillow")       # whose version may show in a plan
+OBJECTS_SHARE = 0.1         # share of the size for compiled kernels
+_LIBRARIES = ("llvmlite", "ml_dtypes", "numpy", "onnx", "pillow")       # libraries whose version may affect a plan
 _BLOCK = 1 << 20
 _ABANDONED_SECONDS = 24 * 3600      # a lock or a temporary file that is older has lost its owner
-_FORGOTTEN_SECONDS = 90 * 24 * 3600         # a note that nobody has read for so long
+_FORGOTTEN_SECONDS = 90 * 24 * 3600         # notes that were not read for so long are removed
 
-# What is ours in a folder that may hold other files, too: the plan of a key; its lock, and what is still being written.
+# Names of the cache's files in a folder that may hold others: plans; locks and temporary files.
 _ENTRY = re.compile(r"[0-9a-f]{40}\.plan")
 _PASSING = re.compile(r"[0-9a-f]{40}\.lock|\.[0-9a-f]{40}\.plan\..*")
 _NOTE = re.compile(r"[0-9a-f]{40}\.json")       # see EngineCache.note
 _KEY = re.compile(r"[0-9a-f]{40}")
 
-# In an ONNX file, a tensor stored elsewhere has an entry {key: "location", value: path relative to the model}. This is
-# its protobuf encoding up to the path's length, so that no 2 GB model need be parsed to find its files.
+# In an ONNX file, a tensor with external data has an entry {key: "location", value: path relative to the model}. This
+# is its protobuf encoding up to the path's length, by which files are found without parsing a 2 GB model.
 _LOCATION = re.compile(rb"\x0a\x08location\x12")
 
 _log = logging.getLogger(__name__)
@@ -77,20 +77,20 @@ class EngineCache:
             raise ConfigError(f"engine cache '{folder}' is not a folder: '{file}' is a file; name another one")
 
     def key(self, model: Mapping[str, str], facts: Mapping[str, Any]) -> str:
-        """A hash of a model (its `model_digest`), of the compiler, and of all else that changes the plan."""
+        """Return the key of a model (its `model_digest`), the compiler, and all other facts that affect the plan."""
         content = {"model": model, "facts": facts, "compiler": compiler_digest(), "format": VERSION}
         return digest(json.dumps(content, sort_keys=True, default=_plain).encode())
 
     def entry(self, key: str) -> Path:
-        """Where the plan of that key is, if it is there."""
+        """Return the path of a key's plan, whether or not it exists."""
         return self.folder / f"{key}.plan"
 
     def fetch(self, key: str) -> Plan | None:
-        """The plan of that key, if there is one. A damaged entry is dropped and reported."""
+        """Return the plan of a key, or None. A damaged entry is removed with a warning."""
         entry = self.entry(key)
         try:
             plan = read_plan(entry)
-            list(plan.weights.values())     # these stay in the file until they are asked for, and it may go
+            list(plan.weights.values())     # read now: the entry may be evicted before they are needed
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -101,15 +101,15 @@ class EngineCache:
             with suppress(OSError):
                 entry.unlink()
             return None
-        with suppress(OSError):     # a folder that may only be read
+        with suppress(OSError):     # a read-only folder
             os.utime(entry)         # the time of its last use
         return plan
 
     def store(self, key: str, plan: Plan) -> None:
-        """Keep the plan under that key, if the disk allows it."""
+        """Store a plan under a key, if the limit and the disk allow it."""
         try:
             self._make_folder()
-            self._make_room()       # for others may have filled the disk since
+            self._make_room()       # the disk may have been filled since the last call
             write_plan(plan, self.entry(key))
             self._make_room()
             if not self.entry(key).exists():
@@ -119,17 +119,16 @@ class EngineCache:
             self._warn(error.strerror)
 
     def note(self, key: str, entry: Path, texts: Sequence[str]) -> None:
-        """Note that a request with that key gives the plan of an entry, and what its build said.
+        """Store a reference from another key to the plan of an entry, with the texts of its build.
 
-        Who knows no engine key, for it takes the compiler to make one, finds the plan by a key of its own: see noted().
+        A caller that cannot compute an engine key, which needs the compiler, finds the plan by its own key: see noted.
         """
         if entry.parent == self.folder and _ENTRY.fullmatch(entry.name):
             with suppress(OSError), atomic_write(self.folder / f"{key}.json") as file:
                 file.write(json.dumps({"plan": entry.stem, "texts": list(texts)}).encode())
 
     def noted(self, key: str) -> tuple[Path, list[str]] | None:
-        """Return the entry that was noted under a key and what its build said; None if there is none. The time of its
-        last use is set."""
+        """Return the entry noted under a key and the texts of its build, or None; update the time of its last use."""
         note = self.folder / f"{key}.json"
         try:
             content = json.loads(note.read_bytes())
@@ -138,19 +137,21 @@ class EngineCache:
             return None
         if not _KEY.fullmatch(content["plan"]) or not entry.exists():
             return None
-        with suppress(OSError):     # a folder that may only be read
+        with suppress(OSError):     # a read-only folder
             os.utime(entry)
             os.utime(note)
         return entry, texts
 
     @contextmanager
     def lock(self, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Held by one process at a time; it goes with its holder, however that ends. `waiting` is called if another
-        has it."""
+        """Hold the lock of a key, which one process can hold at a time and which ends with its process.
+
+        waiting: called if another process holds it.
+        """
         with ExitStack() as stack:
             try:
                 stack.enter_context(self._locked(key, waiting))
-            except OSError as error:        # without the lock, two builders do the same work, and no harm
+            except OSError as error:        # without the lock, two builders do the same work, which is harmless
                 if not self.entry(key).exists():
                     self._warn(error.strerror)
             yield
@@ -163,7 +164,7 @@ class EngineCache:
             with open(path, "w") as file:
                 _flock(file, waiting)
                 if not _is_named(file, path):
-                    continue        # its holder has removed it: whoever comes now takes another one
+                    continue        # its holder has removed the file, so this lock is void: try again
                 try:
                     yield
                 finally:
@@ -175,10 +176,10 @@ class EngineCache:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)      # plans are programs: nobody else's to write
 
     def _make_room(self) -> None:
-        """Drop the plans that were used longest ago, until the rest is as small as it must be."""
+        """Evict the plans used longest ago until the rest is within the limit; remove abandoned files."""
         found = []
         for path in self.folder.iterdir():
-            with suppress(FileNotFoundError):       # another process makes room, too
+            with suppress(FileNotFoundError):       # another process may evict at the same time
                 status = path.stat()
                 if _ENTRY.fullmatch(path.name):
                     found.append((status.st_mtime_ns, status.st_size, path))
@@ -195,7 +196,7 @@ class EngineCache:
             taken -= size
 
     def _warn(self, why: str | None) -> None:
-        """Once: a build meets the same obstacle several times."""
+        """Warn once, although a build may meet an obstacle several times."""
         if not self._warned:
             _log.warning("the engine cache %s cannot be used (%s): engines are built, and not kept; --cache-dir names "
                          "another folder, --no-cache does without", self.folder, why)
@@ -226,18 +227,18 @@ def _flock(file: TextIO, waiting: Callable[[], None]) -> None:
 
 
 def _is_named(file: TextIO, path: Path) -> bool:
-    """Whether the path still leads to the open file."""
+    """Return True if the path still names the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
 
 
-# ---- what a key is made of
+# ---- keys
 def model_digest(model: Any) -> dict[str, str]:
-    """Of an ONNX file with its external data, of such a file's bytes, or of an onnx.ModelProto.
+    """Return the digests of an ONNX file and its external data, of a file's bytes, or of an onnx.ModelProto.
 
-    A file's name without its ending counts, for it becomes the plan's; the folder that it lies in does not.
+    The stem of a file's name counts, because it becomes the plan's name; its folder does not.
     """
     if isinstance(model, str | os.PathLike):
         path = Path(model)
@@ -247,7 +248,7 @@ def model_digest(model: Any) -> dict[str, str]:
 
 
 def _fields(message: Any) -> Iterator[bytes]:
-    """Of a protobuf message and its graph: as one piece, no message of 2 GB and more can be written."""
+    """Yield the serialised fields of a message and its graph; a whole message of 2 GB cannot be serialised."""
     for field, value in message.ListFields():
         yield field.name.encode()
         if field.name == "graph":
@@ -259,7 +260,7 @@ def _fields(message: Any) -> Iterator[bytes]:
 
 @cache
 def compiler_digest() -> str:
-    """Of all that turns a model into a plan: our sources, and the libraries' versions."""
+    """Return the digest of the compiler: our sources and the libraries' versions."""
     return digest(json.dumps([COMPILER_VERSION, sources_digest(Path(__file__).parents[1]),
                                [_version(name) for name in _LIBRARIES]]).encode())
 
@@ -272,14 +273,14 @@ def _version(library: str) -> str:
 
 
 def sources_digest(package: Path) -> str:
-    """Of the modules below a folder."""
+    """Return the digest of the Python modules below a folder."""
     return digest(*(path.read_bytes() for path in sorted(package.rglob("*.py"))))
 
 
 def external_files(model: Path) -> list[tuple[str, Path]]:
-    """(location, path) of the files that hold an ONNX model's external data, in order, each once.
+    """Return (location, path) of the files with an ONNX model's external data, sorted by location, each once.
 
-    A location that is no file is left out: to complain about that is the importer's part.
+    A missing file is omitted: the importer reports it.
     """
     found: dict[str, Path] = {}
     with open(model, "rb") as file:
@@ -295,7 +296,7 @@ def external_files(model: Path) -> list[tuple[str, Path]]:
 
 
 def _string(data: mmap.mmap, at: int) -> str:
-    """A protobuf string: its length in groups of seven bits, low ones first, then its bytes."""
+    """Read a protobuf string: its length as a varint, then its bytes."""
     length = shift = 0
     while True:
         byte = data[at]
@@ -306,7 +307,7 @@ def _string(data: mmap.mmap, at: int) -> str:
 
 
 def digest(*parts: bytes) -> str:
-    """Return the name that the cache has for these bytes: 40 hexadecimal digits."""
+    """Return the BLAKE2b digest of concatenated bytes as 40 hexadecimal digits."""
     hasher = hashlib.blake2b(digest_size=20)
     for part in parts:
         hasher.update(part)
@@ -322,7 +323,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON cannot write by itself; an array by its digest."""
+    """Convert a value that json cannot write; an array becomes its dtype, shape and digest."""
     if isinstance(value, np.ndarray):
         return [str(value.dtype), value.shape, digest(np.ascontiguousarray(value).tobytes())]
     return str(value) if isinstance(value, os.PathLike) else to_plain(value)

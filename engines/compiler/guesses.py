@@ -1,9 +1,9 @@
-"""Numbers for the extents that a model leaves open, where neither the user nor data says any.
+"""Guesses of numbers for a model's open extents, used if neither the user nor the data gives any.
 
-Likely ones come first. Where the model refuses them, the question that they failed says which it would have taken: they
-are imported as numbers that are counted (engines.ir.counted), and the last answer is turned around, as long as that
-leads to others: channels that a convolution's weights do not fit become theirs, an axis too short for constant indices
-becomes as long as they reach.
+Likely numbers come first. If the importer rejects them, the model is imported again with symbolic numbers
+(engines.ir.counted), and the extents are changed so that the last guard before the error has the opposite outcome, as
+long as that gives new numbers. For example, an extent becomes the number of channels of a convolution's weights, or an
+axis becomes as long as constant indices require.
 """
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from engines.ir.graph import TensorType
 from engines.ir.polynomials import Polynomial, number_of
 from engines.plan.extents import Extents
 
-ALIKE = (1, 64, 32, 16, 2)          # for all open extents, where the likely ones make no graph ...
-LENGTHS = (128, 512, 1024, 4096)    # ... and for those that come last, where the others are 1: signals beside states
-MOST_TURNS = 16                     # of answers, for one guess
-DEEPEST = 32                        # quotients inside of each other, as strides leave them
+ALIKE = (1, 64, 32, 16, 2)          # numbers for all open extents, tried after the likely ones
+LENGTHS = (128, 512, 1024, 4096)    # numbers for last axes while other extents are 1: signals with recurrent states
+MOST_TURNS = 16                     # maximum number of changes of one guess
+DEEPEST = 32                        # maximum depth of nested quotients, as strides create them
 
 
 def guesses(source: OnnxModel, types: Mapping[str, TensorType], all_of_them: bool = True) -> Iterator[Extents]:
-    """Numbers for all open extents, the likeliest first; the others beside likely ones only if `all_of_them` are asked
-    for."""
+    """Yield numbers for all open extents, the likeliest first; unlikely ones only if `all_of_them`."""
     for past in (SOME, 0) if is_decoder(types) else (0,):
         likely = likely_extents(types, past)
         yield likely
@@ -45,8 +44,10 @@ def guesses(source: OnnxModel, types: Mapping[str, TensorType], all_of_them: boo
 
 
 def _fitting(source: OnnxModel, types: Mapping[str, TensorType], extents: Extents) -> Extents | None:
-    """The numbers nearest to these that the importer takes; None: these, or it is not to be told. Where an answer that
-    several extents turn around leads nowhere by the first, it is the next one's turn."""
+    """Return the nearest numbers that the importer accepts; None if it accepts these or none are found.
+
+    If several extents could change a guard, they are tried in turn (depth-first search).
+    """
     found, waiting = [extents], [extents]
     for _ in range(MOST_TURNS):
         if not waiting:
@@ -61,7 +62,7 @@ def _fitting(source: OnnxModel, types: Mapping[str, TensorType], extents: Extent
         except EngineError:
             others = [other for other in _turned(counting, tried) if other not in found]
             if not others and tried is not extents and _is_graph(source, types, tried):
-                return tried            # what is known of one number only is not known of one that is counted
+                return tried            # the importer may accept plain numbers where symbolic ones are undecided
         found += others
         waiting += reversed(others)
     return None
@@ -77,7 +78,7 @@ def _is_graph(source: OnnxModel, types: Mapping[str, TensorType], extents: Exten
 
 
 def _turned(counting: Counting, extents: Extents) -> Iterator[Extents]:
-    """The extents with the least change of one of them that turns the last answer around, for each that does."""
+    """Yield the extents with the least change of one of them that reverses the last guard, for each that can."""
     if not counting.guards:
         return
     (relation, polynomial), answer = next(reversed(counting.guards.items()))
@@ -92,8 +93,10 @@ def _turned(counting: Counting, extents: Extents) -> Iterator[Extents]:
 
 def _changes(counting: Counting, polynomial: Polynomial, low: float, high: float,
              depth: int = 0) -> Iterator[tuple[str, int]]:
-    """Yield (extent, change) where the change alone adds from low to high to a polynomial, also inside of quotients:
-    the extents that strides and pools leave."""
+    """Yield (extent, change) such that the change alone adds between low and high to a polynomial.
+
+    Extents inside quotients, which strides and pools create, are included.
+    """
     for monomial, factor in polynomial:
         if len(monomial) != 1:
             continue

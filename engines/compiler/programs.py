@@ -1,4 +1,4 @@
-"""Models that are no single graph: cut, compiled segment by segment while they run once, and written as a plan.
+"""Compilation of programs: partition a model, compile its segments during a trial run, and return the plan.
 
     plan = plan_of(builder, source)
 """
@@ -32,16 +32,30 @@ from engines.runtime.program_engine import NO_TENSORS, ProgramEngine
 from engines.version import COMPILER_VERSION
 
 Say = Callable[[str], None]
-OTHER_LENGTHS = (-27, 8, -8, 1, -1)     # from those of open extents to others: see specialise.STEPS
-LENGTHS = (128, 16, 64, 512, 1, 1024)       # of open extents, one after the other, until the program runs
+OTHER_LENGTHS = (-27, 8, -8, 1, -1)     # changes of open extents for a second trial run: see specialise.STEPS
+LENGTHS = (128, 16, 64, 512, 1, 1024)       # numbers for open extents, tried until the program runs
 
 
 def plan_of(builder: Builder, source: OnnxModel, seen: Seen = lambda inputs: None, say: Say = lambda notice: None,
             graph_plan: Callable[[Subject], Plan] = compiled, watched: Watched | None = None) -> Plan:
-    """The plan of a model, as one graph where it can be one, else as a program.
+    """Compile a model as one graph if possible, else as a program.
 
-    seen: an item of the data; graph_plan: makes the plan of a graph. watched: for a program that is to be calibrated.
-    Raises EngineError.
+    Parameters
+    ----------
+    builder : Builder
+    source : OnnxModel
+    seen : callable
+        Returns an item of the data for the declared inputs, or None.
+    say : callable
+        Called with notices.
+    graph_plan : callable
+        Compiles a model that is one graph.
+    watched : Watched, optional
+        Calibrates the segments of a program.
+
+    Raises
+    ------
+    EngineError
     """
     by_host: set[str] = set()
     source = with_steps_unrolled(with_both_branches(source))
@@ -54,7 +68,7 @@ def plan_of(builder: Builder, source: OnnxModel, seen: Seen = lambda inputs: Non
                 raise ConfigError(f"{source.name}: data decide about extents or about what is computed, so it runs as "
                                   "a program, which takes neither --uint8-input nor profiles of shapes")
             return _tried(builder, source, seen, say, found, watched)
-        except UnknownValueError as error:      # a node that no segment can have after all is left to the host
+        except UnknownValueError as error:      # a node that cannot be part of a segment is left to the host
             if not error.node or error.node in by_host:
                 raise
             builder.forget()
@@ -64,8 +78,7 @@ def plan_of(builder: Builder, source: OnnxModel, seen: Seen = lambda inputs: Non
 
 def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, found: Partition,
            watched: Watched | None) -> Plan:
-    """The plan of a program; its segments are compiled for what they are fed when it runs on the data, or on likely
-    numbers."""
+    """Return the plan of a program, with segments compiled for their inputs in a run on the data or likely inputs."""
     config = builder.config
     check_names(source.name, {node.name for node in nodes_in(source.proto.graph.node)}, config.keep_float)
     plan = _declared(builder, source, found)
@@ -91,9 +104,9 @@ def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, found: Par
 
 
 def _declared(builder: Builder, source: OnnxModel, found: Partition) -> Plan:
-    """The plan of a program of which nothing is compiled yet."""
+    """Return the plan of a program without compiled segments."""
     config = builder.config
-    precision = "fp32" if config.precision == "int8" else config.precision      # what is not calibrated stays float
+    precision = "fp32" if config.precision == "int8" else config.precision      # segments without calibration are float
     options = OpenOptions(precision, None, None, config.target, config.keep_float, None, config.threads)
     part = ProgramPart(found.main, options, found.segments, found.texts, found.weights)
     outputs = tuple(IoTensor(name, kind.dtype, kind.shape)
@@ -106,7 +119,10 @@ def _declared(builder: Builder, source: OnnxModel, found: Partition) -> Plan:
 
 def _run(engine: ProgramEngine, feeds: Iterable[Mapping[str, Array]], all_of_them: bool,
          ) -> tuple[Mapping[str, Array], dict[str, Any], EngineError | None]:
-    """The first of the feeds that it runs on, and what it makes of that; and why it does not run on one."""
+    """Run the program on feeds until one succeeds, or on all of them.
+
+    Return the first feed that succeeds, its outputs, and the first error.
+    """
     tried: Mapping[str, Array] = {}
     first: dict[str, Any] = {}
     reason: EngineError | None = None
@@ -126,8 +142,10 @@ def _run(engine: ProgramEngine, feeds: Iterable[Mapping[str, Array]], all_of_the
 
 
 def _with_general_kernels(plan: Plan, tried: Mapping[str, Array], say: Say) -> tuple[SegmentPart, ...]:
-    """The segments with kernels that take extents at run time: what they are made of when the program runs on inputs of
-    other extents and numbers than those that it was tried on. As they are, where it does not run on such."""
+    """Return the segments with dynamic-shape kernels, made by running the program on inputs of other extents.
+
+    They are unchanged if the program does not run on such inputs.
+    """
     assert plan.program is not None
     engine = engine_of(plan, on_target_mismatch=ON_TRIAL, specialise="off")
     assert isinstance(engine, ProgramEngine)
@@ -146,7 +164,7 @@ def _with_general_kernels(plan: Plan, tried: Mapping[str, Array], say: Say) -> t
 
 
 def _other(io: IoTensor, value: Array, change: int) -> Array:
-    """The same with extents that are longer or shorter, and whole numbers that are one more: some are lengths."""
+    """Return a value with changed open extents, and integers increased by 1, because some are lengths."""
     if io.dtype in NO_TENSORS:
         return value
     shape = [extent + change if isinstance(name, str) and extent > 1 else extent
@@ -156,14 +174,14 @@ def _other(io: IoTensor, value: Array, change: int) -> Array:
 
 
 def _met(io: IoTensor, value: Any) -> IoTensor:
-    """An output as ONNX declares it, or, where it does not tell its axes, as it came."""
+    """Return the declaration of an output, completed by the dtype and rank of its value if ONNX leaves them open."""
     if not isinstance(value, np.ndarray) or len(io.shape) == value.ndim and io.dtype:
         return io
     return IoTensor(io.name, io.dtype or value.dtype.name, tuple(f"{io.name}.{axis}" for axis in range(value.ndim)))
 
 
 def _likely_feeds(plan: Plan, engine: ProgramEngine) -> Iterator[dict[str, Array]]:
-    """Yield inputs of one extent after the other: noise; ones for integers; strings that encoders know."""
+    """Yield inputs for each of LENGTHS: noise, ones for integers, and strings that encoders know."""
     if any(io.dtype in NO_TENSORS for io in plan.inputs):
         return
     types = {io.name: TensorType(dtype_named(io.dtype), io.shape) for io in plan.inputs if io.dtype != "object"}

@@ -1,6 +1,6 @@
-"""The interface by which a build asks for ranges of a model's edges, and for what is doubtful about the data.
+"""Interface by which a build obtains ranges of a model's tensors and checks of the calibration data.
 
-calibration.Calibration implements it: the compiler does not know where ranges come from.
+calibration.Calibration implements it; the compiler does not depend on the calibration package.
 """
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ class Calibrated:
 
     recipe      how the model's tensors are quantised
     report      fields for the plan's metadata
-    warnings    what is doubtful about the data or the result, a sentence each; they were notified, and the plan keeps
-                them
-    poor        the quantised model is too inexact to be used: "best" then builds in float
+    warnings    warnings about the data or the result, a sentence each; the user was notified, and the plan keeps them
+    poor        True if the quantised model is too inexact: "best" then builds in float
     """
     recipe: Recipe
     report: Mapping[str, Any]
@@ -35,29 +34,29 @@ class Calibrated:
 
 
 class RangeSource(Protocol):
-    """Where an INT8 build takes its ranges from; calibration.Calibration is one."""
+    """Interface of a source of quantisation ranges: calibration.Calibration."""
 
     @property
     def cache(self) -> str | os.PathLike[str]:
-        """The file that `calibrate` keeps ranges in; "" if there is none."""
+        """File in which `calibrate` keeps ranges; "" if there is none."""
 
     def facts(self) -> Mapping[str, Any]:
-        """All that changes the ranges beside the model and that file, as JSON would hold it."""
+        """Return all that affects the ranges except the model and that file, as JSON values."""
 
     def first(self, inputs: Sequence[IoTensor], pixels: bool) -> Mapping[str, Array] | None:
-        """An item of the data; None: there are none. Raises EngineErrors about the data."""
+        """Return an item of the data, or None without data. Raises EngineErrors about the data."""
 
     def calibrate(self, subject: Subject, notify: Notify, progress: Progress) -> Calibrated:
-        """The ranges of the model's edges. Raises EngineErrors about the data."""
+        """Determine the ranges of the model's tensors. Raises EngineErrors about the data."""
 
     def items(self, inputs: Sequence[IoTensor], most: int) -> Sequence[Mapping[str, Array]]:
-        """The first items of the data. Raises EngineErrors about them."""
+        """Return the first items of the data, at most `most`. Raises EngineErrors about the data."""
 
     def doubts(self, inputs: Sequence[IoTensor], feeds: Sequence[Mapping[str, Array]]) -> Sequence[str]:
-        """Describe what cannot be right about the items, one sentence each."""
+        """Return warnings about implausible items, one sentence each."""
 
     def float16_doubts(self, graph: Graph, inputs: Sequence[IoTensor], pixels: bool) -> Sequence[str]:
-        """Which tensors of a graph that is stored in float16 leave its range on the data, in a sentence."""
+        """Return warnings about tensors of a float16 graph that exceed its range on the data."""
 
     def of(self, feeds: Sequence[Mapping[str, Array]]) -> RangeSource:
-        """The same for other data: what a part of the model was fed."""
+        """Return a source with these settings for other data: the recorded inputs of a segment."""

@@ -1,7 +1,8 @@
-"""The segments of a program as models of their own: compiled for what they are fed, and calibrated by what they were
-fed while the program ran on the data.
+"""Compilation and calibration of the segments of a program as models of their own.
 
-    SegmentMaker(plan.program).plan(part, feed)     # of a segment that was not met at the build, or not with such types
+Segments are compiled for the inputs of a run, and calibrated by the inputs recorded while the program ran on the data.
+
+    SegmentMaker(plan.program).plan(part, feed)     # for a segment or input types that the build has not run
 """
 from __future__ import annotations
 
@@ -22,29 +23,29 @@ from engines.passes.quantization.given import is_quantised
 from engines.plan.plan import IoTensor, Plan, ProgramPart, SegmentPart
 from engines.runtime.program_engine import signature_of, signature_of_plan
 
-MOST_FEEDS = 64         # of a segment that are kept: a body in a Loop has one for every step
+MOST_FEEDS = 64         # recorded feeds of a segment: the body of a Loop has one for every step
 Feed = Mapping[str, Array]
 
 
 class SegmentMaker:
-    """Compiles segments of a program for what they are fed."""
+    """Compiler of the segments of a program for given inputs."""
 
     def __init__(self, part: ProgramPart, timing: bool = False, precision: str = "") -> None:
-        """precision: another one than the program's, for segments that are calibrated."""
+        """Take the program's options. precision: overrides the program's, for segments that are calibrated."""
         self._part, options = part, part.options
         self._config = BuildConfig(precision or options.precision, None, None, options.target,
                                    keep_float=options.keep_float, timing=timing, threads=options.threads)
 
     def plan(self, part: SegmentPart, feed: Mapping[str, Array]) -> Plan:
-        """The plan of a segment, with open extents, and specialised for this feed. Raises EngineError."""
+        """Return the plan of a segment with open extents, specialised for this feed. Raises EngineError."""
         return compiled(self.subject(part, feed))
 
     def in_float(self) -> SegmentMaker:
-        """For segments in which there is nothing to quantise."""
+        """Return a compiler in the program's float precision, for segments with nothing to quantise."""
         return SegmentMaker(self._part, self._config.timing)
 
     def subject(self, part: SegmentPart, feed: Mapping[str, Array]) -> Subject:
-        """The segment as a model, whose usual extents are those of the feed. Raises EngineError."""
+        """Return a segment as a model whose usual extents are those of the feed. Raises EngineError."""
         if not part.model:
             raise PlanTargetError(f"{part.name}: stripped (--strip), so it cannot be compiled for what it is fed now")
         source = OnnxModel.from_document(part.name, part.model, {name: self._part.weights[name] for name in part.reads})
@@ -56,15 +57,17 @@ class SegmentMaker:
 
 @dataclass(frozen=True)
 class Watched:
-    """How the segments of a program are calibrated. items: the data, given the program's inputs; plan: makes that of a
-    segment, given what it was fed."""
+    """Functions that calibrate the segments of a program.
+
+    items: returns the data for the program's inputs. plan: returns the plan of a segment, given its recorded feeds.
+    """
     items: Callable[[Sequence[IoTensor]], Sequence[Feed]]
     plan: Callable[[Subject, Sequence[Feed]], Plan]
 
 
 @dataclass
 class _Sample:
-    """Every n-th of what comes: n grows, so that there are never too many."""
+    """Bounded sample of a segment's feeds: every n-th one, where n doubles when there are too many."""
     feeds: list[Feed] = field(default_factory=list)
     every: int = 1
     met: int = 0
@@ -77,14 +80,14 @@ class _Sample:
         self.met += 1
 
     def usual(self) -> list[Feed]:
-        """Those of the shapes that came most often, for each takes an engine of its own."""
+        """Return the feeds of the most frequent shapes; their number is limited because each needs an engine."""
         shapes = [tuple(array.shape for array in feed.values()) for feed in self.feeds]
         often = {shape for shape, _ in Counter(shapes).most_common(KEPT)}
         return [feed for feed, shape in zip(self.feeds, shapes, strict=True) if shape in often]
 
 
 class FedSegments:
-    """What segments are fed while a program runs; by segment, and by the types of its inputs."""
+    """Recorder of the feeds of segments while a program runs, by segment and types of its inputs."""
 
     def __init__(self) -> None:
         self._samples: dict[tuple[str, tuple[Any, ...]], _Sample] = {}
@@ -94,13 +97,16 @@ class FedSegments:
             self._samples.setdefault((part.name, signature_of(feed)), _Sample()).add(feed)
 
     def of(self, part: SegmentPart) -> list[list[Feed]]:
-        """For each set of types the feeds that stand for all that were met."""
+        """Return the sampled feeds of a segment for each combination of input types."""
         return [sample.usual() for (name, _), sample in self._samples.items() if name == part.name]
 
 
 def calibrated(segments: Sequence[SegmentPart], maker: SegmentMaker, fed: FedSegments, watched: Watched,
                say: Callable[[str], None]) -> tuple[SegmentPart, ...]:
-    """The segments with plans for what they were fed, by ranges of it where there is something to quantise."""
+    """Return the segments with plans for their recorded feeds, calibrated by these if there is something to quantise.
+
+    A segment whose calibration fails stays in float, with a notice.
+    """
     def of(part: SegmentPart) -> SegmentPart:
         plans = {signature_of_plan(plan): plan for plan in part.plans}
         for feeds in fed.of(part):

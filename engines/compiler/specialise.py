@@ -1,10 +1,9 @@
-"""Plans of a model with open extents: the one that a build makes, and the specialisations that are made later of what
-is in it.
+"""Plans of models with open extents: the plan of a build, and later specialisations made from its contents.
 
-    plan = compiled(subject, recipe, metadata)      # with plan.open, where the model has open extents
+    plan = compiled(subject, recipe, metadata)      # has plan.open if the model has open extents
     specialiser = Specialiser(plan)
     specialiser.plan({"T": 77})                     # as a build with --shape would make it, without timing
-    specialiser.general({"T": 77})                  # the same graph by kernels that take extents at run time
+    specialiser.general({"T": 77})                  # the general version: a plan with dynamic-shape kernels
 """
 from __future__ import annotations
 
@@ -38,14 +37,30 @@ from engines.runtime.engine import Engine
 
 log = logging.getLogger(__name__)
 
-# From the usual extents to those at which general kernels are made, the first that make a graph: an odd number, whose
-# tails differ; multiples of 8 and of 32.
+# Differences between the usual extents and those at which dynamic-shape kernels are made; the first that gives a graph
+# is used. An odd difference has other vector tails; then multiples of 8 and 32.
 STEPS = (-27, 8, 32, -32, 1, -1)
 
 
 def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
-    """The plan of a model; where extents are open, with what its later specialisations are made of, and those for the
-    usual extents of each profile."""
+    """Compile a model to a plan.
+
+    If it has open extents, the plan also holds what later specialisations are made from, and a specialisation for the
+    opt shapes of each profile.
+
+    Parameters
+    ----------
+    subject : Subject
+        The model.
+    recipe : Recipe, optional
+        Quantisation of an int8 build.
+    metadata : mapping, optional
+        Further metadata of the plan.
+
+    Raises
+    ------
+    EngineError
+    """
     plan = _plan(subject, recipe, subject.usual, metadata)
     if not subject.is_open:
         return plan
@@ -66,11 +81,10 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
 
 
 def _generals(subject: Subject, recipe: Recipe | None) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
-    """The model's kernels that take extents at run time, and their code: of what it is at other extents than the usual
-    ones."""
+    """Return the model's dynamic-shape kernels and their code, made by lowering it at other than the usual extents."""
     decided = {extent for name in subject.deciding for extent in subject.types[name].shape}
     usual = {name: extent for name, extent in subject.usual.items() if isinstance(extent, int) and name not in decided}
-    places = {extent: place for place, extent in enumerate(dict.fromkeys(usual.values()), 1)}      # equal ones stay so
+    places = {extent: place for place, extent in enumerate(dict.fromkeys(usual.values()), 1)}      # equal: one place
     for step in STEPS if usual else ():
         extents = {name: extent + step * places[extent] for name, extent in usual.items()}
         if min(extents.values()) < 1:
@@ -85,13 +99,31 @@ def _generals(subject: Subject, recipe: Recipe | None) -> tuple[tuple[GeneralKer
 
 
 class Specialiser:
-    """Makes the specialisations of a plan with open extents, from its model. One thread at a time makes plans, another
-    one may make general versions meanwhile."""
+    """Compiler of specialisations of a plan with open extents, from the model in it.
+
+    One thread at a time may call `plan`, and another one `general` at the same time.
+    """
 
     def __init__(self, plan: Plan, target: str | None = None, cache: EngineCache | None = None,
                  timing: bool = False) -> None:
-        """target: another one than the plan's. cache: where specialisations of a plan that was read from a file are
-        kept, and looked up. Raises PlanTargetError: the plan is stripped of its model."""
+        """Read the model of a plan.
+
+        Parameters
+        ----------
+        plan : Plan
+            Plan with open extents.
+        target : str, optional
+            Overrides the target of the plan.
+        cache : EngineCache, optional
+            Cache of the specialisations of a plan that was read from a file.
+        timing : bool
+            Time tactics.
+
+        Raises
+        ------
+        PlanTargetError
+            The plan is stripped of its model.
+        """
         part = plan.open
         if part is None or not part.model:
             raise PlanTargetError(f"{plan.name}: stripped (--strip), so it has no model to make specialisations of")
@@ -101,15 +133,17 @@ class Specialiser:
         self._plan, self._timing = plan, timing
         self._cache, self._fingerprint = cache, plan.fingerprint
         self._subjects: dict[tuple[str, bool, int | None], Subject] = {}
-        # The general version, made at the same time, is of the same graph: it is imported once.
+        # Shared with the general version, which may be made at the same time, so that a graph is imported once.
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._importing = threading.Lock()
         self._templates = Templates(self._counted, self._is_right)
-        self.first: Engine | None = None        # of the plan, where somebody has it loaded
+        self.first: Engine | None = None        # loaded engine of the plan, if there is one
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
-        """The plan for these numbers of the open extents; max_batch: for so many items. Without it for the plan's, or
-        for fewer where they are large; more are run in slices. Raises EngineError."""
+        """Return the specialisation for numbers of the open extents. Raises EngineError.
+
+        max_batch: by default the plan's, or less if items are large; larger batches run in slices.
+        """
         cache = self._cache
         if cache is None or not self._fingerprint:
             return self._made(self._target, extents, max_batch)
@@ -124,8 +158,10 @@ class Specialiser:
             return plan
 
     def general(self, extents: Extents) -> Plan:
-        """The same by kernels that take extents at run time, where those that the plan has will do or the compiler is
-        there; else for the NumPy backend: right, and slow."""
+        """Return the general version for numbers of the open extents: a plan with dynamic-shape kernels.
+
+        Without such kernels for the target the plan is for the NumPy backend, which is slow.
+        """
         try:
             plan = self._templates.plan(extents) or self._alone(extents)
         except ImportError as error:
@@ -135,14 +171,14 @@ class Specialiser:
         return plan or self._made("numpy", extents)
 
     def _alone(self, extents: Extents) -> Plan | None:
-        """The general version of these extents and no others; None: the backend has nothing general."""
+        """Return the general version for these extents only, without a template; None if the backend has none."""
         subject, recipe = self._imported(self._target, extents, apart=True), self._part.recipe
         plan = subject.builder.general(_graph(subject, recipe, extents), recipe.ranges if recipe else None,
                                        lambda: _graph(subject, recipe, self._plan.extents))
         return replace(plan, extents=dict(extents)) if plan else None
 
     def _is_right(self, plan: Plan, extents: Extents) -> bool:
-        """Whether a template's plan computes what the one does that is made for these extents alone."""
+        """Return True if a template's plan agrees with the general version made for these extents only."""
         alone = self._alone(extents)
         if alone and agree(plan, alone, self.first or Engine(self._plan), self._part.options.precision):
             return True
@@ -151,7 +187,7 @@ class Specialiser:
         return False
 
     def _counted(self, counting: Counting, extents: Extents) -> Plan | None:
-        """The same plan of extents that are counted."""
+        """Return the symbolic plan for symbolic extents (engines.ir.counted), or None if the target has none."""
         with self._importing:
             subject, recipe = self._subject(self._target, apart=True), self._part.recipe
             if subject.builder.target != self._plan.machine.target:
@@ -163,31 +199,31 @@ class Specialiser:
 
     @property
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
-        """The kernels of general versions, those of the plan among them, and their code."""
+        """Dynamic-shape kernels, those of the plan included, and their code."""
         key = self._target, True, None
         return self._subjects[key].builder.generals if key in self._subjects else (self._part.general, ())
 
     def graph(self, extents: Extents) -> Graph:
-        """What it is lowered from: stored types decided."""
+        """Return the graph that a specialisation is lowered from, with stored dtypes decided."""
         subject, recipe = self._subject(self._target), self._part.recipe
         return subject.builder.stored(_graph(subject, recipe, extents), recipe.ranges if recipe else None)
 
     def float_graph(self, extents: Extents) -> Graph:
-        """The same before types were decided."""
+        """Return the optimised float graph for these extents, before stored dtypes are decided."""
         return self._subject(self._target).at(extents)
 
     def _made(self, target: str, extents: Extents, max_batch: int | None = None) -> Plan:
         return _plan(self._imported(target, extents, max_batch=max_batch), self._part.recipe, extents)
 
     def _imported(self, target: str, extents: Extents, apart: bool = False, max_batch: int | None = None) -> Subject:
-        """With the graph for these numbers made."""
+        """Return the subject, with the graph for these numbers imported."""
         with self._importing:
             subject = self._subject(target, apart, max_batch)
             subject.at(extents)
         return subject
 
     def _subject(self, target: str, apart: bool = False, max_batch: int | None = None) -> Subject:
-        """apart: with a builder of its own, for the thread that makes general versions."""
+        """Return the subject of a target. apart: with a builder of its own, for the thread that calls `general`."""
         key = target, apart, max_batch
         if key not in self._subjects:
             options = self._part.options
@@ -206,9 +242,9 @@ class Specialiser:
 
 
 def graph_at(plan: Plan) -> Graph:
-    """The graph that a plan was lowered from, of its first specialisation where it has several.
+    """Return the graph that a plan, or its first specialisation, was lowered from.
 
-    Raises PlanTargetError: it is stripped; ConfigError: it is a program; PlanCorruptError.
+    Raises PlanTargetError if it is stripped, ConfigError if it is a program, PlanCorruptError.
     """
     if plan.program is not None:
         raise ConfigError(f"{plan.name} is a program of {len(plan.program.segments)} segments (data decide about "
@@ -218,9 +254,22 @@ def graph_at(plan: Plan) -> Graph:
 
 @faults_named()
 def relower(plan: Plan, target: str = "", timing: bool = False) -> Plan:
-    """The same model for this machine (or `target`), from the graph or the model in the plan: seconds, without timing.
+    """Compile a plan again for this machine or another target, from the graph or model in it.
 
-    Neither the ONNX file nor calibration data are needed; integers come out the same bit for bit.
+    Takes seconds without timing, and needs neither the ONNX file nor calibration data. Quantised values are
+    bit-identical.
+
+    Parameters
+    ----------
+    plan : Plan
+    target : str
+        Name of an instruction set; "" is this machine's best.
+    timing : bool
+        Time tactics.
+
+    Raises
+    ------
+    EngineError
     """
     if plan.program is not None:
         segments = tuple(replace(segment, plans=tuple(relower(one, target, timing) for one in segment.plans))
@@ -239,8 +288,16 @@ def relower(plan: Plan, target: str = "", timing: bool = False) -> Plan:
 
 
 def retuned(plan: Plan, cache: EngineCache | None = None, gpu: int = 0) -> Plan:
-    """The plan with its tactics timed here; itself if they were, or if it does not run here, on the GPU of that number.
-    cache: where the plan that is made of one of a file is kept, and looked up."""
+    """Return the plan with its tactics timed on this machine; unchanged if they were timed or it cannot run here.
+
+    Parameters
+    ----------
+    plan : Plan
+    cache : EngineCache, optional
+        Cache of the result for a plan that was read from a file.
+    gpu : int
+        Index of the GPU.
+    """
     device = device_of(plan.machine.backend, gpu)
     if any(step.time_us for step in plan.machine.steps) or device.mismatch(plan):
         return plan
@@ -267,7 +324,10 @@ def _plan(subject: Subject, recipe: Recipe | None, extents: Extents, metadata: M
 
 
 def _outputs(source: OnnxModel, graph: Graph) -> tuple[IoTensor, ...]:
-    """The outputs with names for the extents that may differ, as far as the model tells: it need not be right."""
+    """Return the declarations of the outputs, with names for extents that may vary.
+
+    The ONNX file's shapes are hints only, because they may be wrong.
+    """
     declared = source.output_shapes()
     return tuple(replace(io, shape=_open_shape(io, declared.get(io.name))) for io in io_tensors(graph, graph.outputs))
 

@@ -1,5 +1,7 @@
-"""What is built: a model as float graphs. There is one where the model's shapes are known but for the batch; else one
-for each set of numbers that its open extents and deciding inputs may have, made when it is asked for.
+"""Subject of a build: a model with its float graphs.
+
+If only the batch is open, there is one graph; otherwise one for each combination of numbers of the open extents and
+deciding inputs, made on demand.
 
     subject = read_subject(builder, "m.onnx")
     subject.inputs                          # x float32 [batch, 3, H, W]
@@ -38,18 +40,18 @@ from engines.plan.plan import IoTensor
 
 Seen = Callable[[Sequence[IoTensor]], Mapping[str, Array] | None]
 
-KEPT = 4            # graphs of other extents, by default: each holds what its constants were folded to
+KEPT = 4            # default number of cached graphs at other extents; each holds its own folded constants
 
 
 @dataclass
 class Subject:
-    """A model, and the graphs that have been made of it.
+    """Model to be compiled, and its graphs.
 
-    types       of the model's inputs: extents are numbers, the batch, or open ones by name
-    usual       the numbers for which it is compiled first
-    profiles    what each extent may be, and is compiled for at once; (): whatever comes
-    deciding    inputs of the model whose values it is compiled for; graphs do not have them
-    dependence  of the items of a batch, where a plan of the model has it already
+    types       types of the model's inputs: extents are numbers, the batch, or names of open extents
+    usual       numbers and deciding values for which it is compiled first
+    profiles    optimisation profiles; (): any shapes
+    deciding    inputs whose values the graphs are compiled for; graphs do not have them as inputs
+    dependence  dependence of the items of a batch, if known from a plan of the model
     """
     builder: Builder
     source: OnnxModel
@@ -57,7 +59,7 @@ class Subject:
     usual: Extents = field(default_factory=dict)
     profiles: tuple[Bounds, ...] = ()
     deciding: tuple[str, ...] = ()
-    graphs: dict[tuple[Any, ...], Graph] = field(default_factory=dict)      # made so far; several may have it in common
+    graphs: dict[tuple[Any, ...], Graph] = field(default_factory=dict)      # cache, which subjects may share
     kept: int = KEPT
     dependence: str | None = None
 
@@ -67,16 +69,16 @@ class Subject:
 
     @property
     def graph(self) -> Graph:
-        """For the usual extents."""
+        """Graph for the usual extents."""
         return self.at(self.usual)
 
     @property
     def inputs(self) -> tuple[IoTensor, ...]:
-        """As they are fed to engines: images may be pixels."""
+        """Inputs of engines: images may be pixels."""
         return fed(self.types, self.builder.config.pixels)
 
     def at(self, extents: Extents) -> Graph:
-        """The optimised float graph for these numbers of the open extents, and these values of deciding inputs."""
+        """Return the optimised float graph for numbers of the open extents and values of deciding inputs."""
         key = tuple(extents[name] for name in self.usual)
         graph = self.graphs.get(key)
         if graph is None:
@@ -88,7 +90,7 @@ class Subject:
         return graph
 
     def made(self, extents: Extents) -> Graph:
-        """The same, made anew: of extents that may be counted."""
+        """Import and optimise the graph for extents, which may be symbolic, bypassing the cache."""
         if not self.usual:
             return self.builder.graph(self.source)
         shapes = shapes_for(self.types, extents)
@@ -101,50 +103,59 @@ class Subject:
         return graph
 
     def extents_of(self, feed: Mapping[str, Array]) -> dict[str, Any]:
-        """The open extents, and the values of deciding inputs, in a feed. Raises InputError."""
+        """Return the numbers of open extents and the values of deciding inputs in a feed. Raises InputError."""
         found = extents_of_feed(self.source.name, self.inputs, self.deciding, feed)
         return {name: found[name] for name in self.usual}
 
     def of_feed(self, feed: Mapping[str, Array]) -> Graph:
-        """The graph for the shapes of a feed."""
+        """Return the graph for the shapes of a feed."""
         return self.at(self.extents_of(feed)) if self.usual else self.graph
 
 
 def _numbers(shape: Sequence[int | None]) -> list[int]:
-    """The shape of a deciding input: where it has the batch, it is one item."""
+    """Return the shape of a deciding input with a batch of one item."""
     return [1 if extent is None else extent for extent in shape]
 
 
 def fed(types: Mapping[str, TensorType], pixels: Pixels | None) -> tuple[IoTensor, ...]:
-    """The inputs of engines for a model with inputs of these types."""
+    """Return the inputs of an engine for a model with inputs of these types."""
     if pixels:
         types = types_of_pixels(types, pixels)
     return tuple(IoTensor(name, kind.dtype.name, kind.shape) for name, kind in types.items())
 
 
 def read_subject(builder: Builder, model: Model, seen: Seen = lambda inputs: None) -> Subject:
-    """The model, with the extents that options and file leave open.
+    """Read a model, with the extents that the options and the file leave open.
 
-    seen: an item of the data, given the inputs as the model declares them; its shapes and values are the usual ones.
+    A batch axis that was not requested and cannot be left open becomes an open extent.
 
-    A batch that cannot be left open, where nobody asked for one, is an open extent like the others. Raises ModelError.
+    Parameters
+    ----------
+    builder : Builder
+    model : path, bytes or onnx.ModelProto
+    seen : callable
+        Returns an item of the data for the declared inputs, or None. Its shapes and values are the usual ones.
+
+    Raises
+    ------
+    ModelError
     """
     config = builder.config
     source = read_model(model).with_constants(config.constants)
     types = open_types(source.name, source.declared(), config.shapes, config.max_batch is not None)
     alone = without_batch(types)
-    if config.ragged:                   # what leads the other inputs counts items, but no input holds them one by one
+    if config.ragged:                   # leading axes count items, but ragged inputs cannot be divided along them
         types = alone
     tries = [(types, True)]
     if any(kind.shape[:1] == (BATCH,) for kind in types.values()) and not builder.batch_is_asked_for:
-        # Without a batch before less likely extents: for 1, say, it seems to be open where it is flattened with them.
+        # Without a batch before less likely extents: with extents of 1, a batch flattened with them seems to be open.
         tries = [(types, False), (alone, False), (types, True), (alone, True)]
     reason: EngineError | None = None
     for each, whatever in tries:
         try:
             subject = _compilable(builder, source, each, seen, whatever)
             if len(tries) > 1 and any(subject.types[name].shape[:1] != (BATCH,) for name in subject.deciding):
-                builder.forget()    # a value for all items: such a batch is neither cut nor merged, nor served as one
+                builder.forget()    # one value decides for all items, so that a batch can be neither split nor merged
                 builder.config = config
                 return _compilable(builder, source, alone, seen)
         except EngineError as error:
@@ -164,8 +175,10 @@ def read_subject(builder: Builder, model: Model, seen: Seen = lambda inputs: Non
 
 def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorType], seen: Seen,
                 whatever: bool = True) -> Subject:
-    """The subject with usual extents for which there is a graph: those of profiles or data, else likely ones; unlikely
-    ones only if `whatever` there is a graph for will do."""
+    """Return the subject with usual extents that the importer accepts: from profiles, data, or guesses.
+
+    whatever: try unlikely guesses, too.
+    """
     inputs = fed(types, builder.config.pixels)
     names = open_extents(inputs)
     if not names:
@@ -200,9 +213,21 @@ def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorT
 
 
 def settled(subject: Subject, item: Mapping[str, Array] | None, node: str = "") -> Subject:
-    """The subject, with the inputs that turn out to be deciding, and values of these for which there is a graph: those
-    of the item, else likely ones. node: the one for whose sake they are. Raises UnknownValueError: shapes follow from
-    the values of a large input, or there is no graph for likely ones."""
+    """Return the subject with its deciding inputs determined, and usual values that the importer accepts.
+
+    Parameters
+    ----------
+    subject : Subject
+    item : mapping, optional
+        Item of the data whose values are used; otherwise likely ones are tried.
+    node : str
+        Node that needs the values of the deciding inputs.
+
+    Raises
+    ------
+    UnknownValueError
+        Shapes depend on the values of a large input, or the importer accepts no likely values.
+    """
     reason: EngineError | None = None
     for values in likely_values(subject.source, subject.types, subject.deciding) if subject.deciding else [{}]:
         shapes = shapes_for(subject.types, subject.usual)
@@ -221,7 +246,7 @@ def settled(subject: Subject, item: Mapping[str, Array] | None, node: str = "") 
             return settled(replace(subject, deciding=(*subject.deciding, *more)), item, error.node)
         except EngineError as error:
             if isinstance(error, CompilerFault) and (item or not values):
-                raise           # else the values that were guessed are at fault: no axis, no size
+                raise           # otherwise the guessed values may be the cause: not a valid axis or size
             reason = reason or error
             subject.builder.forget()
     assert reason is not None

@@ -1,10 +1,10 @@
-"""Templates: the general version of a model, made once with extents that are counted, written as a function of them.
+"""Templates: symbolic plans of a model, traced once with symbolic extents and compiled to a function of them.
 
-    templates = Templates(trace)            # trace: the plan of extents that are counted
-    templates.plan({"T": 77})               # the plan for this extent; None: there is no template for it
+    templates = Templates(trace)            # trace: returns the plan for symbolic extents
+    templates.plan({"T": 77})               # the plan for this extent; None if no template holds for it
 
-The plan and the guards become the source of one Python function: it checks the guards, computes each number once, runs
-what constants follow from extents, and makes the dataclasses of the plan around what is the same at all extents.
+The plan and its guards become the source of one Python function. It checks the guards, computes each number once,
+computes the constants that depend on extents, and makes the dataclasses of the plan around the invariant parts.
 """
 from __future__ import annotations
 
@@ -23,25 +23,32 @@ from engines.lowering.buffers import check_memory
 from engines.plan.extents import Extents
 from engines.plan.plan import Plan
 
-MOST = 16           # templates of a model, those that were used last
-CREDIT = 8          # traces that may come to nothing: each template that serves a second shape earns another two
+MOST = 16           # maximum number of templates of a model; the last used are kept
+CREDIT = 8          # traces before giving up: each template that serves a second shape earns another two
 
 log = logging.getLogger(__name__)
 
 
 class Templates:
-    """Those of one model. One thread at a time."""
+    """Templates of one model. Not thread-safe."""
 
     def __init__(self, trace: Callable[[Counting, Extents], Plan | None],
                  right: Callable[[Plan, Extents], bool] = lambda plan, extents: True) -> None:
-        """trace: the plan of these extents, those that are ints being counted; None: there are no such plans. right:
-        whether a plan computes what the model does: asked of each template, of the second shape that it serves."""
+        """Create an empty set of templates.
+
+        Parameters
+        ----------
+        trace : callable
+            Returns the plan for symbolic extents, or None if there are no such plans.
+        right : callable
+            Returns True if a plan is correct for extents; called for the second shape that each template serves.
+        """
         self._trace, self._right, self._credit = trace, right, CREDIT
-        self._known: list[Template] = []            # the one used last at the end
-        self._first: set[int] = set()               # ids of those that have served the shape alone that they are of
+        self._known: list[Template] = []            # the last used at the end
+        self._first: set[int] = set()               # ids of templates that have served only their traced shape
 
     def plan(self, extents: Extents) -> Plan | None:
-        """The plan for these extents; None: no template holds for them, and there is none to be had."""
+        """Return the plan for these extents; None if no template holds for them and none can be traced."""
         for template in reversed(self._known):
             if plan := template.plan(extents):
                 is_first = id(template) in self._first
@@ -58,8 +65,10 @@ class Templates:
         return plan
 
     def _proven(self, template: Template, plan: Plan, extents: Extents) -> bool:
-        """Whether the plan is right that a template makes of the first shape that it was not traced for. Where one is
-        not, none of this model is trusted, and none will be made."""
+        """Verify a template's plan for the first shape other than the traced one; return True if it is correct.
+
+        If it is not, all templates of the model are discarded, and no more are traced.
+        """
         if dict(extents) == template.of_shape:
             return True
         if not self._right(plan, extents):
@@ -71,7 +80,7 @@ class Templates:
         return True
 
     def _traced(self, extents: Extents) -> Template | None:
-        """Whatever cannot be traced is made for its shape alone, and says then what is wrong with it."""
+        """Return a new template, or None if tracing fails; an error recurs when the plan is made for the shape only."""
         self._credit -= 1
         counting = Counting()
         fixed = {name: extent for name, extent in extents.items() if not isinstance(extent, int) or extent < 1}
@@ -79,15 +88,18 @@ class Templates:
         try:
             plan = self._trace(counting, {name: counted.get(name, extent) for name, extent in extents.items()})
             return Template.of(plan, counting, extents, tuple(counted), fixed) if plan else None
-        except (Pinned, Exception) as reason:       # of what may be a fault, the shape alone will tell
+        except (Pinned, Exception) as reason:       # a real fault recurs when the plan is made for the shape only
             log.info("there is no template for %s: %s: %s", dict(extents), type(reason).__name__, reason)
             return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """of_shape: the extents that it was traced with; names: of those that are counted; fixed: the others, and the
-    values of inputs that decide."""
+    """Function from extents to a plan.
+
+    of_shape: the extents of the trace. names: those that are symbolic. fixed: the others, and the values of deciding
+    inputs.
+    """
     of_shape: Extents
     names: tuple[str, ...]
     fixed: Extents
@@ -95,20 +107,24 @@ class Template:
 
     @staticmethod
     def of(plan: Plan, counting: Counting, extents: Extents, names: Sequence[str], fixed: Extents) -> Template:
-        """names: those that were counted first, in their order. Raises Pinned: something in the plan cannot
-        be written as a function of them."""
+        """Make a template of a traced plan. names: the symbolic extents, in the order of their creation.
+
+        Raises Pinned if a part of the plan cannot be written as a function of them.
+        """
         return Template(dict(extents), tuple(names), dict(fixed), function_of(plan, counting, len(names)))
 
     def plan(self, extents: Extents) -> Plan | None:
-        """The plan for these extents; None: what it was made of does not hold for them, or one of its constants cannot
-        be computed: what is made for them alone says why. Raises ConfigError: they take more memory than there is."""
+        """Return the plan for these extents; None if a guard does not hold or a constant cannot be computed.
+
+        Raises ConfigError if the plan needs more memory than there is.
+        """
         if any(extents[name] != value for name, value in self.fixed.items()) or any(
                 not extents[name] for name in self.names):
             return None
         try:
             with np.errstate(all="ignore"):
                 plan = self._made(*(extents[name] for name in self.names))
-        except (Pinned, Exception):     # whatever it is, what is made for the shape alone says it
+        except (Pinned, Exception):     # a real fault recurs when the plan is made for the shape only
             return None
         if plan is None:
             return None
@@ -117,8 +133,27 @@ class Template:
 
 
 def function_of(value: Any, counting: Counting, extents: int) -> Callable[..., Any]:
-    """The function of so many extents, those that were counted first, that makes a value for them; it gives None where
-    a guard does not hold, and raises what the constants in it raise. Raises Pinned."""
+    """Compile a symbolic value to a function of its extents.
+
+    Parameters
+    ----------
+    value : Any
+        Nested dataclasses, tuples, lists and mappings with symbolic numbers.
+    counting : Counting
+        Record of the symbolic numbers and guards.
+    extents : int
+        Number of parameters: the symbols created first.
+
+    Returns
+    -------
+    callable
+        Returns the value for numbers of the extents, or None if a guard does not hold; raises errors of constants.
+
+    Raises
+    ------
+    Pinned
+        A part of the value cannot be written as a function.
+    """
     writer = _Writer(counting, extents)
     writer.guards()
     for check in counting.checks:
@@ -130,27 +165,27 @@ def function_of(value: Any, counting: Counting, extents: int) -> Callable[..., A
 
 
 class _Writer:
-    """The lines of a function, in order, and the values that they name."""
+    """Writer of the source of a function: its lines, and the values that they name."""
 
     def __init__(self, counting: Counting, extents: int) -> None:
         self._counting, self._extents = counting, extents
         self._lines: list[str] = []
-        self._values: dict[str, Any] = {}           # what is the same at all extents, by name
-        self._named: dict[int, str] = {}            # what was written already, by id
+        self._values: dict[str, Any] = {}           # invariant values by name
+        self._named: dict[int, str] = {}            # names of values already written, by id
         self._numbers: dict[Polynomial, str] = {}
         self._atoms: dict[int, str] = {index: f"e{index}" for index in range(extents)}
         self._open: dict[int, bool] = {}
-        self._held: list[Any] = []                  # an id is one value's as long as it lives
+        self._held: list[Any] = []                  # keeps values alive, so that their ids stay unique
 
     # ---- numbers
     def guards(self) -> None:
-        """Leave where one does not hold."""
+        """Write the guards: the function returns None if one does not hold."""
         for (relation, polynomial), holds in self._counting.guards.items():
             answer = f"{self.number(polynomial)} {relation} 0"
             self._lines.append(f"if {'not ' if holds else ''}{answer}: return None")
 
     def number(self, polynomial: Polynomial) -> str:
-        """The name of a number, or its text where it is a short one."""
+        """Return the name of the variable for a number, or its expression if that is short."""
         if polynomial not in self._numbers:
             terms = "+".join("*".join((str(factor), *map(self._atom, monomial))) if factor != 1 or not monomial else
                              "*".join(map(self._atom, monomial)) for monomial, factor in polynomial) or "0"
@@ -177,7 +212,7 @@ class _Writer:
 
     # ---- values
     def expression(self, value: Any) -> str:
-        """What makes the value."""
+        """Return the expression of a value, writing the lines that it needs."""
         if type(value) is Counted:
             return self.number(value.polynomial)
         if not self._is_open(value):
@@ -225,7 +260,7 @@ class _Writer:
         return self._named[id(value)]
 
     def _is_open(self, value: Any) -> bool:
-        """Whether numbers that are counted are in it."""
+        """Return True if a value contains symbolic numbers."""
         if isinstance(value, Deferred | LateBytes | CountedDim):
             return True
         if isinstance(value, np.ndarray):
@@ -241,14 +276,14 @@ class _Writer:
         return self._open[id(value)]
 
     def function(self, result: str) -> tuple[str, dict[str, Any]]:
-        """Its source, and what the source names."""
+        """Return the source of the function and the namespace of the values that it names."""
         parameters = ", ".join(self._atoms[index] for index in range(self._extents))
         body = "".join(f"    {line}\n" for line in (*self._lines, f"return {result}"))
         return f"def made({parameters}):\n{body}", dict(self._values)
 
 
 def _filled(kind: type, /, **fields: Any) -> Any:
-    """Return an instance of a dataclass with these fields, which are all that it has."""
+    """Return an instance of a dataclass with all its fields set directly, without __init__."""
     made: Any = object.__new__(kind)
     made.__dict__.update(fields)
     return made

@@ -1,8 +1,8 @@
-"""What this machine is: the features that code may use, and the figures that decide tactics.
+"""Detection of this machine's CPU: features that code may use, caches and cores.
 
-Feature names are those of Linux's /proc/cpuinfo ("avx2", "avx512_vnni", "asimddp", ...), which is where they come from:
-the kernel lists a feature only if it also saves its registers. Of tile registers (amx_*) it does so only for processes
-that ask, so `detect` asks where they are listed, and leaves them out if it is refused (tiles.py).
+Feature names are those of Linux's /proc/cpuinfo ("avx2", "avx512_vnni", "asimddp", ...): the kernel lists a feature
+only if it also saves its registers. It saves the tile registers (amx_*) only for processes that request permission, so
+`detect` requests it where they are listed, and omits them if it is refused (tiles.py).
 """
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 @dataclass(frozen=True)
 class CpuInfo:
     architecture: str                       # "x86_64", "aarch64", ...
-    model: str                              # as the vendor calls it
-    features: frozenset[str]                # empty where the system does not say
-    caches: tuple[tuple[str, int], ...]     # ("L1d", bytes), ("L2", ...), ...: those of the first core
-    cores: int                              # that this process may use
+    model: str                              # the vendor's name
+    features: frozenset[str]                # empty if unknown (no /proc/cpuinfo)
+    caches: tuple[tuple[str, int], ...]     # caches of the first core: ("L1d", bytes), ("L2", bytes), ...
+    cores: int                              # number of CPUs that this process may use
     tile_refusal: str = ""                  # why this process may not use the tile registers that the CPU has
 
     def missing(self, required: frozenset[str]) -> frozenset[str]:
-        """What code needs and this machine does not have."""
+        """Return the required features that this machine lacks."""
         return required - self.features
 
     def lacking(self, required: frozenset[str]) -> str:
-        """The missing features as text, with the reason if the kernel withholds tile registers; "" if none is."""
+        """Return the missing features as text, with the reason if the kernel refuses tile registers; "" if none."""
         missing = self.missing(required)
         refused = self.tile_refusal if any(name.startswith("amx_") for name in missing) else ""
         return ", ".join(sorted(missing)) + (f" ({refused})" if refused else "")
 
 
 def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
-    """(model, features) of the first processor in the text of /proc/cpuinfo; x86 and ARM use other words."""
+    """Return (model, features) of the first processor in the text of /proc/cpuinfo, of x86 or ARM."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
@@ -51,7 +51,7 @@ def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
 
 
 def _bytes(size: str) -> int:
-    """"512K" -> 524288"""
+    """Parse a size: "512K" is 524288."""
     number, unit = re.fullmatch(r"(\d+)([KMG]?)", size.strip()).groups()    # type: ignore[union-attr]
     return int(number) << {"": 0, "K": 10, "M": 20, "G": 30}[unit]
 
@@ -66,13 +66,13 @@ def _caches() -> tuple[tuple[str, int], ...]:
 
 
 def allowed_cpus() -> list[int]:
-    """The CPUs that this process may use; where the system does not say, all of them."""
+    """Return the CPUs that this process may use; all of them if the system has no affinity."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 @cache
 def detect() -> CpuInfo:
-    """This machine. Outside Linux no feature is known, so that only portable plans run."""
+    """Detect this machine. Without /proc/cpuinfo no feature is known, and only portable plans run."""
     known = _CPUINFO.exists()
     model, features = parse_cpuinfo(_CPUINFO.read_text()) if known else (platform.processor(), frozenset())
     features, refusal = permitted(features)

@@ -27,7 +27,7 @@ OFF = "off"
 USUAL_BYTES = 1 << 30               # of a folder that $INFER_OBJECT_CACHE names
 _FORMAT = b"1"                      # of an entry: its checksum, then the object
 _CHECKSUM_BYTES = 20
-_SLACK = 16                         # eviction leaves 1/16 of the limit free; the folder is measured that often
+_SLACK = 16                         # eviction leaves 1/16 of the limit free, and bounds what is written between scans
 _ABANDONED_SECONDS = 3600           # a temporary file that is older has lost its writer
 _ENTRY = re.compile(r"[0-9a-f]{40}\.object")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{40}\.object\..*")
@@ -47,7 +47,7 @@ class ObjectCache:
     def __init__(self, folder: str | os.PathLike[str], limit: int = USUAL_BYTES) -> None:
         self.folder, self.limit = Path(folder), limit
         self.hits = self.misses = 0
-        self._room = 0                      # bytes that may be written before the folder is measured again
+        self._budget = 0                    # bytes that may be written before the folder is measured again
         self._trusted: bool | None = None   # None: the folder does not exist yet
 
     def fetch(self, key: str) -> bytes | None:
@@ -76,11 +76,11 @@ class ObjectCache:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._is_trusted():
                 return
-            if size > self._room and not self._make_room(size):
+            if size > self._budget and not self._evict(size):
                 return
             with atomic_write(self._entry(key), durable=False) as file:     # a crash leaves what its checksum refuses
                 file.write(_checksum(key, code) + code)
-            self._room -= size
+            self._budget -= size
         except OSError as error:
             _log.debug("object cache %s: %s", self.folder, error)
 
@@ -102,7 +102,7 @@ class ObjectCache:
                                  "to it; chmod go-w, or set %s", self.folder, VARIABLE)
         return bool(self._trusted)
 
-    def _make_room(self, size: int) -> bool:
+    def _evict(self, size: int) -> bool:
         """Remove the entries used longest ago if `size` bytes do not fit. Return True if they do now."""
         entries = sorted(self._entries())
         taken = sum(size for _, size, _ in entries)
@@ -113,8 +113,8 @@ class ObjectCache:
                     break
                 path.unlink(missing_ok=True)
                 taken -= bytes_
-        self._room = min(limit - taken, max(limit // _SLACK, size))
-        return size <= self._room
+        self._budget = min(limit - taken, max(limit // _SLACK, size))
+        return size <= self._budget
 
     def _entries(self) -> list[tuple[int, int, Path]]:
         """Return (time of last use, bytes, path) of every entry. Temporary files without a writer are removed."""

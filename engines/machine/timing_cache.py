@@ -1,8 +1,8 @@
-"""The timing cache: what choosing among tactics by timing them has measured, kept for the next build.
+"""Timing cache: measured times of tactics, kept for later builds.
 
-A tactic's time is that of one item on this machine. Times are kept in a TimingCache, keyed by all that changes them:
-the kernel's spec, the tactic, the instruction set, the processor and the compiler's version. A build that finds every
-time in the cache chooses exactly as the build that measured them did.
+A time is that of one item on this machine. Its key has everything that affects it: the kernel's spec, the tactic, the
+instruction set, the processor and the compiler's version. A build that finds every time in the cache chooses the same
+tactics as the build that measured them.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMAT = 1
 
 
 class TimingCache:
-    """{key: microseconds}, kept in a JSON file; without a path it lives as long as the build."""
+    """Mapping from keys to microseconds, stored in a JSON file; without a path, in memory only."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = Path(path) if path else None
@@ -47,7 +47,7 @@ class TimingCache:
         return len(self._times)
 
     def save(self) -> None:
-        """Write the file whole or not at all; what another build added in the meantime is kept."""
+        """Write the file atomically, merged with the times that other builds have added to it."""
         if self.path is None:
             return
         if self.path.exists():

@@ -1,8 +1,8 @@
-"""Where buffers lie in the memory of a context.
+"""Memory planning: assigns each buffer of a plan an offset in the memory of a context, and allocates that memory.
 
-With reuse, buffers that are never alive together share memory: placed greedily from the largest to the smallest, each
-in the tightest gap that the buffers alive with it leave (greedy by size for offset calculation: Pisarchyk and Lee,
-"Efficient Memory Management for Deep Neural Net Inference", 2020). Without reuse, they follow each other.
+With reuse, buffers whose live ranges do not overlap share memory: they are assigned from the largest to the smallest,
+each to the tightest gap between the buffers that are alive with it (greedy by size for offset calculation: Pisarchyk
+and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020). Without reuse, they follow each other.
 """
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from engines.plan.plan import Buffer, Fill, TensorView
 
 CACHE_LINE = 64
 PAGE = 4096
-COLOURS = 32            # cache lines of a page, of its 64, at which large buffers begin in turn (cache colouring)
+COLOURS = 32            # start offsets, in cache lines within a page, that large buffers cycle through (colouring)
 HUGE_PAGE = 2 << 20
-_SPARE = 4              # times the size asked for that a block of a pool may have
+_SPARE = 4              # a pool returns a free block of at most this many times the requested size
 _KEPT_BLOCKS = 2
-_LAYOUTS = 64           # kept for a model
+_LAYOUTS = 64           # layouts cached for a model
 _SMALL_BLOCK = 64 << 10
 MADV_HUGEPAGE, MADV_NOHUGEPAGE = 14, 15     # Linux's numbers; Python's mmap may not have them
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The offset of each buffer, in the order of Plan.buffers, and the bytes of them all."""
+    """Offset in bytes of each buffer, in the order of MachinePart.buffers, and the total size."""
     offsets: tuple[int, ...]
     total: int
-    one_item: frozenset[int] = frozenset()      # buffers with room for one item, whatever the batch
+    one_item: frozenset[int] = frozenset()      # buffers that hold one item, whatever the batch
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Buffers that share one address, and the steps between which it is taken (both included)."""
+    """Buffers that share one address, and the live range of that address in steps (both ends included)."""
     members: tuple[int, ...]
     bytes: int
     first: int
@@ -51,11 +51,20 @@ class _Block:
 
 
 def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = True) -> Layout:
-    """Offsets such that no two buffers alive together overlap, and no step overwrites a halo.
+    """Return a layout in which no two buffers alive together overlap and no step overwrites a halo.
 
-    Offsets are multiples of 64. Buffers of a page and more have pages of their own, and begin at different cache
-    lines of their first one: tensors of equal shape would otherwise meet in the same few cache sets. Inputs keep their
+    Offsets are multiples of 64. Buffers of at least a page have pages of their own and start at different cache lines
+    within the first: tensors of equal shape would otherwise compete for the same few cache sets. Inputs keep their
     memory to the end, so that a context may run on them again.
+
+    Parameters
+    ----------
+    buffers : sequence of Buffer
+        Sizes in bytes and live ranges.
+    fills : sequence of Fill
+        Halos: buffers share memory with a halo only if theirs is equal.
+    reuse : bool
+        False gives every buffer memory of its own.
     """
     blocks = _share(buffers, fills) if reuse else [_Block((i,), b.bytes, 0, 0) for i, b in enumerate(buffers)]
     order = sorted(blocks, key=lambda block: (-block.bytes, block.first)) if reuse else blocks
@@ -64,7 +73,7 @@ def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = 
     for number, block in enumerate(order):
         large = block.bytes >= PAGE
         colour = number * 5 % COLOURS * CACHE_LINE if large else 0
-        # A large block's room is the same whatever its colour, so that blocks of one size can follow each other in it.
+        # A large block reserves space for any colour, so that a later block of this size fits into its gap.
         size = -(-(block.bytes + (COLOURS - 1) * CACHE_LINE) // PAGE) * PAGE if large else block.bytes
         start = _place(block, size, PAGE if large else CACHE_LINE, placed)
         placed.append((start, start + size, block))
@@ -74,13 +83,13 @@ def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = 
 
 
 def rounded_up(size: int) -> int:
-    """Return the next multiple of an eighth of the power of two below it: at most an eighth more."""
+    """Return `size` rounded up to a multiple of an eighth of the power of two below it: at most an eighth more."""
     step = 1 << max(size.bit_length() - 4, 0)
     return -(-size // step) * step
 
 
 class Layouts:
-    """Layouts of a model's shapes. Shapes that differ little have one: the next lengths of a text, or of a cache."""
+    """Cache of the layouts of a model's shapes. Similar shapes share one: the next lengths of a text or a KV cache."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Layout] = {}
@@ -99,7 +108,7 @@ class Layouts:
 
 
 def _share(buffers: Sequence[Buffer], fills: Sequence[Fill]) -> list[_Block]:
-    """A block for each buffer; those with halos of one geometry, alive one after the other, are one."""
+    """Return a block for each buffer; buffers with equal halos and disjoint live ranges share one."""
     halos = _halos(fills)
     end = max((buffer.last for buffer in buffers), default=0)
     blocks: list[_Block] = []
@@ -109,7 +118,7 @@ def _share(buffers: Sequence[Buffer], fills: Sequence[Fill]) -> list[_Block]:
         if i in halos:
             slots = by_halo.setdefault((halos[i], buffer.bytes), [])
             free = next((k for k, slot in enumerate(slots) if slot.last < life.first), len(slots))
-            if free < len(slots):       # of a buffer that died before this one is born
+            if free < len(slots):       # its last buffer dies before this one is written
                 life = replace(slots[free], members=(*slots[free].members, i), last=life.last)
             slots[free:free + 1] = [life]
         else:
@@ -120,7 +129,7 @@ def _share(buffers: Sequence[Buffer], fills: Sequence[Fill]) -> list[_Block]:
 
 
 def halo_classes(fills: Sequence[Fill]) -> tuple[tuple[int, int], ...]:
-    """Return the buffer of each fill, and the number of the first fill that is equal but for its tensor."""
+    """Return for each fill its buffer, and the index of the first fill that differs from it only in the tensor."""
     first: dict[Fill, int] = {}
     return tuple([(fill.view.buffer, first.setdefault(_anonymous(fill), number)) for number, fill in enumerate(fills)])
 
@@ -130,7 +139,7 @@ def _anonymous(fill: Fill) -> Fill:
 
 
 def _halos(fills: Sequence[Fill]) -> dict[int, frozenset[Fill]]:
-    """Buffer -> its fills without the names: equal if and only if one may stand in for the other."""
+    """Map each buffer to its fills without tensor names. Buffers with equal sets may share memory."""
     found: dict[int, set[Fill]] = {}
     for fill in fills:
         found.setdefault(fill.view.buffer, set()).add(_anonymous(fill))
@@ -138,7 +147,7 @@ def _halos(fills: Sequence[Fill]) -> dict[int, frozenset[Fill]]:
 
 
 def _place(block: _Block, size: int, alignment: int, placed: Sequence[tuple[int, int, _Block]]) -> int:
-    """The start of the tightest gap between the blocks alive with this one; after them all if none is wide enough."""
+    """Return the start of the tightest gap between the blocks alive with this one, or the end of them all."""
     taken = sorted((start, end) for start, end, other in placed
                    if other.first <= block.last and block.first <= other.last)
     best, slack, free = -1, 0, 0
@@ -151,9 +160,9 @@ def _place(block: _Block, size: int, alignment: int, placed: Sequence[tuple[int,
 
 
 class Memory:
-    """Zeroed bytes on huge pages where the system has them, freed with the last view of them.
+    """Zeroed memory, on huge pages where the system has them; freed with the last view of it.
 
-    A page costs nothing until it is touched.
+    Pages that are never touched take no physical memory.
     """
 
     def __init__(self, size: int, huge_pages: bool = True) -> None:
@@ -177,7 +186,7 @@ class Memory:
                                       MADV_HUGEPAGE if huge_pages else MADV_NOHUGEPAGE)
 
     def freeze(self) -> None:
-        """From here on nobody writes to it: a kernel that is wrong about an address ends, and alters nothing."""
+        """Make the memory read-only: a kernel that writes to it by mistake raises SIGSEGV."""
         self.bytes.flags.writeable = False
         if sys.platform == "linux":
             ctypes.CDLL(None).mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), mmap.PROT_READ)
@@ -186,7 +195,7 @@ class Memory:
 def on_cache_line(constants: bytes | memoryview) -> tuple[NDArray[np.uint8], int]:
     """Return constants as an array that begins on a cache line, and its address.
 
-    Constants that were read from a file lie on a page; others are copied.
+    Constants read from a plan file are page-aligned already; others are copied if they are not aligned.
     """
     array: NDArray[np.uint8] = np.ndarray((len(constants),), np.uint8, constants)
     if array.ctypes.data % CACHE_LINE:
@@ -197,7 +206,7 @@ def on_cache_line(constants: bytes | memoryview) -> tuple[NDArray[np.uint8], int
 
 
 class _Lease:
-    """A block of a pool, which gets it back when the last view of it is gone."""
+    """Block lent by a MemoryPool; the pool gets it back when the last view of it is freed."""
 
     def __init__(self, memory: Memory, size: int) -> None:
         self._memory = memory
@@ -205,15 +214,15 @@ class _Lease:
 
 
 class MemoryPool:
-    """Memory of contexts, taken again when they are gone. Thread-safe.
+    """Thread-safe pool that reuses the memory of freed contexts.
 
-    The system clears each page that is touched for the first time, 2 MiB at once where pages are huge: at a new shape
-    that takes longer than the run.
+    The system clears each page at the first touch, 2 MiB at once for huge pages: at a new shape this takes longer than
+    the run.
     """
 
     def __init__(self) -> None:
-        self._free: list[Memory] = []           # at most _KEPT_BLOCKS, the one that came last at the end
-        self._lock = threading.RLock()          # a block may come back whenever an object is freed
+        self._free: list[Memory] = []           # at most _KEPT_BLOCKS, the last one returned at the end
+        self._lock = threading.RLock()          # reentrant: a finalizer may return a block while it is held
 
     def take(self, size: int, huge_pages: bool = True) -> NDArray[np.uint8]:
         """Return `size` bytes with arbitrary contents. Raises PlanError: there is not so much memory."""
@@ -237,16 +246,31 @@ class MemoryPool:
 
 
 class ChangingArray(np.ndarray[Any, np.dtype[Any]]):
-    """An array that others may write while it is read: a client's shared memory. The SLACK bytes behind it may be read,
-    too."""
-    address = 0             # where it begins, if who made it has said so: numpy takes 3 us to say it
+    """Array that another process may write while it is read: a client's shared memory.
+
+    The SLACK bytes after its end are readable, too.
+    """
+    address = 0             # its start, if the creator set it: ndarray.ctypes takes 3 us
 
 
 def array_at(memory: NDArray[np.uint8], offset: int, view: TensorView, items: int) -> NDArray[Any]:
-    """`items` batch slots of a tensor as a numpy array: [items, *shape], or shape if it has no batch axis.
+    """Return a NumPy view of the first `items` batch slots of a tensor.
 
-    The axis of the items is where the tensor has it: [28, items, 64] of items [28, 64] if batch_axis is 1.
-    offset: of the view's buffer in `memory`. A bfloat16 tensor comes as uint16, its bits.
+    Parameters
+    ----------
+    memory : uint8 array
+        Memory of the context.
+    offset : int
+        Offset in bytes of the view's buffer in `memory`.
+    view : TensorView
+    items : int
+        Batch slots; ignored for a tensor without a batch axis.
+
+    Returns
+    -------
+    ndarray
+        The view's shape with `items` inserted at batch_axis: [28, items, 64] for items of [28, 64] and axis 1.
+        bfloat16 is returned as the bits in uint16.
     """
     shape, strides = view.shape, view.strides
     if view.batched:
@@ -257,7 +281,7 @@ def array_at(memory: NDArray[np.uint8], offset: int, view: TensorView, items: in
 
 
 def write_halo(array: NDArray[Any], fill: Fill, written: int) -> None:
-    """Fill a tensor and its halo in all batch slots but the first `written`, in which that has been done."""
+    """Fill a tensor and its halo in all batch slots after the first `written`, which are filled already."""
     value = to_bfloat16(np.array(fill.value)) if fill.view.dtype == "bfloat16" else fill.value
     if fill.view.batched:
         array[written:] = value

@@ -1,10 +1,9 @@
-"""Checksums of a plan file's parts, and reading a part into memory while its sum is taken.
+"""Checksums of a plan file's sections, computed while a section is read into memory.
 
-`strong` is BLAKE2b. `PageSums` takes pages of 4096 bytes as rows of 512 words: the CRC-32 of the sum of each row, of
-the sums of all columns, and of the bytes behind the last whole page. A change inside one word, words exchanged, and
-pages that are missing or in each other's place are found; what it overlooks are changes of four words and more that
-cancel out in rows and columns alike. It takes 5 ms for 67 MB, where BLAKE2b takes 80. Both guard against accidents, not
-against an attacker.
+`strong` is BLAKE2b. `PageSums` treats each page of 4096 bytes as a row of 512 words and takes the CRC-32 of the row
+sums, of the column sums, and of the bytes after the last whole page. It detects a change inside one word, swapped
+words, and missing or swapped pages; it misses changes of four or more words that cancel out in both rows and columns.
+It takes 5 ms for 67 MB; BLAKE2b takes 80 ms. Both protect against accidents, not against an attacker.
 """
 from __future__ import annotations
 
@@ -15,19 +14,19 @@ import zlib
 import numpy as np
 
 PAGE = 4096
-BLOCK = 128 * PAGE          # read at a time: it is summed up while the second-level cache has it
+BLOCK = 128 * PAGE          # bytes read at a time: small enough to be summed up from the L2 cache
 _WORDS = PAGE // 8
 
 Bytes = bytes | memoryview
 
 
 def strong(data: Bytes) -> str:
-    """BLAKE2b, 16 bytes in hexadecimal digits."""
+    """Return the 16-byte BLAKE2b digest of data in hexadecimal."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 class PageSums:
-    """The sum of bytes that come block by block, each but the last one of whole pages."""
+    """Incremental page checksum; each block but the last has whole pages."""
 
     def __init__(self) -> None:
         self._rows = 0
@@ -43,21 +42,21 @@ class PageSums:
         self._tail = block[whole:]
 
     def digest(self) -> str:
-        """8 hexadecimal digits."""
+        """Return the checksum as 8 hexadecimal digits."""
         return f"{zlib.crc32(self._tail, zlib.crc32(self._columns.data, self._rows)):08x}"
 
 
 def page_sums(data: Bytes) -> str:
-    """The sum of bytes that are all there."""
+    """Return the page checksum of data."""
     sums = PageSums()
     sums.add(data)
     return sums.digest()
 
 
 def read_into(target: memoryview, file: int, offset: int) -> str:
-    """Fill `target` with a file's bytes from `offset` on; the page sums of what is in it then, each byte read once.
+    """Fill `target` from a file descriptor at `offset`; return the page checksum of the bytes, each read once.
 
-    Raises EOFError where the file ends before.
+    Raises EOFError if the file is too short.
     """
     sums = PageSums()
     for start in range(0, len(target), BLOCK):

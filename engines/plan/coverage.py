@@ -1,11 +1,12 @@
-"""How much of a plan is compiled: how many of its steps, their share of the time, and why the others are not.
+"""Report of how much of a plan is compiled: number of steps, share of the time, and why the others are not.
 
     coverage = coverage_of(plan)
     coverage.line           # coverage: 57 of 60 steps compiled (97.1 % of the time), 3 by reference (2.9 %); ...
-    coverage.reasons        # of the steps by reference: a line for each operator and reason
+    coverage.reasons        # a line for each operator and reason of the steps by reference
 
-Steps that only renew borders count by their time. Where nothing was timed, times are estimated by what a step moves and
-multiplies: a kernel at the rates of an ordinary core, the reference at those of NumPy, a call for each node.
+Steps that only rewrite a halo count in the time, not in the number of steps. Without timings, times are estimated from
+the bytes and multiply-accumulates of a step: a kernel at the rates of an ordinary core, the reference at those of
+NumPy plus a constant for each call.
 """
 from __future__ import annotations
 
@@ -41,12 +42,12 @@ class ByReference:
 @dataclass(frozen=True)
 class Coverage:
     """The steps of a plan and of all specialisations in it, by what runs them."""
-    compiled: int                           # for all shapes that the plan takes
-    specialised: int                        # for given numbers of its open extents
+    compiled: int                           # steps for all shapes that the plan takes
+    specialised: int                        # steps for certain numbers of its open extents
     by_reference: tuple[ByReference, ...]
-    kernels_us: float                       # of one item, borders included
-    basis: str                              # of the times
-    extents: tuple[str, ...] = ()           # for which it is specialised
+    kernels_us: float                       # time of the kernels for one item, halos included
+    basis: str                              # how the times were obtained
+    extents: tuple[str, ...] = ()           # extents of each specialisation
 
     @property
     def steps(self) -> int:
@@ -54,13 +55,13 @@ class Coverage:
 
     @cached_property
     def reference_share(self) -> float:
-        """Of the time, what the reference takes."""
+        """Share of the time that the steps by reference take, 0 to 1."""
         reference = sum(step.time_us for step in self.by_reference)
         return reference / (reference + self.kernels_us) if reference else 0.0
 
     @property
     def line(self) -> str:
-        """All in one line."""
+        """Summary in one line."""
         how = f"specialised for {'; '.join(self.extents)}" if self.extents else "compiled"
         reference = f"{len(self.by_reference)} by reference"
         done = self.compiled + self.specialised
@@ -72,7 +73,7 @@ class Coverage:
 
     @property
     def reasons(self) -> str:
-        """A line for each operator and reason (whatever tensors that names), what takes longest first."""
+        """One line for each operator and reason (tensor names ignored), the most expensive first."""
         def alike(step: ByReference) -> tuple[str, str]:
             return step.operator, NAME.sub("", step.reason)
 
@@ -90,7 +91,7 @@ def _names(steps: list[ByReference]) -> str:
 
 
 def coverage_of(plan: Plan) -> Coverage:
-    """Of a plan, as it was built or read."""
+    """Return the coverage of a plan, including its specialisations and the segments of a program."""
     if plan.open or plan.program:
         plans = [one for one in plan.within() if not one.program]
         parts = [_of_one(one) for one in plans]
@@ -104,7 +105,7 @@ def coverage_of(plan: Plan) -> Coverage:
 
 
 def _host_operators(region: Region) -> Iterator[Instruction]:
-    """What a program runs between its segments, inside of branches and loops too."""
+    """Yield the instructions that the host evaluates, those inside branches and loops included."""
     for instruction in region.instructions:
         if instruction.by_host:
             yield instruction
@@ -136,7 +137,7 @@ def _by_reference(plan: Plan, step: Step, timed: bool) -> ByReference:
 
 
 def _operator(fallback: Fallback) -> str:
-    """Of the heavy node, where several are fused."""
+    """Return the ONNX operator of a fallback; for fused nodes, that of the first one in the body."""
     anchor, *_ = fallback.node.get("body", [fallback.node])
     return str(anchor["op"]).removeprefix("onnx.")
 

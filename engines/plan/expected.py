@@ -1,5 +1,4 @@
-"""How fast a plan and its steps are expected to be, where the build says it: of a GPU's, by its times or by the model
-of its card."""
+"""Expected speed of a plan for a GPU and of its steps, from the build's timings or its cost model."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -8,7 +7,7 @@ from engines.plan.plan import Plan
 
 
 def expected(plan: Plan) -> str:
-    """A line; "" if the build does not say it."""
+    """Return the expected throughput and latency as a line of text, or "" if the build recorded none."""
     found = plan.machine.cpu.get("expected")
     if not found:
         return ""
@@ -19,6 +18,6 @@ def expected(plan: Plan) -> str:
 
 
 def expected_us(plan: Plan) -> Sequence[float]:
-    """Of each step, for one item, by the model; () where the build has timed them, or has no model."""
+    """Return the cost model's time of each step for one item in microseconds; () if the build recorded none."""
     found: Sequence[float] = plan.machine.cpu.get("expected", {}).get("steps_us", ())
     return found

@@ -1,9 +1,9 @@
-"""Extents of tensors by name: what a feed's shapes say about the inputs that a plan declares.
+"""Named extents of a plan's inputs, and the numbers that the shapes of a feed give them.
 
     inputs x [batch, 3, H, W] and mask [batch, H]:    extents_of(...) -> {"batch": 2, "H": 320, "W": 480}
 
-Where shapes or branches follow from the values of an input, as of a size or a sampling rate, that input is *deciding*,
-and its values stand beside the extents: {"H": 320, "value of size": (640, 480)}.
+An input whose values decide about shapes or branches, such as a size or a sampling rate, is *deciding*. Its values are
+listed with the extents: {"H": 320, "value of size": (640, 480)}.
 """
 from __future__ import annotations
 
@@ -18,21 +18,33 @@ from engines.ir.graph import BATCH, Array
 from engines.plan.plan import IoTensor
 
 Shapes = Mapping[str, Sequence[int]]
-Extents = Mapping[str, Any]                     # a number for each extent, a tuple of them for each deciding input
+Extents = Mapping[str, Any]                     # an int for each extent, a tuple of numbers for each deciding input
 _OPTIONS = ("--min-shapes", "--opt-shapes", "--max-shapes")
-Bounds = Mapping[str, tuple[int, int, int]]     # by extent: the least, the usual and the largest number
+Bounds = Mapping[str, tuple[int, int, int]]     # extent -> (min, opt, max)
 
 
 def open_extents(inputs: Sequence[IoTensor]) -> tuple[str, ...]:
-    """The names of those that are open beside the batch, in the order of the inputs."""
+    """Return the names of the open extents, batch excluded, in the order of the inputs."""
     return tuple(dict.fromkeys(extent for io in inputs for extent in io.shape
                                if isinstance(extent, str) and extent != BATCH))
 
 
 def extents_of(model: str, inputs: Sequence[IoTensor], shapes: Shapes) -> dict[str, int]:
-    """The number of each open extent and of the batch, in tensors of these shapes.
+    """Return the number of each open extent and of the batch in tensors of these shapes.
 
-    Raises InputError: an input that is missing or unknown, a shape that does not fit, two numbers for one extent.
+    Parameters
+    ----------
+    model : str
+        Name of the model, for messages.
+    inputs : sequence of IoTensor
+        Declared inputs.
+    shapes : mapping of str to sequence of int
+        Shape of each input by name.
+
+    Raises
+    ------
+    InputError
+        An input is missing or unknown, a shape does not fit, or an extent has two numbers.
     """
     taken = ", ".join(f"'{io.name}'" for io in inputs)
     if unknown := [name for name in shapes if name not in {io.name for io in inputs}]:
@@ -43,8 +55,8 @@ def extents_of(model: str, inputs: Sequence[IoTensor], shapes: Shapes) -> dict[s
     source: dict[str, str] = {}
     for io in inputs:
         shape = shapes[io.name]
-        if len(shape) != len(io.shape) or any(isinstance(wanted, int) and wanted != extent
-                                              for wanted, extent in zip(io.shape, shape, strict=True)):
+        if len(shape) != len(io.shape) or any(isinstance(declared, int) and declared != extent
+                                              for declared, extent in zip(io.shape, shape, strict=True)):
             raise InputError(f"{model}: input '{io.name}' has shape {list(shape)}, the model takes "
                              f"[{', '.join(map(str, io.shape))}]")
         for name, extent in zip(io.shape, shape, strict=True):
@@ -57,12 +69,12 @@ def extents_of(model: str, inputs: Sequence[IoTensor], shapes: Shapes) -> dict[s
 
 
 def value_name(name: str) -> str:
-    """What the values of a deciding input are called among the extents."""
+    """Return the key of a deciding input's values among the extents."""
     return f"value of {name}"
 
 
 def value_of(array: Array, dtype: str) -> tuple[float, ...]:
-    """The values of a deciding input of that type, in the order of memory."""
+    """Return the values of a deciding input of this dtype in row-major order; bool as 0 and 1."""
     flat = array.reshape(-1)
     if dtype in BITS:
         flat = as_named(as_in_memory(flat), dtype).astype(np.float32)
@@ -71,22 +83,33 @@ def value_of(array: Array, dtype: str) -> tuple[float, ...]:
 
 def extents_of_feed(model: str, inputs: Sequence[IoTensor], deciding: Sequence[str],
                     feed: Mapping[str, Array]) -> dict[str, Any]:
-    """Those of its shapes, and the values of deciding inputs. Raises InputError as extents_of does."""
+    """Return the extents of a feed's shapes and the values of deciding inputs. Raises InputError as extents_of."""
     found: dict[str, Any] = extents_of(model, inputs, {name: array.shape for name, array in feed.items()})
     return {**found, **{value_name(io.name): value_of(feed[io.name], io.dtype) for io in inputs if io.name in deciding}}
 
 
 def bounds_of(model: str, inputs: Sequence[IoTensor], profile: Mapping[str, Sequence[Sequence[int]]]) -> Bounds:
-    """The bounds that the least, usual and largest shapes of inputs make, of the batch, too.
+    """Return the bounds of each extent, batch included, from an optimisation profile.
 
-    Inputs whose extents follow from others may be left out. Raises ConfigError: an extent without bounds, or three
-    numbers that are not in order.
+    Parameters
+    ----------
+    model : str
+        Name of the model, for messages.
+    inputs : sequence of IoTensor
+        Declared inputs.
+    profile : mapping of str to sequence of shapes
+        (min, opt, max) shapes of each input; inputs whose extents occur in others may be left out.
+
+    Raises
+    ------
+    ConfigError
+        An extent has no bounds, or its three numbers are not in order.
     """
     found: list[dict[str, int]] = []
     for which in range(3):
-        given = [io for io in inputs if io.name in profile]
+        profiled = [io for io in inputs if io.name in profile]
         try:
-            found.append(extents_of(model, given, {name: tuple(shapes[which]) for name, shapes in profile.items()}))
+            found.append(extents_of(model, profiled, {name: tuple(shapes[which]) for name, shapes in profile.items()}))
         except InputError as error:
             raise ConfigError(f"{_OPTIONS[which]}: {error}") from error
     for io in inputs:
@@ -102,7 +125,7 @@ def bounds_of(model: str, inputs: Sequence[IoTensor], profile: Mapping[str, Sequ
 
 
 def check_bounds(model: str, profiles: Sequence[Bounds], extents: Extents) -> None:
-    """Raises InputError: extents that lie outside of every profile; it names one, and its bounds."""
+    """Raise InputError, naming an extent and its bounds, if the extents are outside every profile."""
     outside = ""
     for bounds in profiles:
         wrong = [name for name, (least, _, most) in bounds.items() if not least <= extents.get(name, least) <= most]
@@ -117,12 +140,12 @@ def check_bounds(model: str, profiles: Sequence[Bounds], extents: Extents) -> No
 
 
 def text(extents: Extents) -> str:
-    """As people read them: H=320, W=480."""
+    """Return the extents as text: H=320, W=480."""
     return ", ".join(f"{name}={extent[0] if isinstance(extent, tuple) and len(extent) == 1 else extent}"
                      for name, extent in extents.items())
 
 
 def placeholder(inputs: Sequence[IoTensor]) -> str:
-    """Return the option that gives shapes, with the names of open extents: --opt-shapes x:1x3xHEIGHTxWIDTH."""
+    """Return an --opt-shapes option with the names of open extents: --opt-shapes x:1x3xHEIGHTxWIDTH."""
     shapes = (f"{io.name}:{'x'.join(str(extent).upper() for extent in io.shape)}" for io in inputs)
     return f"--opt-shapes {','.join(shapes)}"

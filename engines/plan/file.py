@@ -1,28 +1,28 @@
-"""Plan <-> file.
+"""Plan files: write_plan and read_plan.
 
-    header      64 bytes: magic, format version, where the manifest is, its checksum, the size of the file
+    header      64 bytes: magic, format version, offset, size and checksum of the manifest, size of the file
     sections    constants, on a page boundary; code; graph (JSON); weights
     manifest    JSON: the plan's fields, and for each section its offset, size and checksum
 
-Constants are the weights as kernels read them: packed, in order of execution. Weights are the constants of the graph as
-they are, which only lowering it again needs: a plan runs without that section (--strip leaves it out). A constant that
-kernels read as it is lies among the constants, and is not written a second time. Code, JSON and manifest are
-compressed; constants and weights are not, for they would hardly shrink.
+Constants are the weights as kernels read them: packed, in order of execution. Weights are the unpacked constants of the
+graph, which only compiling it again needs: a plan runs without that section (--strip omits it). A constant that kernels
+read unpacked is stored with the constants only. Code, JSON and manifest are compressed; constants and weights are not,
+because they would hardly shrink.
 
-A plan with open extents holds the model that specialisations are made of, too: ONNX without its weights ("model"), and
-these ("weights.open"); and the specialisations that were made at the build, each as a plan of its own: the sections
-without a number are those of the first, "constants.1" is of the second.
+A plan with open extents also holds the model that specialisations are made from, as ONNX without weights ("model") and
+its weights ("weights.open"), and the specialisations made at the build, each as a plan of its own: sections without a
+number belong to the first, "constants.1" to the second.
 
-A plan of a program has no steps but instructions, in the manifest; the weights of all its segments ("weights.program");
-and of each segment the ONNX model ("model.s2" of the third) and the plans that were made of it: "constants.s2.0".
+A plan of a program has instructions in the manifest instead of steps. It holds the weights of all segments
+("weights.program"), and for each segment its ONNX model ("model.s2" of the third) and its plans ("constants.s2.0").
 
-A plan runs from a copy of the file in memory of the process's own (sections.py), checked while it is copied
-and never read again: what becomes of the file afterwards changes nothing. A file that is changed while it is read fails
-its checksums, or is the old plan or the new one, whole: the header vouches for the manifest, that for every section.
-The weights alone stay in the file until somebody asks for them, and are checked then.
+A plan runs from a private copy of the file in memory (sections.py), verified while it is copied and never read again:
+later changes to the file have no effect. A file that changes while it is read either fails its checksums or is read as
+the whole old or new plan: the header has the manifest's checksum, and the manifest those of all sections. Only the
+weights stay in the file until they are needed, and are verified then.
 
-Constants and weights are checked by sums of pages, which are faster than memory; all else by BLAKE2b. Both guard
-against accidents, not against an attacker: a plan is a program, load it only from where you would load a program.
+Constants and weights have page checksums, which are as fast as memory; all else has BLAKE2b. Both protect against
+accidents, not against an attacker: a plan contains machine code, so load it only from a source that you trust.
 """
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ from engines.plan.verification import verify
 
 MAGIC = b"\x93INFPLAN"      # the first byte is not ASCII: no text file begins like this
 VERSION = 12
-ALIGNMENT = 64          # of sections, and of the arrays in the weights
+ALIGNMENT = 64          # alignment of sections and of the arrays in the weights
 _HEADER = struct.Struct("<8sIIQQ16sQQ")      # magic, version, 0, manifest offset, size, checksum, file size, 0
 _ELSEWHERE = ("code", "constants", "graph", "weights", "model")     # fields that are sections
-_NOT_FIELDS = (*_ELSEWHERE, "open", "others", "program", "segments", "plans", "of_template")    # written apart, or not
+_NOT_FIELDS = (*_ELSEWHERE, "open", "others", "program", "segments", "plans", "of_template")    # not in the JSON record
 _MODEL, _OPEN, _PROGRAM = "model", "open", "program"
 
 
@@ -63,10 +63,10 @@ def _json(value: Any) -> bytes:
 
 
 def fingerprint_of(manifest: Mapping[str, Any]) -> str:
-    """BLAKE2b of a plan as JSON gives it: its fields, and its sections by their sums.
+    """Return the BLAKE2b digest of a manifest: the plan's fields and the checksums of its sections.
 
-    Code runs with the offsets, grids and layouts that it was compiled for, and takes no others: a plan in which one of
-    these was altered is refused, even where somebody made the checksums of the file right again.
+    Code is valid only for the offsets, grids and layouts that it was compiled for. A plan in which one of these was
+    altered is rejected, even if the file's checksums were updated.
     """
     fields = {name: value for name, value in manifest["plan"].items() if name != "fingerprint"}
     sums = {name: record["checksum"] for name, record in manifest["sections"].items()}
@@ -76,9 +76,9 @@ def fingerprint_of(manifest: Mapping[str, Any]) -> str:
 
 # ---- writing
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the plan's file whole; whoever reads `path` meanwhile finds the old one.
+    """Write a plan atomically: concurrent readers of `path` see the old file.
 
-    Raises PlanError: more than a plan holds, or a plan that was read and has been altered; OSError.
+    Raises PlanError if a section is too large or the plan was altered after it was read; OSError.
     """
     content, sections = _content(plan)
     records: dict[str, dict[str, Any]] = {}
@@ -102,7 +102,7 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def _content(plan: Plan, number: str = "") -> tuple[dict[str, Any], dict[str, Bytes]]:
-    """A plan's part of the manifest, and its sections; number: of one beside the first."""
+    """Return a plan's part of the manifest and its sections. number: suffix of the section names, "" for the first."""
     arrays, weights = _stored(plan.weights, plan.machine.weight_offsets)
     sections: dict[str, Bytes] = {
         _numbered("constants", number): plan.machine.constants,
@@ -145,7 +145,7 @@ def _program_content(part: ProgramPart) -> tuple[dict[str, Any], dict[str, Bytes
 
 
 def _without_weights(plan: Plan) -> Plan:
-    """The plan of a segment: what its model has of weights is the program's."""
+    """Return a segment's plan without the model's weights, which the program part stores."""
     return replace(plan, open=replace(plan.open, weights={})) if plan.open else plan
 
 
@@ -158,7 +158,7 @@ def _fields(value: Plan | MachinePart | OpenPart | ProgramPart | SegmentPart) ->
 
 
 def _stored(weights: Mapping[str, Array], elsewhere: Mapping[str, int]) -> tuple[dict[str, Any], bytes]:
-    """Return each array's offset in the weights section, and the section: equal arrays once, those elsewhere not."""
+    """Return a record of each array and the weights section: equal arrays once, those in `elsewhere` omitted."""
     arrays, parts, size, equal, offsets = dict[str, Any](), list[Bytes](), 0, EqualArrays(), dict[int, int]()
     for name, array in weights.items():
         if array.dtype.hasobject:
@@ -172,7 +172,7 @@ def _stored(weights: Mapping[str, Array], elsewhere: Mapping[str, int]) -> tuple
 
 
 def _shared(weights: Mapping[str, Array], plan: Plan) -> dict[str, int]:
-    """The model's weights that the constants of its first specialisation hold as they are, and where."""
+    """Return the model's weights that the plan's constants hold unpacked, with their offsets."""
     found = {}
     for name, offset in plan.machine.weight_offsets.items():
         array = weights.get(name)
@@ -185,7 +185,7 @@ def _shared(weights: Mapping[str, Array], plan: Plan) -> dict[str, int]:
 # ---- reading
 @dataclass(frozen=True)
 class _StoredArray:
-    """A constant of the graph; `offset` counts in the weights, unless MachinePart.weight_offsets has another."""
+    """Record of a graph constant. `offset` is into the weights, unless MachinePart.weight_offsets has another."""
     dtype: str
     shape: tuple[int, ...]
     offset: int
@@ -193,30 +193,30 @@ class _StoredArray:
 
 @dataclass(frozen=True)
 class _OnePlan:
-    plan: Mapping[str, Any]                         # the fields of Plan that are no sections
-    code: tuple[int, ...]                           # bytes of each object
+    plan: Mapping[str, Any]                         # the fields of Plan that are not sections
+    code: tuple[int, ...]                           # size of each object in bytes
     arrays: Mapping[str, _StoredArray]              # the graph's constants
     open: _Open | None = None
 
 
 @dataclass(frozen=True)
 class _Segment:
-    part: Mapping[str, Any]                         # the fields of SegmentPart that are no sections
+    part: Mapping[str, Any]                         # the fields of SegmentPart that are not sections
     plans: tuple[_OnePlan, ...]
 
 
 @dataclass(frozen=True)
 class _Program:
-    part: Mapping[str, Any]                         # the fields of ProgramPart that are no sections
+    part: Mapping[str, Any]                         # the fields of ProgramPart that are not sections
     arrays: Mapping[str, _StoredArray]              # the weights of its segments
     segments: tuple[_Segment, ...]
 
 
 @dataclass(frozen=True)
 class _Open:
-    part: Mapping[str, Any]                         # the fields of OpenPart that are no sections
+    part: Mapping[str, Any]                         # the fields of OpenPart that are not sections
     arrays: Mapping[str, _StoredArray]              # the model's weights
-    shared: Mapping[str, int]                       # those that are among the constants
+    shared: Mapping[str, int]                       # offset in the constants of weights stored there
     others: tuple[_OnePlan, ...]
 
 
@@ -227,15 +227,15 @@ class _Manifest(_OnePlan):
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """The plan in a file, whole, in memory of the process's own: the file may change afterwards.
+    """Read a plan into private memory; later changes to the file have no effect.
 
-    Raises PlanCorruptError (no plan, cut short, altered), PlanVersionError (another format), OSError (no such file).
+    Raises PlanCorruptError (not a plan, truncated, altered), PlanVersionError (another format), OSError.
     """
     name = str(path)
     with open(path, "rb", buffering=0) as file:
         end, manifest = _read_manifest(name, file.fileno())
         sections = Sections(name, file.fileno(), manifest.sections, end)
-    # From here on the checksums hold, so this is what a faulty or a private version of the compiler wrote.
+    # The checksums are right, so any error from here on is in what a faulty or modified compiler wrote.
     with reading_manifest(name):
         plan = _plan(manifest, sections)
     try:
@@ -247,7 +247,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def read_outline(path: str | os.PathLike[str]) -> Plan:
-    """What a file says of its plan beside what is in the sections. Raises as read_plan."""
+    """Read a plan's manifest only: the plan without code, constants, graph and weights. Raises as read_plan."""
     with open(path, "rb", buffering=0) as file:
         _, manifest = _read_manifest(str(path), file.fileno())
     with reading_manifest(str(path)):
@@ -258,14 +258,14 @@ def read_outline(path: str | os.PathLike[str]) -> Plan:
 
 
 def _read_manifest(path: str, file: int) -> tuple[int, _Manifest]:
-    """Where the manifest begins, and it."""
+    """Return the manifest's offset in the file, which is the end of the sections, and the manifest."""
     size, first = os.fstat(file).st_size, os.pread(file, PAGE, 0)
     header = first[:_HEADER.size]
     if len(header) < _HEADER.size:
-        raise PlanCorruptError(f"{path}: {size} bytes are no engine plan; {REBUILD}")
+        raise PlanCorruptError(f"{path}: not an engine plan, it has only {size} bytes; {REBUILD}")
     magic, version, zero, offset, length, checksum, total, zeros = _HEADER.unpack(header)
     if magic != MAGIC:
-        raise PlanCorruptError(f"{path}: no engine plan, it begins with {magic!r}; make one with build-engine")
+        raise PlanCorruptError(f"{path}: not an engine plan, it begins with {magic!r}; make one with build-engine")
     if version != VERSION:
         update = "update infer-server, or " if version > VERSION else ""
         raise PlanVersionError(f"{path}: plan format {version}, but this runtime reads format {VERSION}; "
@@ -283,7 +283,7 @@ def _read_manifest(path: str, file: int) -> tuple[int, _Manifest]:
     except FieldError as error:
         raise PlanCorruptError(f"{path}: the manifest is not a plan's ({error}); {REBUILD}") from error
     if manifest.plan.get("fingerprint") != fingerprint_of(content):
-        raise PlanCorruptError(f"{path}: altered since it was compiled, its fingerprint is another; {REBUILD}")
+        raise PlanCorruptError(f"{path}: altered since it was compiled, the fingerprint does not match; {REBUILD}")
     return offset, manifest
 
 
@@ -334,7 +334,7 @@ def _code(sizes: Sequence[int], sections: Sections, section: str) -> tuple[bytes
 
 
 class _Document(Mapping[str, Any]):
-    """A JSON object that is read at the first look."""
+    """JSON object that is read on first access."""
 
     def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
         self._read = read
@@ -354,7 +354,7 @@ class _Document(Mapping[str, Any]):
 
 
 class _Some(Mapping[str, Array]):
-    """Those of these names."""
+    """View of a mapping of weights that is restricted to some names."""
 
     def __init__(self, weights: Mapping[str, Array], names: frozenset[str]) -> None:
         self._weights, self._names = weights, names
@@ -372,11 +372,11 @@ class _Some(Mapping[str, Array]):
 
 
 class _Weights(Mapping[str, Array]):
-    """The graph's constants, each a view of the section that holds it: made when it is asked for."""
+    """Lazy mapping from names to a graph's constants, as views of the section that holds them."""
 
     def __init__(self, sections: Sections, records: Mapping[str, _StoredArray], offsets: Mapping[str, int],
                  section: str = WEIGHTS, constants: str = "constants") -> None:
-        """offsets: of those that lie among the constants."""
+        """Take the offsets of arrays that the section `constants` holds; the others are in `section`."""
         self._sections, self._records, self._offsets = sections, records, offsets
         self._section, self._constants = section, constants
 
@@ -391,7 +391,7 @@ class _Weights(Mapping[str, Array]):
                                    f"({error!r}); {REBUILD}") from error
 
     def __contains__(self, name: object) -> bool:
-        return name in self._records        # without reading it
+        return name in self._records        # does not read the array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._records)

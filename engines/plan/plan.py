@@ -1,16 +1,16 @@
-"""The plan: all that is decided about a model on one machine, and the file that holds it.
+"""The engine plan: a model compiled for one machine.
 
 A plan is a list of steps over buffers. A step calls one kernel (or, where nothing is compiled, the reference):
 
     void kernel(ptr operands, i64 row_begin, i64 row_end, i64 column_begin, i64 column_end)
 
 `operands` is an array of addresses, in the kernel's own order, made from `Operand`s when a context is created. The
-work of a step is a grid: rows_per_item * batch rows by `columns`; any cut of it (rows at multiples of row_step,
-columns at multiples of column_step) may run on any thread, in any order, and even twice. So a kernel keeps its scratch
-on its stack, and what it writes depends on nothing but what it reads from other buffers.
+work of a step is a grid of rows_per_item * batch rows by `columns`. Any tile of it (rows at multiples of row_step,
+columns at multiples of column_step) may run on any thread, in any order, and even twice. Therefore a kernel keeps its
+scratch memory on the stack, and its results depend only on buffers that it does not write.
 
-Where a buffer lies is not decided here: a context of one thread lets buffers share memory (arena.py), one of
-several threads must not, because there a late thread may still run a piece of an earlier step.
+A plan assigns no addresses to buffers: a context of one thread lets buffers share memory (arena.py); a context of
+several threads must not, because a late thread may still run a tile of an earlier step.
 """
 from __future__ import annotations
 
@@ -24,70 +24,70 @@ from engines.ir.graph import BATCH, Array, Graph, QParams
 from engines.ir.recipe import Recipe
 from engines.plan.program import Region, Text
 
-# As Operand.buffer: constants that are computed of others; and the constants of both kinds that another plan has.
+# Values of Operand.buffer: the expanded constants, and the two kinds of constants of the plan that this one shares.
 EXPANDED, SHARED, SHARED_EXPANDED = -1, -2, -3
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An address: `offset` bytes into a buffer, or into the constants of the plan."""
-    buffer: int | None          # index in MachinePart.buffers; None: the constants; EXPANDED: those computed from them;
-                                # SHARED, SHARED_EXPANDED: those of the plan that this one is loaded beside
+    """Address of a kernel's argument: `offset` bytes into a buffer or into the constants of the plan."""
+    buffer: int | None          # index in MachinePart.buffers; None: the constants; EXPANDED: the expanded constants;
+                                # SHARED, SHARED_EXPANDED: the constants of the plan that this one was loaded with
     offset: int = 0
 
     @property
     def constant(self) -> bool:
-        """Not in a buffer, and the same for every context."""
+        """True if the operand is a constant, at one address for all contexts."""
         return self.buffer is None or self.buffer < 0
 
 
 @dataclass(frozen=True)
 class ExpandedConstant:
-    """A constant that is computed from another one when the plan is loaded, so that the file holds only the smaller.
+    """Constant that a kernel computes from a smaller one when the plan is loaded, so that the file stays small.
 
-    A kernel expands it, called as those of steps are, with two operands, on a grid that may be cut anywhere.
+    The kernel has the signature of a step's kernel, two operands (source, result) and a grid of step 1 by 1.
     """
-    symbol: str                 # of the kernel in the code section
-    source: int                 # bytes into the constants
-    offset: int                 # bytes into the expanded constants
+    symbol: str                 # kernel in the code section
+    source: int                 # offset in bytes in the constants
+    offset: int                 # offset in bytes in the expanded constants
     bytes: int
     rows: int
     columns: int
-    name: str = ""              # of the first step that reads it
+    name: str = ""              # name of the first step that reads it
 
 
-SLACK = 128         # bytes past every buffer that a kernel may read (never use): the end of its last vector
+SLACK = 128         # bytes after every buffer that the last vector load of a kernel may touch; their values are unused
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A piece of memory of a context, for the time between two steps; what a step reads and writes never overlap.
+    """Memory of a context with a live range in steps. The buffers that a step reads and writes never overlap.
 
-    Inputs of the plan have first = -1, and no step writes them; outputs have last = len(steps), but for those that
-    are only shown (Graph.watched).
+    Inputs of the plan have first = -1, and no step writes them. Outputs have last = len(steps), except tensors that are
+    only observed (Graph.watched).
     """
-    name: str                   # of the (first) tensor in it, for whoever reads a plan
-    bytes: int                  # at max_batch, and SLACK
+    name: str                   # name of the first tensor in it, for display
+    bytes: int                  # at max_batch, SLACK included
     first: int                  # index of the first step that writes it
     last: int                   # index of the last step that reads it
 
 
 @dataclass(frozen=True)
 class TensorView:
-    """Where a tensor lies. Element [n, i, j, ...] is at buffer + offset + n * item_stride + i * strides[0] + ..."""
+    """Location of a tensor. Element [n, i, j, ...] is at buffer + offset + n * item_stride + i * strides[0] + ..."""
     name: str
-    dtype: str                  # name of the stored dtype, numpy's or ml_dtypes'
-    shape: tuple[int, ...]      # of one item: without the batch axis if `batched`
+    dtype: str                  # stored dtype, by NumPy's or ml_dtypes' name
+    shape: tuple[int, ...]      # shape of one item: without the batch axis if `batched`
     buffer: int                 # index in MachinePart.buffers
     offset: int                 # bytes, for batch slot 0
     strides: tuple[int, ...]    # bytes, one for each axis of shape
     item_stride: int            # bytes from one item of the batch to the next
     batched: bool = True        # False: the tensor has no batch axis (shape is the whole of it)
     quant: QParams | None = None
-    batch_axis: int = 0         # where the tensor's own shape has the batch; in memory it always leads
+    batch_axis: int = 0         # batch axis in the tensor's own shape; in memory the batch is the outermost axis
 
     def end(self, items: int) -> int:
-        """The byte of the buffer after the last one of `items` batch slots."""
+        """Return the offset in the buffer just after the last byte of the first `items` batch slots."""
         if 0 in self.shape:
             return self.offset
         last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
@@ -97,107 +97,106 @@ class TensorView:
 
 @dataclass(frozen=True)
 class Fill:
-    """Bytes that a context sets once and that no step writes: the halo of a padded tensor.
+    """Halo of a padded tensor, which a context fills once and no step writes.
 
-    Every item of `view` (the tensor with its halo) is filled wholly with `value`, one element of its dtype as stored.
-    Buffers share memory only if their halos are alike, so that each survives the other's tensors.
+    Every item of `view` (the tensor with its halo) is filled with `value`, an element of the stored dtype. Buffers
+    share memory only if their halos are equal.
     """
     view: TensorView
     value: float
-    halo: tuple[tuple[int, int], ...]       # cells before and after the tensor proper, for each axis of view.shape
+    halo: tuple[tuple[int, int], ...]       # elements before and after the tensor, for each axis of view.shape
 
 
 @dataclass(frozen=True)
 class Fallback:
-    """A node that no kernel runs: ops.reference does, in real numbers, on copies of what lies in the buffers."""
+    """Node without a kernel: ops.reference evaluates it in floats on dequantised copies of its inputs."""
     node: Mapping[str, Any]                     # as engines.ir.serialize writes it
     inputs: tuple[TensorView | str, ...]        # a str names one of Plan.weights; "" is an absent optional input
     outputs: tuple[TensorView, ...]
-    constant_quant: tuple[QParams | None, ...] = ()     # for each input, if there are constants stored quantised
+    constant_quant: tuple[QParams | None, ...] = ()     # one for each input, if constants are stored quantised; else ()
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes of a buffer that rows of a step's grid may read or write.
+    """Bytes of a buffer that rows of a step's grid may access.
 
     Row r is row i = r % period of item n = r // period, and stays within
 
         [begin, end) + n * item_stride + i // rows * stride
 
-    Columns are not told apart. A footprint may be wider than what is touched, never narrower.
+    All columns of a row have one footprint. It may be larger than the bytes that are accessed, never smaller.
     """
     buffer: int
     begin: int
     end: int
-    rows: int               # neighbours that touch the same bytes
-    stride: int             # bytes from them to the next ones, not negative; nor is item_stride
-    item_stride: int
+    rows: int               # consecutive rows that access the same bytes
+    stride: int             # bytes from one such group of rows to the next, >= 0
+    item_stride: int        # bytes from one item to the next, >= 0
     period: int             # rows of an item
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a GPU runs a step: a block of so many threads for each row_step rows by column_step columns of its grid."""
-    threads: int
-    shared_bytes: int = 0       # dynamic, of a block
+    """GPU launch of a step: one thread block for each row_step rows by column_step columns of its grid."""
+    threads: int                # threads of a block
+    shared_bytes: int = 0       # dynamic shared memory of a block
 
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel call. The first group is what runs; the second is what inspect-engine shows."""
-    symbol: str                             # of the kernel in the code section; "" runs `fallback` in Python
+    """One kernel call. The first group of fields is what runs; inspect-engine shows the second."""
+    symbol: str                             # kernel in the code section; "" runs `fallback` in Python
     operands: tuple[Operand, ...]
     rows_per_item: int                      # 0: the step does not depend on the batch and has `rows` rows
     rows: int = 0
     row_step: int = 1
     columns: int = 1
     column_step: int = 1
-    depends: tuple[int, ...] = ()           # earlier steps that write what this one reads
-    reads: tuple[Footprint, ...] = ()           # of every buffer in which another step writes; (): not known
-    writes: tuple[Footprint, ...] = ()          # of every buffer; (): not known
-    constant_bytes: int = 0                 # of weights read by every row: they decide which axis is cut for threads
-    further_item: float = 1.0               # of the first one's time, as timed: less than 1 where items share weights
+    depends: tuple[int, ...] = ()           # earlier steps whose results this one reads
+    reads: tuple[Footprint, ...] = ()           # one for each buffer that another step writes; (): unknown
+    writes: tuple[Footprint, ...] = ()          # one for each buffer; (): unknown
+    constant_bytes: int = 0                 # weights that every row reads: decides which axis threads divide
+    further_item: float = 1.0               # time of another item / time of the first: < 1 where items share weights
     fallback: Fallback | None = None
-    launch: Launch | None = None            # of plans for GPUs
+    launch: Launch | None = None            # only in plans for GPUs
 
     name: str = ""
     fuses: tuple[str, ...] = ()             # ONNX node names
     precision: str = "fp32"
     tactic: str = ""
-    time_us: float = 0.0                    # as timed at build, for one item
-    macs: int = 0                           # multiply-accumulates an item
-    bytes: int = 0                          # read and written an item, constants included
-    reason: str = ""                        # why it fell back, if it did
+    time_us: float = 0.0                    # time of one item, measured at build; 0: not timed
+    macs: int = 0                           # multiply-accumulates for one item
+    bytes: int = 0                          # bytes read and written for one item, constants included
+    reason: str = ""                        # why there is no kernel, if `fallback` is set
 
 
 def writes_border(step: Step) -> bool:
-    """Whether the step computes nothing, and only renews the halo of a buffer that shares memory with others."""
+    """Return True if the step only rewrites the halo of a buffer that shares memory with others."""
     return step.tactic.startswith("halo_fill:")
 
 
 @dataclass(frozen=True)
 class ItemMajorRun:
-    """Steps first..last - 1, which a context of one thread runs for one item of the batch after the other.
+    """Steps first..last - 1, which a context of one thread runs item by item rather than step by step.
 
-    The tensors that these steps hand on to each other then stay in the second-level cache, where those of all items
-    would not fit. Buffers that no other step uses hold one item, each item in the memory of the one before; the others
-    that these steps use are alive from the first to the last of them.
+    Intermediate tensors of one item then stay in the L2 cache, where those of the whole batch would not fit. Buffers
+    that no other step uses hold one item, and every item reuses that memory. Other buffers that these steps use are
+    alive from the first step to the last.
     """
     first: int
     last: int
 
     def keeps(self, buffer: Buffer) -> bool:
-        """Whether only these steps use the buffer."""
+        """Return True if only these steps use the buffer."""
         return self.first <= buffer.first and buffer.last < self.last
 
 
-DEFAULTS = "defaults"       # of Plan.metadata: the values of inputs that a run may leave out, as nested lists
+DEFAULTS = "defaults"       # key of Plan.metadata: default values of optional inputs, as nested lists
 
 
 @dataclass(frozen=True)
 class IoTensor:
-    """An input or output as the ONNX model declares it; a symbolic extent has a name: BATCH, or that of an extent for
-    which there are specialisations (OpenPart)."""
+    """Input or output as the ONNX model declares it; symbolic extents are BATCH and names of open ones (OpenPart)."""
     name: str
     dtype: str
     shape: tuple[int | str, ...]
@@ -208,47 +207,47 @@ class IoTensor:
 
     @property
     def batch_axis(self) -> int:
-        """The axis of the batch; 0 if there is none."""
+        """Index of the batch axis; 0 if there is none."""
         return self.shape.index(BATCH) if self.batched else 0
 
     def shape_of(self, items: int, extents: Mapping[str, Any] = {}) -> tuple[int, ...]:     # noqa: B006
-        """The shape of a batch of so many items, with these numbers for other open extents."""
+        """Return the shape for a batch of `items`, with the numbers of `extents` for the other open extents."""
         return tuple(extent if isinstance(extent, int) else items if extent == BATCH else extents[extent]
                      for extent in self.shape)
 
 
 @dataclass(frozen=True)
 class MachinePart:
-    """All of a plan that a backend decided for one machine. A backend leaves empty what it does not need.
+    """Target-dependent part of a plan, made by a backend; fields that it does not need are empty.
 
-    Session.assemble makes it, the Device of the same backend reads it; the plan's file needs neither.
+    Session.assemble makes it and the Device of the same backend reads it.
     """
-    backend: str                            # name of the backend that made it, and whose device runs it
+    backend: str                            # name of the backend that made it and whose device runs it
     target: str                             # name of the instruction set, e.g. "avx512_vnni"
-    inputs: tuple[TensorView, ...]          # where the plan's inputs lie, in their order
+    inputs: tuple[TensorView, ...]          # locations of the plan's inputs, in their order
     outputs: tuple[TensorView, ...]
     buffers: tuple[Buffer, ...]
     steps: tuple[Step, ...]
     fills: tuple[Fill, ...] = ()
     cpu: Mapping[str, Any] = field(default_factory=dict)    # "features" that the code needs, "model" it was timed on
-    code: tuple[bytes, ...] = ()            # ELF objects, position-independent, self-contained: kernels and executor;
+    code: tuple[bytes, ...] = ()            # kernels and executor as position-independent, self-contained ELF objects;
                                             # for a GPU its machine code, if it was assembled, and PTX
     constants: bytes | memoryview = b""     # weights and epilogue constants, aligned, in order of execution
-    expanded: tuple[ExpandedConstant, ...] = ()             # ... and those that are computed from them
-    weight_offsets: Mapping[str, int] = field(default_factory=dict)     # Plan.weights that `constants` hold as they are
-    item_major: tuple[ItemMajorRun, ...] = ()               # in order, apart from each other
-    shared: tuple[int, ...] = ()            # bytes of constants and of expanded ones that the plan has which this one
-                                            # is loaded beside, for both have them; (): it stands alone
+    expanded: tuple[ExpandedConstant, ...] = ()             # constants computed from them at load time
+    weight_offsets: Mapping[str, int] = field(default_factory=dict)     # offset of Plan.weights that are not repacked
+    item_major: tuple[ItemMajorRun, ...] = ()               # in order, disjoint
+    shared: tuple[int, ...] = ()            # bytes of the constants and expanded constants that the plan has which
+                                            # this one is loaded with; (): the plan shares none
 
     @property
     def expanded_bytes(self) -> int:
-        """Memory for the expanded constants."""
+        """Bytes of memory that the expanded constants need."""
         return max((item.offset + item.bytes for item in self.expanded), default=0)
 
 
 @dataclass(frozen=True)
 class OpenOptions:
-    """What a build decided that its later specialisations need, too; fields of BuildConfig."""
+    """Build options that later specialisations reuse; a subset of the fields of BuildConfig."""
     precision: str
     max_batch: int | None = None
     opt_batch: int | None = None
@@ -260,82 +259,82 @@ class OpenOptions:
 
 @dataclass(frozen=True)
 class GeneralKernel:
-    """A kernel that takes numbers of its problem at run time, among the code of the plan.
+    """Dynamic-shape kernel in the code of the plan: it reads numbers of its problem at run time.
 
-    It solves every problem that is spelled with the same words and, but for None, the same numbers, if each guard, a
-    term over all of the numbers, has its value. It reads the terms of its table (engines/codegen/extents.py).
+    It solves every problem with the same `words` and `numbers` (None matches any) for which each guard holds: a term
+    over all numbers and its required value. The kernel reads the terms of its table (engines/codegen/extents.py).
     """
     symbol: str
-    words: str
+    words: str                              # the problem's spec without its numbers
     tactic: str
-    numbers: tuple[int | None, ...]
-    guards: tuple[tuple[Any, int], ...]
-    table: tuple[Any, ...]
+    numbers: tuple[int | None, ...]         # None: read at run time
+    guards: tuple[tuple[Any, int], ...]     # (term, required value)
+    table: tuple[Any, ...]                  # terms whose values the kernel loads
 
 
 @dataclass(frozen=True)
 class OpenPart:
-    """Of a model with open extents: all that a plan for other numbers, a specialisation, is made of."""
+    """Part of a plan with open extents from which specialisations, plans for other numbers, are made."""
     inputs: tuple[IoTensor, ...]            # as they are fed; open extents and the batch have names
     outputs: tuple[IoTensor, ...]
-    declared: tuple[IoTensor, ...]          # inputs as the model has them: images where engines take pixels
+    declared: tuple[IoTensor, ...]          # inputs of the model: float images where the engine takes pixels
     options: OpenOptions
-    recipe: Recipe | None = None            # of an int8 build
-    profiles: tuple[Mapping[str, tuple[int, int, int]], ...] = ()   # by extent: least, usual, most; (): whatever comes
-    deciding: tuple[str, ...] = ()          # inputs whose values shapes and branches follow from
+    recipe: Recipe | None = None            # only of an int8 build
+    profiles: tuple[Mapping[str, tuple[int, int, int]], ...] = ()   # extent -> (min, opt, max); (): any shape
+    deciding: tuple[str, ...] = ()          # inputs whose values decide about shapes and branches
     timed: Mapping[str, Mapping[str, float]] = field(default_factory=dict)      # time / cost by kernel and tactic
-    model: bytes = b""                      # ONNX, without its weights ...
-    weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # ... and these
-    others: tuple[Plan, ...] = ()           # specialisations beside the plan itself
-    general: tuple[GeneralKernel, ...] = ()         # what plans for other numbers are made of without compiling
+    model: bytes = b""                      # the ONNX model without its weights
+    weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # the model's weights
+    others: tuple[Plan, ...] = ()           # specialisations except the plan itself
+    general: tuple[GeneralKernel, ...] = ()         # kernels that plans for other numbers reuse without compiling
 
 
 @dataclass(frozen=True)
 class SegmentPart:
-    """A part of the model between the points where an extent or a value becomes known: ONNX, any shapes."""
+    """Segment of a program: an ONNX model of any shapes between points where an extent or a value becomes known."""
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    reads: tuple[str, ...]                  # of ProgramPart.weights
+    reads: tuple[str, ...]                  # names in ProgramPart.weights
     model: bytes = b""
-    plans: tuple[Plan, ...] = ()            # with open extents, one for each set of types that its inputs had
+    plans: tuple[Plan, ...] = ()            # one with open extents for each combination of input types
 
 
 @dataclass(frozen=True)
 class ProgramPart:
-    """Of a model that is no single graph, for data decide about its extents, or about what is computed."""
+    """Program part of a plan whose model has data-dependent shapes or control flow."""
     main: Region
     options: OpenOptions
     segments: tuple[SegmentPart, ...] = ()
     texts: Mapping[str, Text] = field(default_factory=dict)
-    weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # of all segments
+    weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # weights of all segments
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Decided, frozen, and equal to its file.
+    """Immutable engine plan; write_plan and read_plan convert it to and from a file.
 
-    Of a model with open extents, the plan itself is its first specialisation, and `open` has the rest.
+    If the model has open extents, the plan itself is the first specialisation, and `open` holds the rest.
     """
-    name: str                               # of the model
-    precision: str                          # as asked for: int8, fp16, bf16, fp32, best
+    name: str                               # name of the model
+    precision: str                          # requested precision: int8, fp16, bf16, fp32, best
     max_batch: int                          # 0: the model has no batch axis
     inputs: tuple[IoTensor, ...]
     outputs: tuple[IoTensor, ...]
     machine: MachinePart
-    graph: Mapping[str, Any] = field(default_factory=dict)          # serialised Graph that it was lowered from ...
-    weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # ... and its constants
-    stripped: bool = False                  # only those weights are left that the machine part holds as they are
+    graph: Mapping[str, Any] = field(default_factory=dict)          # serialised Graph that it was lowered from
+    weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # constants of that graph
+    stripped: bool = False                  # True: only weights that the machine part holds without repacking are left
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
-    extents: Mapping[str, int | tuple[float, ...]] = field(default_factory=dict)    # open ones; values (value_name)
+    extents: Mapping[str, int | tuple[float, ...]] = field(default_factory=dict)    # open extents; values (value_name)
     open: OpenPart | None = None
-    program: ProgramPart | None = None                              # then the machine part has no steps
-    dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
-    fingerprint: str = field(default="", compare=False)     # of all the rest, made when it is first written
-    of_template: bool = field(default=False, compare=False)     # of one whose first plans have been verified
+    program: ProgramPart | None = None                              # if set, the machine part has no steps
+    dependence: str = ""                    # why a batch can be neither split nor merged; "": it can
+    fingerprint: str = field(default="", compare=False)     # digest of all other fields, set by the first write
+    of_template: bool = field(default=False, compare=False)     # made by a template whose first plans were verified
 
     def strip(self) -> Plan:
-        """The plan without the graph's weights: it runs as before, and on no other target."""
+        """Return the plan without the graph's weights, bound to its target. Raises ConfigError if it runs from them."""
         if self.program is not None:
             segments = tuple(replace(segment, model=b"", plans=tuple(plan.strip() for plan in segment.plans))
                              for segment in self.program.segments)
@@ -350,7 +349,7 @@ class Plan:
         return replace(self, weights=self._kept_weights(), stripped=True, open=part, fingerprint="")
 
     def within(self) -> Iterator[Plan]:
-        """The plan itself, its other specialisations, and those of the segments of a program."""
+        """Yield the plan itself, its other specialisations, and the plans of the segments of a program."""
         yield self
         yield from self.open.others if self.open else ()
         for segment in self.program.segments if self.program else ():
@@ -358,8 +357,8 @@ class Plan:
                 yield from plan.within()
 
     def bare(self) -> Plan:
-        """A specialisation without its graph: where that is wanted, it is made again of the model in the plan."""
-        if not self.machine.code:       # it is run from its graph
+        """Return a specialisation without its graph, which can be made again from the model in the plan."""
+        if not self.machine.code:       # it runs from its graph
             return self
         return replace(self, graph={}, weights=self._kept_weights(), stripped=True)
 
@@ -367,19 +366,19 @@ class Plan:
         return {name: self.weights[name] for name in self.machine.weight_offsets}
 
     def with_machine(self, **changes: Any) -> Plan:
-        """The plan with other values in these fields of its machine part."""
+        """Return the plan with these fields of its machine part replaced."""
         return replace(self, machine=replace(self.machine, **changes))
 
     @property
     def batch_slots(self) -> int:
-        """Items that the buffers hold: a model without a batch axis is one item."""
+        """Number of items that the buffers hold; 1 for a model without a batch axis."""
         return max(self.max_batch, 1)
 
 
 def graph_of(plan: Plan) -> Graph:
-    """The graph that a plan was lowered from, its weights read from the plan's file if it has one.
+    """Return the graph that a plan was lowered from; its weights are read from the plan's file if it has one.
 
-    Raises PlanTargetError: the plan is stripped; PlanCorruptError.
+    Raises PlanTargetError if the plan is stripped, PlanCorruptError if the file is damaged.
     """
     if plan.stripped:
         raise PlanTargetError(f"{plan.name}: stripped of its weights, so it runs on '{plan.machine.target}' only; "
@@ -389,12 +388,12 @@ def graph_of(plan: Plan) -> Graph:
 
 
 def runs_by_item(step: Step) -> bool:
-    """Whether the rows of an item can be run apart from those of others."""
+    """Return True if the rows of one item can run separately from those of other items."""
     return (step.rows_per_item > 0 and step.rows_per_item % step.row_step == 0
             and len(step.reads) + len(step.writes) == sum(not operand.constant for operand in step.operands))
 
 
 def item_strides(step: Step) -> list[int]:
-    """Bytes from an item to the next, of each operand of a step that runs by item; constants are the same for all."""
+    """Return the bytes from one item to the next for each operand of a step that runs by item; 0 for constants."""
     touched = iter((*step.reads, *step.writes))
     return [0 if operand.constant else next(touched).item_stride for operand in step.operands]

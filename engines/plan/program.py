@@ -1,7 +1,7 @@
-"""Programs: what is run one after the other where a model is no single graph.
+"""Programs: the plan of a model that cannot be compiled as a single graph.
 
-A program is a region: instructions over named values. An instruction runs a segment, which is compiled, or an operator
-that the host evaluates, or regions: If, Loop, Scan. Names are the same everywhere in a program.
+A program is a region: instructions over named values. An instruction runs a compiled segment, an operator on the host,
+or regions (If, Loop, Scan). A name denotes one value in the whole program.
 """
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-VIEWS = frozenset({"FirstRows"})        # operators of a program that cost nothing
+VIEWS = frozenset({"FirstRows"})        # operators that return a view and cost nothing
 
 
 @dataclass(frozen=True)
 class Instruction:
     """A step of a program."""
-    op: str                                 # ONNX's; "" for a segment
+    op: str                                 # ONNX operator; "" for a segment
     name: str
     inputs: tuple[str, ...]                 # "" is an absent one
     outputs: tuple[str, ...]
     segment: int = -1                       # index in ProgramPart.segments
-    node: Mapping[str, Any] = field(default_factory=dict)   # what is not a segment, as engines.ir.serialize writes it
+    node: Mapping[str, Any] = field(default_factory=dict)   # the node as engines.ir.serialize writes it; {}: a segment
     regions: tuple[Region, ...] = ()        # If: then, else; Loop, Scan, SequenceMap: the body
-    drops: tuple[str, ...] = ()             # values that nobody needs afterwards
+    drops: tuple[str, ...] = ()             # values that are dead afterwards
 
     @property
     def by_host(self) -> bool:
-        """Whether the host evaluates it: it is no segment, has no regions, and is no view of what a segment made."""
+        """True if the host evaluates it: not a segment, without regions, and not a view."""
         return bool(self.op) and not self.regions and self.op not in VIEWS
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What ONNX tells of a value. dtype: "object" for strings, "sequence", "optional", ...; "" if it tells nothing."""
+    """ONNX type of a value. dtype: a tensor's, "object" for strings, "sequence", "optional", ...; "" if unknown."""
     dtype: str
     shape: tuple[int | str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Region:
-    """Instructions, and the values that they begin and end with."""
+    """Sequence of instructions with its inputs and outputs, as a block of MLIR."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     instructions: tuple[Instruction, ...]
-    captures: tuple[str, ...] = ()          # values from around it
-    kinds: tuple[Kind, ...] = ()            # of the outputs
+    captures: tuple[str, ...] = ()          # values of the enclosing regions that it reads
+    kinds: tuple[Kind, ...] = ()            # types of the outputs
 
     def host_operators(self) -> Iterator[str]:
-        """Those that are neither in segments nor regions."""
+        """Yield the operators that the host evaluates, those in nested regions included."""
         for instruction in self.instructions:
             if instruction.by_host:
                 yield instruction.op
@@ -55,7 +55,7 @@ class Region:
                 yield from region.host_operators()
 
     def read_by_host(self) -> Iterator[str]:
-        """All that is not read by segments alone."""
+        """Yield the outputs and the inputs of all instructions, those in nested regions included."""
         yield from self.outputs
         for instruction in self.instructions:
             yield from instruction.inputs
@@ -65,6 +65,6 @@ class Region:
 
 @dataclass(frozen=True)
 class Text:
-    """A constant of strings."""
+    """Constant tensor of strings."""
     shape: tuple[int, ...]
     words: tuple[str, ...]

@@ -1,15 +1,15 @@
-"""Dataclasses <-> JSON: written by field, read by annotation. No pickle, nothing that executes.
+"""Conversion of dataclasses to and from JSON by their annotations, without pickle.
 
-What is read has the types that the annotations say, or is refused: FieldError names the field, "steps[3].rows: ...".
-JSON knows lists, not tuples, and no dataclasses; an annotation decides what each becomes:
+A value of another type than its annotation raises FieldError, which names the field: "steps[3].rows: ...". The
+annotation decides how a JSON value is read:
 
-    bool, str, None     as they are
-    int                 of 64 bits; true is none
-    float               or an int
-    tuple, Mapping      of what the annotation says; a Mapping's keys are str
-    a dataclass         an object with its fields; those that have a default may be absent, others are unknown
-    a union             whatever of its members the JSON's type fits
-    Any                 not looked into
+    bool, str, None     unchanged
+    int                 64 bits; true and false are rejected
+    float               a float or an int
+    tuple, Mapping      members as annotated; a Mapping's keys are str
+    a dataclass         an object with its fields; fields with a default may be absent, unknown ones are rejected
+    a union             the member that the JSON type matches
+    Any                 unchecked
 """
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ import numpy as np
 _LEAST, _MOST = -1 << 63, (1 << 63) - 1
 
 Decode = Callable[[Any], Any]
-_ByType = dict[type, Decode]            # of a JSON value -> what makes ours of it
+_ByType = dict[type, Decode]            # type of the JSON value -> its decoder
 
 
 class FieldError(ValueError):
-    """A value that is not what its field's annotation says. `path` leads to it: ".steps", "[3]", ".rows"."""
+    """Value that does not match its field's annotation. `path` locates it: ".steps[3].rows"."""
 
     def __init__(self, what: str) -> None:
         self.what, self.path = what, ""
 
     def at(self, step: str) -> FieldError:
-        """The same, one level further out."""
+        """Prepend a step to the path and return the error itself."""
         self.path = step + self.path
         return self
 
@@ -44,7 +44,10 @@ class FieldError(ValueError):
 
 
 def to_plain(value: Any) -> Any:
-    """What json cannot write by itself: dataclasses (by field), mappings, sets, numpy's numbers. Else TypeError."""
+    """Convert a dataclass, mapping, set or NumPy scalar to what json can write (json.dumps' `default`).
+
+    Raises TypeError for other types.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -57,7 +60,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Field name -> value, of the fields that are there. Raises FieldError."""
+    """Return the decoded fields of a dataclass that `content` has, by name. Raises FieldError."""
     decoders = _decoders(cls)
     found: dict[str, Any] = {}
     for name, value in content.items():
@@ -72,7 +75,7 @@ def from_plain(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_record(cls: type, content: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass. Raises FieldError."""
+    """Return an instance of the dataclass `cls` decoded from a JSON object. Raises FieldError."""
     return _record(cls)(content)
 
 
@@ -96,18 +99,18 @@ def _record(cls: type) -> Decode:
 
 
 def _decoder(hint: Any) -> Decode:
-    """What makes a value of this type of JSON's."""
+    """Return the decoder of an annotation."""
     if hint is Any:
-        return _same
+        return _identity
     if hint is int:
-        return _int         # by far the most, so they are spared the table
+        return _int         # by far the most frequent: skip the lookup by type
     return partial(_by_type, _table(hint), _name(hint))
 
 
-def _by_type(table: _ByType, wanted: str, value: Any) -> Any:
+def _by_type(table: _ByType, expected: str, value: Any) -> Any:
     decode = table.get(type(value))
     if decode is None:
-        raise FieldError(f"{_shown(value)} is no {wanted}")
+        raise FieldError(f"{_shown(value)} is no {expected}")
     return decode(value)
 
 
@@ -124,8 +127,8 @@ def _table(hint: Any) -> _ByType:
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return {dict: _record(hint)}
     if hint is float:
-        return {float: _same, int: _int}
-    return {hint: _int if hint is int else _same}
+        return {float: _identity, int: _int}
+    return {hint: _int if hint is int else _identity}
 
 
 def _tuple(inner: Decode, value: list[Any]) -> tuple[Any, ...]:
@@ -145,7 +148,7 @@ def _fixed_tuple(inners: tuple[Decode, ...], value: list[Any]) -> tuple[Any, ...
 
 
 def _mapping(inner: Decode, value: dict[str, Any]) -> dict[str, Any]:
-    if inner is _same:
+    if inner is _identity:
         return value
     found = {}
     for key, item in value.items():
@@ -162,7 +165,7 @@ def _int(value: Any) -> int:
     return value
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
@@ -171,6 +174,6 @@ def _name(hint: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """As a message quotes it: no longer than that."""
+    """Return the value's repr, at most 60 characters of it."""
     text = repr(value) if not isinstance(value, int) or abs(value) <= _MOST else "a number of more than 64 bits"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,12 +1,12 @@
-"""The roofline of a step: what it cannot be faster than, by a machine's measured peaks.
+"""Roofline model: a lower bound of a step's time from the measured peaks of a machine.
 
-    bound = max(MACs / peak MACs a second, sum over what it moves of bytes / bytes a second)
+    bound = max(MACs / peak MACs per second, sum over operands of bytes / bytes per second)
 
 Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for multicore architectures" (CACM
-2009), with a roof for each cache. Where a byte is read from follows from who touched it last: a step's activations were
-just written, so they lie in the smallest cache that holds them; its weights were last read one inference ago, so they
-lie in the smallest that holds the weights of the whole network. Writes count as reads. The MACs are those of the
-definition: a Winograd convolution, which makes do with fewer, may be faster than its bound.
+2009), with a roof for each cache level. Activations were just written, so they are read from the smallest cache that
+holds them. Weights were last read one inference ago, so they are read from the smallest level that holds the weights of
+the whole network. Writes count as reads. MACs are those of the operator's definition: a Winograd convolution needs
+fewer and may be faster than its bound.
 """
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from engines.plan.plan import Plan, Step
 
 @dataclass(frozen=True)
 class Level:
-    """A cache, or (of infinitely many bytes) main memory."""
+    """Cache level, or main memory with bytes = inf."""
     name: str
     bytes: float
-    bytes_per_second: float         # of one core that reads
+    bytes_per_second: float         # read by one core
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """What one core does at best, or a GPU."""
+    """Measured peak rates of one core, or of a GPU."""
     processor: str
-    target: str                                 # the instruction set that the kernels were made for
-    macs_per_second: Mapping[str, float]        # by arithmetic: "int8", "fp32", ...
-    levels: tuple[Level, ...]                   # the smallest first; the last one holds everything
-    hertz: float | None = None                  # the core's clock meanwhile, where it is measured
-    is_core: bool = True                        # ... by whose own time a run is measured; a GPU is waited for
+    target: str                                 # instruction set that the kernels were compiled for
+    macs_per_second: Mapping[str, float]        # by precision: "int8", "fp32", ...
+    levels: tuple[Level, ...]                   # the smallest first; the last one is unlimited
+    hertz: float | None = None                  # clock of the core during the measurement, if known
+    is_core: bool = True                        # a core, timed by its CPU time; False: a GPU, timed by the wall clock
 
     def or_better(self, other: Peaks) -> Peaks:
-        """The higher of each figure: the same core's, at another time."""
+        """Return the higher of each rate of two measurements of one processor."""
         macs = {precision: max(rate, other.macs_per_second[precision])
                 for precision, rate in self.macs_per_second.items()}
         levels = tuple(max(pair, key=lambda level: level.bytes_per_second)
@@ -45,16 +45,16 @@ class Peaks:
         return replace(self, macs_per_second=macs, levels=levels, hertz=hertz)
 
     def level(self, size: float) -> Level:
-        """The smallest level that holds so many bytes."""
+        """Return the smallest level that holds `size` bytes."""
         return next(level for level in self.levels if size <= level.bytes)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The least seconds of a step, and what of."""
+    """Lower bounds of a step's time in seconds, by arithmetic and by memory traffic."""
     compute: float
     memory: float
-    limit: str                  # the arithmetic, or the level that most bytes' time goes to
+    limit: str                  # the precision if compute-bound, else the level that takes most of the time
 
     @property
     def seconds(self) -> float:
@@ -62,7 +62,10 @@ class Bound:
 
 
 def bound(step: Step, plan: Plan, batch: int, peaks: Peaks) -> Bound:
-    """The bound of one run of a step on `batch` items, by one thread; all 0 for a fallback, which has no cost model."""
+    """Return the bound of one run of a step on `batch` items by one thread.
+
+    A step without MACs and bytes, such as a fallback, has bound 0.
+    """
     items = batch if step.rows_per_item else 1
     compute = items * step.macs / peaks.macs_per_second.get(step.precision, math.inf)
     activations, constants = items * (step.bytes - step.constant_bytes), _constants_read(step, items)
@@ -74,5 +77,5 @@ def bound(step: Step, plan: Plan, batch: int, peaks: Peaks) -> Bound:
 
 
 def _constants_read(step: Step, items: int) -> int:
-    """All of them, but of a table whose rows are only looked up: no more than comes out of it."""
+    """Return the bytes of constants read: all, but of a lookup table (no MACs) at most the bytes of the result."""
     return step.constant_bytes if step.macs else min(step.constant_bytes, items * (step.bytes - step.constant_bytes))

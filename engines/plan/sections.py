@@ -1,7 +1,7 @@
-"""The sections of a plan file in memory of the process's own: read once, checked while they are read.
+"""Sections of a plan file, copied into private memory and verified while they are read.
 
-A section is a range of the file's bytes under a name. All but the weights are read when the plan is, so that what runs
-depends on the file no longer, and checked by the sums that the manifest has of them.
+A section is a named range of the file's bytes, with a checksum in the manifest. All sections but the weights are read
+with the plan, so that a loaded plan does not depend on the file.
 """
 from __future__ import annotations
 
@@ -19,37 +19,52 @@ from engines.plan.arena import Memory
 from engines.plan.checksums import PAGE, Bytes, read_into, strong
 
 REBUILD = "build the plan again, or copy it again from where it came"
-WEIGHTS = "weights"         # the section that is read when it is asked for; "weights.open" is another such
-INFLATED = 64 << 20         # bytes of a JSON document or of code, at most: a damaged one could ask for all memory
+WEIGHTS = "weights"         # sections of this name or prefix ("weights.open") are read on first access
+INFLATED = 64 << 20         # maximum bytes of decompressed JSON or code: a damaged section could exhaust memory
 
 
 @dataclass(frozen=True)
 class Section:
-    """Where a section lies in the file, and its checksum."""
+    """Offset, size and checksum of a section."""
     offset: int
     bytes: int
     checksum: str
 
 
 def summed(name: str) -> bool:
-    """Whether a section is checked by sums of its pages, for there may be much of it; else by BLAKE2b."""
+    """Return True if a section, because it may be large, has a page checksum; others have BLAKE2b."""
     return name.partition(".")[0] in ("constants", WEIGHTS)
 
 
 def is_weights(name: str) -> bool:
-    """Whether a section holds the weights of a graph or of a model."""
+    """Return True if a section holds the weights of a graph or of a model."""
     return name.partition(".")[0] == WEIGHTS
 
 
 class Sections:
-    """A plan file's sections by name: read-only views of one private copy. The constants begin on a huge page.
+    """Sections of a plan file by name: read-only views of one private copy, in which constants begin on a huge page.
 
-    The weights have a copy of their own, made when somebody first asks for them: of the file that was opened, whatever
-    has its name by then.
+    Weights are copied on first access, from the file that was opened even if its path names another one by then.
     """
 
     def __init__(self, path: str, file: int, records: Mapping[str, Section], end: int) -> None:
-        """file: its descriptor. end: of the last section. Raises PlanCorruptError: overlapping, cut short, altered."""
+        """Read and verify all sections but the weights.
+
+        Parameters
+        ----------
+        path : str
+            Path of the file, for messages.
+        file : int
+            Descriptor of the open file.
+        records : mapping of str to Section
+        end : int
+            Offset of the end of the last section.
+
+        Raises
+        ------
+        PlanCorruptError
+            Sections overlap, or the file is truncated or altered.
+        """
         self.path, self._records = path, records
         if any(map(is_weights, records)):
             self._file = os.dup(file)
@@ -67,7 +82,7 @@ class Sections:
         self._copy.freeze()
 
     def _read_weights(self, name: str) -> None:
-        """Raises PlanCorruptError: not those that the plan was loaded with."""
+        """Read and verify a section of weights. Raises PlanCorruptError if it changed since the plan was loaded."""
         record, memory = self._records[name], Memory(self._records[name].bytes)
         try:
             self._read(name, memory.bytes.data[:record.bytes], self._file, record)
@@ -78,7 +93,7 @@ class Sections:
         self._views[name] = memory.bytes.data[:record.bytes].toreadonly()
 
     def _check_order(self, records: Mapping[str, Section], file: int, end: int) -> None:
-        """One after the other, with nothing but zeros between them."""
+        """Check that the sections do not overlap and that only zeros separate them."""
         at = PAGE
         for name, record in sorted(records.items(), key=lambda item: (item[1].offset, item[1].bytes)):
             if record.bytes < 0 or record.offset < at or record.offset + record.bytes > end:
@@ -110,23 +125,23 @@ class Sections:
             raise PlanCorruptError(f"{self.path}: there is no section '{name}'; {REBUILD}") from None
 
     def inflated(self, name: str) -> bytes:
-        """What a compressed section holds."""
+        """Return the decompressed content of a section."""
         return inflate(self[name], f"{self.path}: section '{name}'")
 
     def document(self, name: str) -> dict[str, Any]:
-        """The JSON object that a compressed section holds."""
+        """Return the JSON object that a compressed section holds."""
         return read_document(self[name], f"{self.path}: section '{name}'")
 
 
 def deflate(data: bytes, what: str) -> bytes:
-    """Compressed. Raises PlanError for more than would be read again."""
+    """Compress data with zlib. Raises PlanError for more than INFLATED bytes, which inflate would reject."""
     if len(data) > INFLATED:
         raise PlanError(f"{what} has {len(data)} bytes; a plan holds up to {INFLATED}")
     return zlib.compress(data)
 
 
 def inflate(data: Bytes, what: str) -> bytes:
-    """The inverse. Raises PlanCorruptError: not compressed, incomplete, or more than a plan holds."""
+    """Decompress data. Raises PlanCorruptError if it is damaged, incomplete or holds more than INFLATED bytes."""
     inflater = zlib.decompressobj()
     try:
         content = inflater.decompress(data, INFLATED + 1)
@@ -138,7 +153,7 @@ def inflate(data: Bytes, what: str) -> bytes:
 
 
 def read_document(data: Bytes, what: str) -> dict[str, Any]:
-    """A compressed JSON object. Raises PlanCorruptError."""
+    """Return a compressed JSON object. Raises PlanCorruptError."""
     try:
         document = json.loads(inflate(data, what))
     except (ValueError, RecursionError) as error:
@@ -150,7 +165,7 @@ def read_document(data: Bytes, what: str) -> dict[str, Any]:
 
 @contextmanager
 def reading_manifest(path: str) -> Iterator[None]:
-    """Raises PlanCorruptError in the place of what a manifest that is no plan's makes its reader raise."""
+    """Convert the errors that reading a malformed manifest raises to PlanCorruptError."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError) as error:

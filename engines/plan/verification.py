@@ -1,8 +1,8 @@
-"""Whether a plan's parts fit together; asked whenever one is read or made ready to run.
+"""Verification of a plan's consistency, run when a plan is read or loaded.
 
-What is checked is what Python and the executor rely on: every address in its buffer, every buffer alive where it is
-used, every tensor's type, extents and strides such that no index leaves its memory, every grid a grid. What a kernel
-does with the addresses that it is given, nobody can check here: machine code is trusted, as a program is.
+Checks the invariants that Python and the executor rely on: every address is inside its buffer, every buffer is alive
+where it is used, dtypes, extents and strides keep every index inside its memory, and every grid is valid. The accesses
+of a kernel itself cannot be checked: machine code is trusted, as a program is.
 """
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from engines.plan.plan import (
     runs_by_item,
 )
 
-ADDRESSABLE = 1 << 46       # bytes that a process can have: no sum of offsets below it leaves an i64
-_NUMBERS = "biufc"          # numpy's kinds of dtypes whose elements are what their bytes say
+ADDRESSABLE = 1 << 46       # maximum bytes of a process: sums of offsets below it cannot overflow an i64
+_NUMBERS = "biufc"          # NumPy's kinds of dtypes with plain numeric elements
 
 
 class _Broken(Exception):
-    """What does not fit."""
+    """Inconsistency of a plan; the message describes it."""
 
 
 def verify(plan: Plan) -> Plan:
-    """The plan itself, after checking that its parts fit together. Raises PlanCorruptError: what does not, where."""
+    """Check that a plan is consistent and return it. Raises PlanCorruptError, naming the faulty part."""
     try:
         _check_plan(plan)
         for index, buffer in enumerate(plan.machine.buffers):
@@ -131,14 +131,14 @@ def _check_view(plan: Plan, view: TensorView, where: str) -> None:
 
 
 def element_bytes(dtype: str) -> int:
-    """Of an element; 0 if no tensor has that dtype."""
+    """Return the bytes of an element of a dtype; 0 if tensors cannot have that dtype."""
     if dtype in BITS:
         return memory_dtype(dtype).itemsize
     try:
         found = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError):
         return 0
-    # Only by its own name: "4,i8" or "<i4" would be a dtype, too.
+    # Only canonical names: np.dtype also accepts "4,i8" and "<i4".
     return found.itemsize if found.name == dtype and found.kind in _NUMBERS else 0
 
 

@@ -1,4 +1,4 @@
-"""ExecutionContext: the memory of one request or batch at a time, and what carries it out."""
+"""ExecutionContext: memory and execution state of one request or batch at a time."""
 from __future__ import annotations
 
 import math
@@ -17,8 +17,8 @@ from engines.plan.plan import Plan, Step, TensorView
 from engines.runtime.rerun import Rerun
 from engines.runtime.results import Results
 
-LENT_BYTES = 1 << 17        # of an array that is worth lending: smaller ones are copied sooner
-ITEM_BYTES = 1 << 16        # of an item that is: each is lent by itself
+LENT_BYTES = 1 << 17        # arrays of at least this size are used without a copy; smaller ones are copied sooner
+ITEM_BYTES = 1 << 16        # items of at least this size are read in place, each by itself
 
 
 class ExecutionContext:
@@ -28,9 +28,9 @@ class ExecutionContext:
         self.plan, self.execution = plan, execution
         self._inputs = {io.name: view for io, view in zip(plan.inputs, plan.machine.inputs, strict=True)}
         self._outputs = {io.name: view for io, view in zip(plan.outputs, plan.machine.outputs, strict=True)}
-        self._arrays: dict[tuple[str, str, int], Array] = {}    # (kind, name, batch) -> what has been asked for
+        self._arrays: dict[tuple[str, str, int], Array] = {}    # (kind, name, batch) -> cached array
         self.rerun: Rerun | None = None                         # set by `expect`
-        self._reruns: dict[int, Rerun | None] = {}              # of each batch that has been expected
+        self._reruns: dict[int, Rerun | None] = {}              # by batch size
         self._lender = execution if isinstance(execution, WorksInArrays) else None
         self._taker = execution if isinstance(execution, TakesItems) else None
         self._binder = execution if isinstance(execution, BindsArrays) else None
@@ -55,7 +55,7 @@ class ExecutionContext:
         self.execution.run(batch)
 
     def show(self, batch: int, show: Show) -> None:
-        """Execute, and show each output as soon as it is whole."""
+        """Execute, and call `show` for each output as soon as it is complete."""
         self._check(batch)
         assert isinstance(self.execution, ShowsOutputs), "several threads do not stop between two steps"
         self.execution.show(batch, show)
@@ -65,11 +65,11 @@ class ExecutionContext:
         return self._array("output", name, batch)
 
     def run(self, arrays: Mapping[str, Array], batch: int) -> dict[str, Array]:
-        """The outputs of inputs that fit. What is large is not copied, where the execution works in arrays."""
+        """Run on checked inputs and return the outputs; large arrays are used in place if the execution can."""
         lent, is_ours = dict[str, Array](), True
         try:
             for name, array in arrays.items():
-                # Of one plan either is possible: where items are lent, no output is.
+                # A plan supports one of the two: if items are read in place, outputs are not written in place.
                 if array.nbytes < LENT_BYTES or isinstance(array, ChangingArray) or not (
                         self._lends(self._inputs[name], array) or self._lends_items(name, 0, array)):
                     np.copyto(self.input(name, batch), array)
@@ -86,8 +86,10 @@ class ExecutionContext:
         return {name: array if name in lent and is_ours else array.copy() for name, array in made.items()}
 
     def expect(self, batch: int, unread: Collection[str] = ()) -> None:
-        """Have `rerun` for so many items; None: some of what is copied is large, and may be lent. unread: inputs whose
-        values do not matter."""
+        """Set `rerun` for a batch size, or to None if an array is large enough to be used without a copy.
+
+        unread: inputs whose values are not read.
+        """
         if batch not in self._reruns:
             self._reruns[batch] = self._rerun(batch, unread)
         self.rerun = self._reruns[batch]
@@ -107,14 +109,13 @@ class ExecutionContext:
 
     @cached_property
     def in_place(self) -> frozenset[str]:
-        """The inputs whose items are read where `execute_with` is told that they lie, for they are large. On a GPU none
-        of the host's memory is."""
+        """Inputs whose items are large, so that `execute_with` reads them in place; none on a GPU."""
         taker = self._taker
         return frozenset(name for name, view in self._inputs.items()
                          if taker and view.item_stride >= ITEM_BYTES and taker.takes(view))
 
     def takes(self, name: str, array: Array) -> bool:
-        """Whether `execute_with` copies nothing of an array of items of one of `in_place`."""
+        """Return True if `execute_with` reads an array of items of an input in `in_place` without a copy."""
         view = self._inputs[name]
         return (self._taker is not None and array.dtype == memory_dtype(view.dtype)
                 and array.nbytes % view.item_stride == 0 and self._taker.takes(view, array))
@@ -146,7 +147,7 @@ class ExecutionContext:
 
     @property
     def binds_arrays(self) -> bool:
-        """Whether inputs and outputs may be arrays on a GPU."""
+        """True if inputs and outputs may be arrays on a GPU."""
         return self._binder is not None
 
     def execute_with(self, batch: int, placed: Mapping[str, Sequence[Any]]) -> None:
@@ -212,7 +213,7 @@ class ExecutionContext:
         self.execution.close()
 
     def _array(self, kind: str, name: str, batch: int) -> Array:
-        """Where a tensor lies never changes, so each array is made once."""
+        """Return the cached array of a tensor, whose address never changes."""
         found = self._arrays.get((kind, name, batch))
         if found is None:
             self._check(batch)
@@ -230,5 +231,5 @@ class ExecutionContext:
 
 
 def names_of(names: Mapping[str, object]) -> str:
-    """For a message."""
+    """Return the quoted names, for a message."""
     return ", ".join(f"'{name}'" for name in names)

@@ -31,7 +31,7 @@ def _checked_cpus(cpus: Sequence[int] | None, threads: int) -> tuple[int, ...] |
 
 
 class OfPlan:
-    """What an engine of any kind says of its plan."""
+    """Base class of engines: properties of the plan."""
     plan: Plan
     threads: int
 
@@ -49,42 +49,42 @@ class OfPlan:
 
     @property
     def max_batch(self) -> int:
-        """Items that one execute takes; 0: the model has no batch axis."""
+        """Maximum number of items of one execute; 0 if the model has no batch axis."""
         return self.plan.max_batch
 
     @property
     def dependence(self) -> str:
-        """Why a batch must neither be cut nor merged with others; "" if each item is computed from itself alone."""
+        """Reason why a batch must be neither split nor merged with others; "" if items are independent."""
         return self.plan.dependence
 
     @property
     def precision(self) -> str:
-        """The precision that the plan was built with: int8, fp16, bf16, fp32 or best."""
+        """Requested precision of the build: int8, fp16, bf16, fp32 or best."""
         return self.plan.precision
 
     @property
     def deciding(self) -> tuple[str, ...]:
-        """The inputs whose values decide what is computed."""
+        """Names of the inputs whose values decide about shapes or branches."""
         return ()
 
     @property
     def is_steady(self) -> bool:
-        """Whether all is compiled for shapes that are fixed: how long an execution takes hardly follows from values."""
+        """True if all is compiled for fixed shapes, so that the time of an execution hardly depends on its values."""
         return False
 
     @cached_property
     def defaults(self) -> Defaults:
-        """What inputs are that a run leaves out."""
+        """Default values of optional inputs."""
         return Defaults(self.plan)
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the build said of itself: the preprocessing of the calibration's pictures, ..."""
+        """Metadata of the build: preprocessing of the calibration pictures, versions, ..."""
         return self.plan.metadata
 
 
 class Lent:
-    """A context of a pool, which gets it back when it is left."""
+    """Context manager of a pooled context, which returns to the pool on exit."""
     __slots__ = ("_context", "_pool")
 
     def __init__(self, pool: deque[ExecutionContext], context: ExecutionContext) -> None:
@@ -102,10 +102,24 @@ class Engine(OfPlan):
 
     def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None,
                  beside: Engine | None = None, gpu: int = 0) -> None:
-        """plan: as read from a file, or just built. beside: that of the plan which it shares constants with. gpu: where
-        a plan for a GPU runs, if there are several.
+        """Load a plan.
 
-        Raises PlanCorruptError, PlanTargetError, ConfigError.
+        Parameters
+        ----------
+        plan : Plan
+            Plan read from a file or just built.
+        threads : int
+            Threads of each context.
+        cpus : sequence of int, optional
+            CPUs to which the threads are pinned.
+        beside : Engine, optional
+            Engine whose plan this plan shares constants with.
+        gpu : int
+            Index of the GPU, for a plan for GPUs.
+
+        Raises
+        ------
+        PlanCorruptError, PlanTargetError, ConfigError
         """
         if threads < 1:
             raise ConfigError(f"threads={threads}: at least 1")
@@ -116,8 +130,8 @@ class Engine(OfPlan):
         self._loaded: Loaded = device.load(plan, threads, beside._loaded if beside else None)
         self._feeds = Feeds(plan)
         self._unread = _unread(plan)
-        self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
-        self.larger: Callable[[int], Engine] | None = None     # compiles the same plan for so many items, if set
+        self._idle: deque[ExecutionContext] = deque()      # append and pop of a deque are atomic
+        self.larger: Callable[[int], Engine] | None = None     # compiles the plan for a larger batch, if set
         self._enlarged: Engine | None = None
         self._enlarging = threading.Lock()
 
@@ -127,17 +141,17 @@ class Engine(OfPlan):
 
     @property
     def arena_bytes(self) -> int:
-        """Of one context's buffers (a context of T threads has T such arenas)."""
+        """Bytes of the buffers of one context."""
         return self._loaded.arena_bytes
 
     @property
     def bytes(self) -> int:
-        """Of constants, and of one context's buffers."""
+        """Bytes of the constants and of the buffers of one context."""
         machine = self.plan.machine
         return len(machine.constants) + machine.expanded_bytes + self.arena_bytes
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Nothing: a plan without open extents is for one set of shapes. See OpenEngine."""
+        """Do nothing: a plan without open extents has one set of shapes. See OpenEngine."""
 
     def create_context(self, cpus: Sequence[int] | None = None) -> ExecutionContext:
         """Make a context with memory of its own, for one owner thread at a time.
@@ -183,7 +197,7 @@ class Engine(OfPlan):
         return self.run_arrays({name: on_host(name, value) for name, value in feeds.items()})
 
     def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None:
-        """The same for feeds just like those of the run before; None: they are not, and nothing has run."""
+        """Run quickly if names, shapes and dtypes are those of the last run; otherwise run nothing, return None."""
         try:
             context = self._idle.pop()
         except IndexError:
@@ -194,7 +208,7 @@ class Engine(OfPlan):
             self._idle.append(context)
 
     def run_arrays(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """The same for arrays as they lie in memory."""
+        """Run the model on arrays in the dtypes of memory (see `engines.ir.dtypes.as_in_memory`)."""
         items = self._feeds.check(arrays)
         if self.larger and self.plan.dependence and items > self.plan.batch_slots:
             return self._for_items(items, self.larger).run_arrays(arrays)
@@ -211,9 +225,9 @@ class Engine(OfPlan):
             self._idle.append(context)
 
     def show(self, feeds: Mapping[str, Array], show: Show) -> None:
-        """Run, and show each output where it lies, as soon as it is whole: at most a batch's items, by one thread.
+        """Run, and call `show` with a view of each output as soon as it is complete, for plans of one thread.
 
-        Raises InputError: what does not fit, more items than that among it.
+        Raises InputError as `run`, and for more than max_batch items.
         """
         arrays = {name: on_host(name, value) for name, value in feeds.items()}
         items = self._feeds.check(arrays)
@@ -223,7 +237,7 @@ class Engine(OfPlan):
             context.show(items, show)
 
     def _for_items(self, items: int, larger: Callable[[int], Engine]) -> Engine:
-        """The same engine with room for so many items; the largest so far is kept."""
+        """Return the engine compiled for at least `items` items; the largest so far is kept."""
         with self._enlarging:
             before = self._enlarged
             if before is None or before.plan.batch_slots < items:
@@ -234,7 +248,7 @@ class Engine(OfPlan):
             return self._enlarged
 
     def lent(self) -> Lent:
-        """A context from the pool, or a new one if all are in use."""
+        """Return a pooled context, or a new one if all are in use, as a context manager."""
         return Lent(self._idle, self._taken())
 
     def _taken(self) -> ExecutionContext:
@@ -244,7 +258,7 @@ class Engine(OfPlan):
             return self.create_context()
 
     def close(self) -> None:
-        """Stop the helper threads of the pooled contexts and free their memory; the engine may be used again."""
+        """Stop the helper threads of pooled contexts and free their memory; the engine remains usable."""
         while self._idle:
             self._idle.pop().close()
         if self._enlarged:
@@ -252,7 +266,7 @@ class Engine(OfPlan):
 
 
 def on_host(name: str, value: Any) -> Array:
-    """A feed as it lies in memory. InputError: it lies on a GPU."""
+    """Convert a feed to an array in the dtypes of memory. Raises InputError if it is on a GPU."""
     if hasattr(value, "__cuda_array_interface__") and not isinstance(value, np.ndarray):
         raise InputError(f"input '{name}' lies on a GPU: make a context and bind it, context.bind('{name}', array)")
     return as_in_memory(np.asarray(value))
@@ -260,7 +274,7 @@ def on_host(name: str, value: Any) -> Array:
 
 # ---- feeds
 class Defaults:
-    """The values of inputs that may be left out, as the model has them: for one item where they have the batch."""
+    """Default values of optional inputs from the model; for one item if the input has a batch axis."""
 
     def __init__(self, plan: Plan) -> None:
         self._inputs = {io.name: io for io in plan.inputs}
@@ -268,7 +282,7 @@ class Defaults:
                        for name, value in plan.metadata.get(DEFAULTS, {}).items()}
 
     def complete(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The feeds with those that are left out."""
+        """Return the feeds with default values for missing optional inputs."""
         missing = self.values.keys() - feeds.keys()
         if not missing:
             return feeds
@@ -279,7 +293,7 @@ class Defaults:
 
 
 class Feeds:
-    """What a plan's inputs take, worked out once."""
+    """Validator of feeds: the expected dtypes and shapes of a plan's inputs."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -287,8 +301,7 @@ class Feeds:
                           for io, view in zip(plan.inputs, plan.machine.inputs, strict=True)}
 
     def check(self, arrays: Mapping[str, Array]) -> int:
-        """The number of items in the feeds (1 if the model has no batch axis). InputError: what was expected, what
-        came."""
+        """Return the number of items in the feeds (1 if the model has no batch axis). Raises InputError."""
         if len(arrays) != len(self._expected) or any(name not in self._expected for name in arrays):
             self._refuse_names(arrays)
         items: int | None = None
@@ -297,9 +310,9 @@ class Feeds:
             if array.dtype != dtype:
                 raise InputError(f"{self._plan.name}: input '{name}' is {array.dtype}, the model takes {dtype}")
             if (array.shape[1:] if batched else array.shape) != shape or array.ndim < batched:
-                wanted = ["batch", *shape] if batched else [*shape]
+                expected = ["batch", *shape] if batched else [*shape]
                 raise InputError(f"{self._plan.name}: input '{name}' has shape {list(array.shape)}, the model takes "
-                                 f"[{', '.join(map(str, wanted))}]")
+                                 f"[{', '.join(map(str, expected))}]")
             if batched:
                 if items is not None and len(array) != items:
                     self._refuse_counts(arrays)
@@ -319,9 +332,9 @@ class Feeds:
 
 
 def _unread(plan: Plan) -> frozenset[str]:
-    """The inputs of which nothing but the shapes is wanted: no step reads their memory, and no output lies there."""
+    """Return the inputs whose values are not read: no step reads their buffer, and no output is in it."""
     machine = plan.machine
-    # It is run from its graph, on a GPU, or by what says nothing of its operands.
+    # Unknown for plans that run from their graph or on a GPU, and for steps without operands.
     if not machine.code or any(step.launch or not (step.operands or step.fallback) for step in machine.steps):
         return frozenset()
     read = {view.buffer for view in machine.outputs}

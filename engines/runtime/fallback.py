@@ -1,6 +1,6 @@
-"""Steps that no kernel runs: engines.ops.reference computes them in Python, in real numbers.
+"""Fallback steps: nodes without a kernel, which engines.ops.reference evaluates in Python in floats.
 
-What lies in the arena is dequantised or widened first, and the results are stored as the plan says.
+Inputs are dequantised or widened first, and results are stored in the plan's dtypes.
 """
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from engines.plan.plan import Fallback, TensorView
 
 
 class FallbackStep:
-    """A fallback made ready to run: the node decoded, its constants real numbers, the reference imported."""
+    """Runnable fallback: the node is decoded, its constants are dequantised, and the reference is imported."""
 
     def __init__(self, fallback: Fallback, constants: Mapping[str, Array]) -> None:
-        """constants: Plan.weights. Raises PlanCorruptError: the node or one of its constants cannot be read."""
+        """Prepare a fallback. constants: Plan.weights. Raises PlanCorruptError if it cannot be decoded."""
         from engines.ir.serialize import node_from_json
         from engines.ops.reference import run_node
         self._run_node, self._node, self._fallback = run_node, node_from_json(fallback.node), fallback
@@ -38,12 +38,14 @@ class FallbackStep:
                                    f"({error}); build the plan again") from error
 
     def run(self, array: Callable[[TensorView], Array], batch: int) -> None:
-        """`array` gives the memory of a tensor. Raises PlanError: the node does not take these values, or gives others
-        than the plan has room for."""
+        """Run the step. array: returns the array of a view.
+
+        Raises PlanError if the reference rejects the values or returns another shape than the plan declares.
+        """
         self.ready(array, batch)()
 
     def ready(self, array: Callable[[TensorView], Array], batch: int) -> Callable[[], None]:
-        """Such a run, as often as wanted: of tensors that stay where they are."""
+        """Return a function that runs the step repeatedly on the same arrays."""
         sources = [(source, array(source)) if isinstance(source, TensorView) else
                    (None, self._constants[source] if source else None) for source in self._fallback.inputs]
         return partial(self._run, sources, [(view, array(view)) for view in self._fallback.outputs], batch)
@@ -56,7 +58,7 @@ class FallbackStep:
             results = self._run_node(self._node, inputs, batch)
             for (view, target), result in zip(targets, results, strict=True):
                 _store(target, np.asarray(result), view)
-        except Exception as error:      # an operator's own, for which the values are at fault, or the plan
+        except Exception as error:      # any error of an operator is attributed to its values or the plan
             name = self._node.name or self._fallback.outputs[0].name
             raise PlanError(f"the reference cannot run {self._node.op} '{name}' on these values "
                             f"({type(error).__name__}: {error}); where it runs on no others either, build the "
@@ -70,8 +72,10 @@ def _store(target: Array, result: Array, view: TensorView) -> None:
 
 
 def to_real(stored: Array, quant: QParams | None, dtype: str = "") -> Array:
-    """A copy of what a stored tensor means: dequantised, float32 for "bfloat16" (stored as its bits, uint16), or in
-    ml_dtypes' type where numpy lacks it."""
+    """Return a copy of a stored tensor as real numbers.
+
+    It is dequantised, float32 for "bfloat16" (stored as bits in uint16), or of ml_dtypes' type if NumPy has none.
+    """
     if quant is not None:
         from engines.ops.reference import dequantize
         return dequantize(stored, quant)
@@ -81,7 +85,7 @@ def to_real(stored: Array, quant: QParams | None, dtype: str = "") -> Array:
 
 
 def to_stored(real: Array, quant: QParams | None, dtype: str) -> Array:
-    """The inverse: rounded half to even; integers saturated."""
+    """Convert real numbers to the stored dtype: rounded half to even, integers saturated."""
     if quant is not None:
         from engines.ops.reference import quantize
         return quantize(real, quant)

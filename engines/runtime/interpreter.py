@@ -1,7 +1,7 @@
-"""Runs a program: segments and host operators over named values, regions by If, Loop and Scan.
+"""Interpreter of programs: runs segments, host operators, and the regions of If, Loop, Scan and SequenceMap.
 
-A region made ready is a function of the values of its inputs, and of those around it that it reads. Nothing here knows
-shapes; an instruction costs a few microseconds beside what it runs.
+A Runner is a function of the values of its region's inputs and of the captured outer values. The interpreter does not
+depend on shapes; its overhead is a few microseconds for each instruction.
 """
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from engines.runtime.host import evaluator
 from engines.runtime.iteration import InPlace, Iteration, Segment, Value, truth
 
 Around = Mapping[str, Value]
-Compute = Callable[[list[Value]], Sequence[Value]]      # of all values, each in its place
+Compute = Callable[[list[Value]], Sequence[Value]]      # (all values of the region) -> results of the instruction
 
 
 class Runner:
-    """A region made ready to run: each of its values has a place in a list, its inputs the first ones, what an
-    instruction makes neighbouring ones. To find values by their names takes longer than a small segment runs."""
+    """Runnable region.
+
+    Each value has a slot in a list: the inputs the first ones, the results of an instruction consecutive ones. Looking
+    values up by name would take longer than a small segment runs.
+    """
 
     def __init__(self, region: Region, segments: Sequence[Segment], constants: Mapping[str, Array]) -> None:
         self.region = region
@@ -33,17 +36,17 @@ class Runner:
         read = dict.fromkeys((*region.outputs, *(name for one in region.instructions for name in one.inputs)))
         self._beginning: list[Value] = [None] * len(region.inputs)
         self._places = {name: place for place, name in enumerate(region.inputs)}
-        self._place("", None)               # an input that is absent
+        self._slot("", None)                # an absent input
         for name in (*read, *region.captures):
             if name in constants and name not in self._places:
-                self._place(name, constants[name])
-        self._captures = [(name, self._place(name, None)) for name in region.captures]
+                self._slot(name, constants[name])
+        self._captures = [(name, self._slot(name, None)) for name in region.captures]
         self._steps = [self._step(one, segments) for one in region.instructions]
         self._results = _together(self._places, region.outputs)
         self.in_place = InPlace.of(region, segments, constants)
 
     def run(self, inputs: Sequence[Value], around: Around) -> list[Value]:
-        """The outputs; around: values that the region reads without being given them, and others."""
+        """Run the region and return its outputs. around: outer values by name, the captured ones among them."""
         assert len(inputs) == len(self.region.inputs), f"{len(inputs)} values for {self.region.inputs}"
         values = self._beginning.copy()
         values[:len(inputs)] = inputs
@@ -57,20 +60,20 @@ class Runner:
                 values[place] = None
         return list(self._results(values))
 
-    def _place(self, name: str, value: Value) -> int:
-        """A place for a value, which holds this at the beginning; the one that it has."""
+    def _slot(self, name: str, value: Value) -> int:
+        """Return the slot of a name; a new one has this initial value."""
         if name not in self._places:
             self._places[name] = len(self._beginning)
             self._beginning.append(value)
         return self._places[name]
 
     def _step(self, instruction: Instruction, segments: Sequence[Segment]) -> tuple[Compute, int, int, Sequence[int]]:
-        """What computes an instruction, the places of what it makes, and those of what nobody reads behind it."""
+        """Return the function of an instruction, the range of its results' slots, and the slots that are dead after."""
         compute, first = self._compute(instruction, segments), len(self._beginning)
         for name in instruction.outputs:
             if name:
                 self._places[name] = len(self._beginning)
-            self._beginning.append(None)    # of an output without a name, too
+            self._beginning.append(None)    # an unnamed output has a slot, too
         drops = [self._places[name] for name in instruction.drops if name in self._places]
         return compute, first, len(self._beginning), drops
 
@@ -91,7 +94,7 @@ class Runner:
 
 
 def _together(places: Mapping[str, int], names: Sequence[str]) -> Callable[[list[Value]], Sequence[Value]]:
-    """The values of these names, of a list of all."""
+    """Return a function that selects the values of these names from a list of all values."""
     if len(names) > 1:
         return itemgetter(*(places[name] for name in names))
     if not names:
@@ -101,7 +104,7 @@ def _together(places: Mapping[str, int], names: Sequence[str]) -> Callable[[list
 
 
 def _so_many(made: Sequence[Value], count: int) -> list[Value]:
-    """Without outputs that the model does not read, which an operator may make; absent ones are None."""
+    """Return exactly `count` results: extra optional outputs are dropped, absent ones are None."""
     return [*made[:count], *[None] * (count - len(made))]
 
 
@@ -110,8 +113,7 @@ def _if(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: A
 
 
 def _loop(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Around) -> list[Value]:
-    """Runs the body until its condition fails, `given[0]` times at most; what it makes beside condition and carried
-    values is stacked."""
+    """Run ONNX's Loop: the body until its condition is false, at most `given[0]` times; scan outputs are stacked."""
     (body,) = regions
     most, condition = given[0], given[1] if len(given) > 1 else None
     limit = None if most is None else max(int(most.reshape(-1)[0]), 0)
@@ -124,7 +126,7 @@ def _loop(node: Node, regions: Sequence[Runner], given: Sequence[Value], around:
 
 
 def _scan(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Around) -> list[Value]:
-    """Runs the body for each slice of the inputs that are scanned, the last ones."""
+    """Run ONNX's Scan: the body for each slice of the scan inputs, which are the last ones."""
     if node.attrs["onnx_opset"] < 9:
         return _scan_batch(node, regions, given, around)
     (body,) = regions
@@ -149,7 +151,7 @@ def _scan(node: Node, regions: Sequence[Runner], given: Sequence[Value], around:
 
 
 def _scan_batch(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Around) -> list[Value]:
-    """As opset 8 has it: each item of the batch by itself, behind an input for the items' lengths."""
+    """Run Scan of opset 8: each item of the batch separately; the first input is the optional sequence_lens."""
     lengths, *values = given
     if lengths is not None:
         raise PlanError(f"{node.op} '{node.name}': lengths of single items, which only opset 8 has, are not supported")
@@ -161,7 +163,7 @@ def _scan_batch(node: Node, regions: Sequence[Runner], given: Sequence[Value], a
 
 
 def _stacked(values: Sequence[Value] | Array, kind: Kind, axis: int) -> Array:
-    """values: of all steps, a list or an array."""
+    """Stack the values of all steps, a list or an array, along `axis`."""
     if isinstance(values, np.ndarray):
         return np.ascontiguousarray(_moved(values, 0, axis))
     if values:
@@ -172,7 +174,7 @@ def _stacked(values: Sequence[Value] | Array, kind: Kind, axis: int) -> Array:
 
 
 def _moved(array: Array, axis: int, place: int) -> Array:
-    """np.moveaxis, which takes longer than a small step."""
+    """Move an axis as np.moveaxis does, which takes longer than a small step."""
     if axis == place:
         return array
     order = list(range(array.ndim))
@@ -181,7 +183,7 @@ def _moved(array: Array, axis: int, place: int) -> Array:
 
 
 def _map(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Around) -> list[Value]:
-    """SequenceMap: the body on each tensor of the first sequence, beside those of others, and tensors that stay."""
+    """Run ONNX's SequenceMap: the body on the tensors at each index of the sequences; plain tensors are invariant."""
     (body,) = regions
     made = [body.run([value[index] if isinstance(value, list) else value for value in given], around)
             for index in range(len(given[0]))]

@@ -1,9 +1,8 @@
-"""Loop and Scan: a body that runs again and again. A step has rows of sequences, and what the step before handed on;
-what it makes beside that is stacked.
+"""Execution of the bodies of Loop and Scan, with loop-carried values, scan inputs and stacked scan outputs.
 
-Most bodies gather rows of tensors from around and are one segment beside that. Such a body runs in place: its segment
-is bound to a context, and what is copied from where to where is found out once for that context; a step copies a few
-rows into the context's inputs, and runs it. Any other body is a region like others, with new values at each step.
+Most bodies consist of Gathers of rows of outer tensors and one segment. Such a body runs in place: the segment is bound
+to a context, and the copies between its arrays are determined once for that context; a step copies a few rows to the
+context's inputs and runs it. Any other body is interpreted as a region, with new values at each step.
 """
 from __future__ import annotations
 
@@ -22,36 +21,36 @@ from engines.ir.dtypes import as_in_memory
 from engines.ir.graph import Array, Node
 from engines.plan.program import Instruction, Region
 
-MOST_STEPS = 1 << 24        # of one Loop: it would run for ever, as the server's thread that runs it
-MEMORY_SHARE = 0.25         # of this machine's, that its stacked outputs and its sequences may take
-CHECKED = 256               # steps from check to check
-ROOM = 16                   # steps that stacks have room for at first, where more are no few bytes
+MOST_STEPS = 1 << 24        # maximum steps of one Loop, so that an endless one does not block a thread forever
+MEMORY_SHARE = 0.25         # share of this machine's memory that stacked outputs and sequences may take
+CHECKED = 256               # steps between checks of these limits
+ROOM = 16                   # initial capacity of stacks in steps, if that of all steps exceeds FEW_BYTES or is unknown
 FEW_BYTES = 1 << 20
 Value = Any                                     # an array, a list of them (a sequence), or None (an empty optional)
 
 
 class Bound(Protocol):
-    """A segment and the memory of its inputs and outputs, for as long as its shapes stay."""
-    kept: Any       # what its borrower has made of it, for the next time; None at first
+    """Interface of a segment bound to arrays for its inputs and outputs, valid for one set of shapes."""
+    kept: Any       # cache of the borrower; None at first
 
     @property
     def inputs(self) -> Mapping[str, Array]:
-        """As they lie in memory; none for those that it has been specialised for."""
+        """Arrays of the inputs in the dtypes of memory; inputs specialised by value have none."""
 
     @property
     def outputs(self) -> Mapping[str, Array]:
-        """In the dtypes that they have by name."""
+        """Arrays of the outputs in their declared dtypes."""
 
     def run(self) -> None: ...
 
 
 class Segment(Protocol):
-    """engines.runtime.program_engine.Segment."""
+    """Interface of engines.runtime.program_engine.Segment."""
 
     def __call__(self, given: Sequence[Array]) -> Sequence[Array]: ...
 
     def bound(self, given: Sequence[Array]) -> AbstractContextManager[Bound]:
-        """Lent to the caller; the inputs hold what is given."""
+        """Lend the segment bound to arrays, of which the inputs hold these values."""
 
 
 class Body(Protocol):
@@ -64,13 +63,13 @@ class Body(Protocol):
 
 @dataclass
 class Iteration:
-    """The steps of one Loop or Scan.
+    """Steps of one Loop or Scan.
 
-    carried     what the first step begins with, then what the last one has made
-    rows        tensors of which step i has element i
-    limit       how many steps there are at most
-    counted     a Loop: the body begins with the number of the step, and first makes whether there is another one
-    stacks      what the steps have made for each stacked output: a list, or an array of all
+    carried     loop-carried values: the initial ones, then those of the last step
+    rows        scan inputs: step i reads element i
+    limit       maximum number of steps; None: unlimited
+    counted     True for a Loop: the body's first inputs are the step and the condition, its first output the condition
+    stacks      values of all steps for each scan output, as a list or an array
     """
     node: Node
     carried: list[Value]
@@ -89,7 +88,7 @@ class Iteration:
                             ) from error
 
     def check(self, done: int) -> None:
-        """Raises PlanError: after so many steps there is no end in sight, or no memory for what they make."""
+        """Raise PlanError if the steps or the memory of their results exceed the limits."""
         what = f"{self.node.op} '{self.node.name}'"
         if done >= MOST_STEPS:
             raise PlanError(f"{what} has not ended after {done} steps; of these inputs it may never end")
@@ -130,14 +129,14 @@ def truth(value: Array, node: Node) -> bool:
 
 @dataclass(frozen=True)
 class _Gather:
-    """A row of a tensor that stays, by a number among the body's inputs."""
+    """Gather of a row of an outer tensor at an index that is an input of the body."""
     source: str
     index: str
     row: str
 
 
 class InPlace:
-    """A body that is one segment, behind Gathers of rows."""
+    """Body that consists of Gathers of rows and one segment."""
 
     def __init__(self, region: Region, gathers: Sequence[_Gather], last: Instruction, segment: Segment,
                  constants: Mapping[str, Array]) -> None:
@@ -146,7 +145,7 @@ class InPlace:
 
     @staticmethod
     def of(region: Region, segments: Sequence[Segment], constants: Mapping[str, Array]) -> InPlace | None:
-        """The region as such a body; None: it is another one."""
+        """Return the region as such a body; None if it has another form."""
         if not region.instructions:
             return None
         *first, last = region.instructions
@@ -160,7 +159,7 @@ class InPlace:
         return InPlace(region, gathers, last, segments[last.segment], constants)
 
     def run(self, steps: Iteration, around: Mapping[str, Value]) -> bool:
-        """False: it cannot be run so, and nothing has happened."""
+        """Run all steps in place; return False without any effect if that is not possible."""
         if not all(isinstance(value, np.ndarray) for value in steps.carried) or not all(map(len, steps.rows)):
             return False
         values = dict(zip(self._region.inputs, (*(_FIRST if steps.counted else ()), *steps.carried,
@@ -183,7 +182,7 @@ class InPlace:
         return found
 
     def _repetition(self, steps: Iteration, values: Mapping[str, Array], bound: Bound) -> _Repetition | None:
-        """The steps in the segment's memory, which holds these values; None: what they carry grows."""
+        """Return the copies between steps for a bound segment; None if carried values change their shape or dtype."""
         own = {name: np.array(as_in_memory(value)) for name, value in values.items() if name not in bound.inputs}
         places = {name: own[name] if name in own else bound.inputs[name] for name in values}
         made = {name: place.view(values[name].dtype) for name, place in places.items()} | dict(bound.outputs)
@@ -203,19 +202,19 @@ class InPlace:
                            [made[name] for name in results[kept:]])
 
 
-_FIRST = (np.array(0, np.int64), np.array(True))        # of a Loop: the number of the step, and that there is one
+_FIRST = (np.array(0, np.int64), np.array(True))        # a Loop's first step and condition
 
 
 @dataclass(frozen=True)
 class _Repetition:
-    """What the steps in a segment's memory copy from where to where.
+    """Copies between the arrays of a bound segment from step to step.
 
-    own         of the values that a step begins with, those that the segment has no memory for
-    carries     where a step reads a value, and where it makes it for the next one
-    going       whether there is another step; None: they are as many as there are rows
-    number      of the step, where it is read
-    rows        where a step reads a row, and the number of that row; None: the step's
-    stacked     what is kept of each step
+    own         arrays for inputs of the body that are no inputs of the segment
+    carries     (input, output) arrays of each loop-carried value
+    going       array of the condition; None: there is a step for each row
+    number      array of the step; None if it is not read
+    rows        array of each row and that of its index; None: the index is the step
+    stacked     arrays of the scan outputs
     """
     own: Mapping[str, Array]
     carries: Sequence[tuple[Array, Array]]
@@ -226,11 +225,11 @@ class _Repetition:
 
     @cached_property
     def apart(self) -> bool:
-        """Whether values may be handed on one after the other."""
+        """True if inputs and outputs of carried values do not overlap, so that they can be copied one by one."""
         return not any(np.may_share_memory(place, source) for place, _ in self.carries for _, source in self.carries)
 
     def begin(self, values: Mapping[str, Array]) -> bool:
-        """Have what the first step begins with in `own`; False: it does not fit."""
+        """Copy initial values to `own`; return False if a shape or dtype differs."""
         for name, place in self.own.items():
             value = as_in_memory(values[name])
             if value.shape != place.shape or value.dtype != place.dtype:
@@ -239,7 +238,7 @@ class _Repetition:
         return True
 
     def run(self, steps: Iteration, compute: Callable[[], None], sources: Sequence[Array]) -> bool:
-        """compute: what the segment does with its memory. sources: what the rows are of."""
+        """Run all steps. compute: runs the bound segment. sources: tensors of the rows."""
         apart, going, number, carries, limit = self.apart, self.going, self.number, self.carries, steps.limit
         rows = [(place, as_in_memory(source), index)
                 for (place, index), source in zip(self.rows, sources, strict=True)]
@@ -249,7 +248,7 @@ class _Repetition:
             compute()
             for stack, value in stacks:
                 stack[index - 1] = value
-            ends = index == limit or going is not None and not going.item()     # before what it may have been read from
+            ends = index == limit or going is not None and not going.item()     # read before the copies overwrite it
             for place, source in carries if apart else [(place, source.copy()) for place, source in carries]:
                 place[...] = source
             if ends:
@@ -270,6 +269,6 @@ class _Repetition:
         return True
 
     def _room(self, limit: int | None) -> int:
-        """Steps that stacks have room for at first."""
+        """Return the initial capacity of stacks in steps."""
         most = FEW_BYTES // max(sum(value.nbytes for value in self.stacked), 1)
         return limit if limit is not None and limit <= most else ROOM

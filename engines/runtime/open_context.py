@@ -1,4 +1,4 @@
-"""The contexts of an engine with open extents."""
+"""Execution contexts of engines with open extents."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from engines.runtime.staged import Runs, StagedContext
 
 
 class EngineOfShapes(Runs, Protocol):
-    """engines.runtime.open_engine.OpenEngine."""
+    """Interface of engines.runtime.open_engine.OpenEngine."""
 
     @property
     def max_batch(self) -> int: ...
@@ -25,7 +25,7 @@ class EngineOfShapes(Runs, Protocol):
 
 
 class OpenContext:
-    """Contexts of specialisations, one for each that its owner has met. One owner thread at a time.
+    """Context that holds an ExecutionContext for each specialisation that it has run. One owner thread at a time.
 
         context.at({"x": (1, 77)})      # then as an ExecutionContext for these shapes
     """
@@ -37,20 +37,19 @@ class OpenContext:
         self._now = self.at(engine.usual_shapes())
 
     def at(self, shapes: Shapes) -> ExecutionContext | StagedContext:
-        """The context for inputs of these shapes, which are those of what follows. Raises InputError, or what
-        specialising raises.
+        """Set the shapes of the inputs for later calls and return their context.
 
-        More items than its specialisation takes at once have a context of this call's own: the engine runs them in
-        slices, on contexts that it has itself, which are not held to `cpus`.
+        A batch larger than the specialisation's maximum gets a StagedContext: the engine runs it in slices, on its own
+        contexts, which are not pinned to `cpus`. Raises InputError, or an error of specialising.
         """
         engine = self._engine.at(shapes)
         slots = engine.plan.batch_slots
         if slots < self._engine.max_batch and self._engine.extents(shapes).get(BATCH, 1) > slots:
-            self._now = StagedContext(self._engine, lambda io, shape: None).at(shapes)      # which runs them in slices
+            self._now = StagedContext(self._engine, lambda io, shape: None).at(shapes)      # runs in slices
             return self._now
         context = self._contexts.get(engine)
         if context is None:
-            self._idle.use(engine, engine.arena_bytes)      # first: this one takes the memory that others leave
+            self._idle.use(engine, engine.arena_bytes)      # first, so that the new context reuses freed memory
             context = self._contexts[engine] = engine.create_context(self._cpus)
         elif context is not self._now:
             self._idle.use(engine, engine.arena_bytes)
@@ -79,7 +78,7 @@ class OpenContext:
         return self._now.profile(batch, repeats)
 
     def close(self) -> None:
-        """Stop the threads of all of them."""
+        """Stop the threads of all contexts."""
         for context in self._contexts.values():
             context.close()
 

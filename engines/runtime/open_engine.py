@@ -1,13 +1,14 @@
-"""OpenEngine: a loaded plan whose model has open extents, or inputs whose values decide what is computed. It runs any
-legal shapes and values, each by a specialisation: a plan for these numbers, kept for the next time.
+"""OpenEngine: an engine for models with open extents or inputs whose values decide about shapes or branches.
+
+Each combination of extents and deciding values runs by a specialisation: a plan compiled for these numbers and kept.
 
     engine.run({"x": array})        # as Engine.run
     context.at({"x": (1, 77)})      # an ExecutionContext for these shapes
 
-Where there is no specialisation yet, `specialise` says what happens. "background": the general version serves, the same
-graph by kernels that take extents at run time, and a shape that comes often is specialised on a thread of its own.
-"wait" makes the specialisation first; where the last shapes came once each, the general version serves until a shape
-comes again. "off" makes none, the general version serves.
+`specialise` selects what happens without a specialisation. "background": the general version runs, a plan with
+dynamic-shape kernels, and frequent shapes are specialised on a background thread. "wait": the specialisation is
+compiled first; but if each of the last shapes came only once, the general version runs until a shape recurs. "off": the
+general version runs.
 """
 from __future__ import annotations
 
@@ -44,15 +45,15 @@ from engines.runtime.policy import MEMORY_SHARE, REMEMBERED, Demand, IdleMemory,
 from engines.runtime.rerun import LastRun
 from engines.runtime.staged import StagedContext
 
-MOST_WAITING = 16           # specialisations to be made in the background
-Key = tuple[Any, ...]       # the numbers of the open extents, and the values of deciding inputs
-Ordered = tuple[Future[None], float]        # what is made in the background, and since when
+MOST_WAITING = 16           # maximum number of specialisations queued in the background
+Key = tuple[Any, ...]       # numbers of the open extents, and values of the deciding inputs
+Ordered = tuple[Future[None], float]        # a queued specialisation and the time when it was queued
 
 log = logging.getLogger(__name__)
 
 
 class SpecialisationMaker(Protocol):
-    """What makes specialisations: engines.compiler.specialise.Specialiser.
+    """Interface of the compiler of specialisations: engines.compiler.specialise.Specialiser.
 
     first: the engine whose constants they share
     """
@@ -66,22 +67,25 @@ class SpecialisationMaker(Protocol):
 
 
 class OpenEngine(OfPlan):
-    """Thread-safe, as Engine is."""
+    """Engine of a plan with open extents. Thread-safe."""
 
     def __init__(self, plan: Plan, specialiser: Callable[[], SpecialisationMaker], threads: int = 1,
                  cpus: Sequence[int] | None = None, policy: Policy = Policy(), gpu: int = 0) -> None:  # noqa: B008
-        """plan: of a model with open extents. specialiser: called when one is wanted; PlanTargetError: there is none,
-        for the plan is stripped or the compiler is not installed."""
+        """Load a plan with open extents.
+
+        specialiser: returns the compiler of specialisations when it is first needed; raises PlanTargetError if the plan
+        is stripped or the compiler is not installed.
+        """
         assert plan.open is not None
         self.plan, self.part, self.threads, self.policy = plan, plan.open, threads, policy
         self._cpus, self._gpu = tuple(cpus) if cpus is not None else None, gpu
         self._names = (*open_extents(self.part.inputs), *map(value_name, self.part.deciding))
-        self._ready: OrderedDict[Key, Engine] = OrderedDict()       # the one used last at the end
+        self._ready: OrderedDict[Key, Engine] = OrderedDict()       # specialisations, the last used at the end
         self._general: OrderedDict[Key, Engine] = OrderedDict()
         self._idle = IdleMemory[Engine](Engine.close)
         self._keys: dict[tuple[Any, ...], Key] = {}         # shapes of inputs, values of deciding ones -> extents
-        self._last: LastRun | None = None                     # of what is at the end of `_ready`
-        self._lock = threading.RLock()                      # of the tables; the others are held for seconds
+        self._last: LastRun | None = None                     # last run, by the engine at the end of `_ready`
+        self._lock = threading.RLock()                      # guards the tables; the other locks are held for seconds
         self._making, self._making_general = threading.Lock(), threading.Lock()
         self._waiting: dict[Key, Ordered] = {}
         self._refused: dict[Key, str] = {}
@@ -89,13 +93,13 @@ class OpenEngine(OfPlan):
         self._make = specialiser
         self._specialiser: SpecialisationMaker | None = None
         self._worker: ThreadPoolExecutor | None = None
-        self._first = Engine(plan, threads, self._cpus, gpu=gpu)  # kept for the others, which use its constants
+        self._first = Engine(plan, threads, self._cpus, gpu=gpu)  # always kept: the others use its constants
         self._first.larger = lambda items: self._larger(plan.extents, items)
         self._keep(self._key(plan.extents), self._first)
         for one in self.part.others:
             self._keep(self._key(one.extents), self._engine(one))
 
-    # ---- as of an Engine
+    # ---- interface of Engine
     @property
     def inputs(self) -> tuple[IoTensor, ...]:
         return self.part.inputs
@@ -106,11 +110,11 @@ class OpenEngine(OfPlan):
 
     @property
     def arena_bytes(self) -> int:
-        """Of a context that has met the usual shapes."""
+        """Bytes of the buffers of a context for the usual shapes."""
         return self.at(self.usual_shapes()).arena_bytes
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """As Engine.run, for any shapes that the model and the profiles allow."""
+        """Run the model (see Engine.run) on any shapes that the model and the profiles allow."""
         again = self.rerun(feeds)
         if again is not None:
             return again
@@ -124,18 +128,18 @@ class OpenEngine(OfPlan):
         return made
 
     def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None:
-        """As Engine.rerun."""
+        """Run quickly if the feeds match the last run, else return None (see Engine.rerun)."""
         last = self._last
         return last.run(feeds) if last else None
 
     def create_context(self, cpus: Sequence[int] | None = None) -> OpenContext | StagedContext:
-        """A context for one owner thread at a time; it has memory for each of the shapes that it met."""
+        """Create a context for one owner thread at a time, with memory for each shape that it has run."""
         if self.part.deciding:
             return StagedContext(self, self._usual)
         return OpenContext(self, cpus)
 
     def close(self) -> None:
-        """Stop the background thread, and the helper threads of the pooled contexts."""
+        """Stop the background thread and the helper threads of pooled contexts."""
         if self._worker:
             self._worker.shutdown(cancel_futures=True)
             self._worker = None
@@ -144,27 +148,29 @@ class OpenEngine(OfPlan):
 
     # ---- specialisations
     def usual_shapes(self, batch: int = 1) -> dict[str, tuple[int, ...]]:
-        """Those of the inputs that the plan itself is for."""
+        """Return the shapes of the inputs for which the plan itself was built."""
         return {io.name: io.shape_of(batch, self.plan.extents) for io in self.part.inputs}
 
     @property
     def specialised(self) -> list[Extents]:
-        """The extents for which there is a specialisation now, the one used last at the end."""
+        """Extents of the current specialisations, the last used at the end."""
         with self._lock:
             return [dict(zip(self._names, key, strict=True)) for key in self._ready]
 
     def keeps(self, engine: Engine) -> bool:
-        """Whether it is a specialisation: nothing will come in its place."""
+        """Return True if an engine is a specialisation, which nothing will replace, not a general version."""
         with self._lock:
             return any(engine is one for one in self._ready.values())
 
     def check(self, shapes: Shapes) -> None:
-        """Raises InputError: inputs of these shapes do not fit together, or the profiles."""
+        """Raise InputError if shapes of inputs are inconsistent or outside the profiles."""
         self.extents(shapes)
 
     def extents(self, shapes: Shapes, values: Mapping[str, Array] = {}) -> dict[str, Any]:      # noqa: B006
-        """The extents in inputs of these shapes, the batch among them, and the values of deciding inputs, the usual
-        ones where they are not given. Raises InputError as `check` does."""
+        """Return the extents of inputs of these shapes, batch included, and the values of deciding inputs.
+
+        values: those of deciding inputs; by default the usual ones. Raises InputError as `check`.
+        """
         extents: dict[str, Any] = extents_of(self.name, self.part.inputs, shapes)
         check_bounds(self.name, self.part.profiles, extents)
         if extents.get(BATCH) == 0 and not self.policy.segment:
@@ -185,18 +191,18 @@ class OpenEngine(OfPlan):
         return value_of(values[name], wanted)
 
     def usual_values(self) -> dict[str, Array]:
-        """Those of deciding inputs that the plan itself is for."""
+        """Return the values of deciding inputs for which the plan itself was built."""
         shapes = self.usual_shapes()
         found = {io.name: self._usual(io, shapes[io.name]) for io in self.part.inputs}
         return {name: value for name, value in found.items() if value is not None}
 
     def _usual(self, io: IoTensor, shape: tuple[int, ...]) -> Array | None:
-        """What an input of a context holds before it is written."""
+        """Return the initial value of an input of a context; None if it has none for this shape."""
         value = np.array(self.plan.extents.get(value_name(io.name), ())).astype(dtype_named(io.dtype))
         return as_in_memory(value).reshape(shape) if value.size and value.size == math.prod(shape) else None
 
     def timed(self, feeds: Mapping[str, Array], batch: int, repeats: int) -> list[tuple[Step, float]]:
-        """As ExecutionContext.profile, for a feed."""
+        """Profile the steps that run a feed (see ExecutionContext.profile)."""
         context = self.for_feed(feeds).create_context()
         try:
             return context.profile(batch, repeats)
@@ -204,15 +210,15 @@ class OpenEngine(OfPlan):
             context.close()
 
     def plan_of(self, feeds: Mapping[str, Array]) -> Plan:
-        """The specialisation that runs a feed."""
+        """Return the plan that runs a feed."""
         return self.for_feed(feeds).plan
 
     def for_feed(self, feeds: Mapping[str, Array]) -> Engine:
-        """The specialisation that runs a feed; deciding inputs are none of its."""
+        """Return the engine that runs a feed; it does not have the deciding inputs."""
         return self.at({name: array.shape for name, array in feeds.items()}, feeds)
 
     def whole_plan(self) -> Plan:
-        """The plan with all specialisations and general kernels that there are now."""
+        """Return the plan with all current specialisations and general kernels."""
         with self._lock:
             others = tuple(engine.plan for engine in self._ready.values() if engine.plan.extents != self.plan.extents)
             general, made = self._specialiser.generals if self._specialiser else (self.part.general, ())
@@ -222,7 +228,7 @@ class OpenEngine(OfPlan):
                        fingerprint="")
 
     def takes(self, extents: Extents) -> bool:
-        """Whether there is a graph of the model for these numbers and the usual values; it is specialised for them."""
+        """Return True if the model can be specialised for these numbers and the usual values; it is then."""
         shapes = {io.name: io.shape_of(1, extents) for io in self.part.inputs}
         try:
             self.at(shapes)
@@ -231,8 +237,11 @@ class OpenEngine(OfPlan):
         return True
 
     def at(self, shapes: Shapes, values: Mapping[str, Array] = {}) -> Engine:       # noqa: B006
-        """The engine that runs inputs of these shapes; values: of deciding inputs, which it does not take, where these
-        are not the usual ones. Raises InputError, or what specialising raises."""
+        """Return the engine that runs inputs of these shapes.
+
+        values: those of deciding inputs, which the engine does not have; by default the usual ones. Raises InputError,
+        or an error of specialising.
+        """
         engine = self._at(shapes, values)
         with self._lock:
             self._idle.use(engine, engine.arena_bytes)
@@ -275,8 +284,10 @@ class OpenEngine(OfPlan):
         return self._made_soon(key) or self._general_version(key)
 
     def _made_soon(self, key: Key) -> Engine | None:
-        """Have it made in the background; the engine, if that takes no longer than we are patient for. Nothing is
-        waited for where there is a general version."""
+        """Queue a specialisation in the background; return it if it is ready within the patience of the policy.
+
+        Does not wait if there is a general version.
+        """
         ordered = self._order(key)
         if ordered is None or key in self._general:
             return None
@@ -286,7 +297,7 @@ class OpenEngine(OfPlan):
             return self._ready.get(key)
 
     def _specialised(self, key: Key) -> Engine:
-        """Made here, unless another thread has just made it."""
+        """Return the specialisation, compiled on this thread unless another thread has just done so."""
         with self._making:
             with self._lock:
                 if key in self._ready:
@@ -315,7 +326,7 @@ class OpenEngine(OfPlan):
             return engine
 
     def _order(self, key: Key) -> Ordered | None:
-        """Have it made in the background, once; what comes while many wait is not made."""
+        """Queue a specialisation in the background, once; return None if it failed before or the queue is full."""
         with self._lock:
             if key in self._waiting or key in self._refused or len(self._waiting) >= MOST_WAITING:
                 return self._waiting.get(key)
@@ -328,7 +339,7 @@ class OpenEngine(OfPlan):
         try:
             if not self._is_ending():
                 self._specialised(key)
-        except Exception as error:      # whatever it is, the general version serves, and the thread lives on
+        except Exception as error:      # any error: the general version runs, and the thread continues
             if not isinstance(error, EngineError | OSError):
                 log.exception("%s: making a specialisation failed", self.name)
             self._refused[key] = str(error)
@@ -340,7 +351,7 @@ class OpenEngine(OfPlan):
                 self._general.pop(key, None)
 
     def _is_ending(self) -> bool:
-        """Whether the process ends, which would wait for all that was ordered: executors take nothing more then."""
+        """Return True if the process is exiting: executors accept no work then, and would finish all queued work."""
         try:
             return self._worker is None or not self._worker.submit(int)
         except RuntimeError:
@@ -359,7 +370,7 @@ class OpenEngine(OfPlan):
             self._drop_least_used(self._ready)
 
     def _drop_least_used(self, kept: OrderedDict[Key, Engine]) -> None:
-        """Keep those that were used last, as many as there is room for."""
+        """Evict the engines used longest ago beyond the limits on number and memory."""
         limit = memory_limit() * MEMORY_SHARE if self.policy.memory is None else self.policy.memory
         while len(kept) > 1 and (len(kept) > self.policy.most or sum(one.bytes for one in kept.values()) > limit):
             kept.popitem(last=False)
@@ -370,7 +381,7 @@ class OpenEngine(OfPlan):
         return engine
 
     def _larger(self, extents: Extents, items: int) -> Engine:
-        """The specialisation for so many items that depend on each other."""
+        """Return the specialisation for a larger batch of items that depend on each other."""
         with self._making:
             try:
                 return self._engine(self._specialisers().plan(extents, items))

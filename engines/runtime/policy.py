@@ -1,4 +1,4 @@
-"""What an engine does about shapes that it has not met."""
+"""Policy of specialisation: when an engine compiles a plan for new shapes, and how many it keeps."""
 from __future__ import annotations
 
 from collections import Counter, deque
@@ -10,32 +10,32 @@ from weakref import WeakKeyDictionary
 from engines.errors import ConfigError, did_you_mean
 
 WAYS = ("wait", "background", "off")
-MOST = 64                   # specialisations in memory, by default
-MEMORY_SHARE = 0.25         # of this machine's memory, that they may take together
-PATIENCE = 0.2              # seconds: the first answer of a general version takes as long, for it imports the model too
-USES = 100                  # of a shape until it is specialised in the background: about what making it costs
-ONCE = 4                    # shapes in a row that were asked for once: the next is likely to be no other
-IDLE_BYTES = 64 << 20       # of contexts that wait for their shapes to come again
-REMEMBERED = 64             # shapes for each specialisation that is kept
+MOST = 64                   # default maximum number of specialisations in memory
+MEMORY_SHARE = 0.25         # share of this machine's memory that they may take together
+PATIENCE = 0.2              # seconds; the first run of a general version takes about as long, for it imports the model
+USES = 100                  # runs of a shape after which it is specialised in the background: about its cost
+ONCE = 4                    # after so many shapes in a row that came once, the next is expected to come once, too
+IDLE_BYTES = 64 << 20       # limit of the memory of contexts whose shapes are not in use
+REMEMBERED = 64             # number of remembered shapes for each specialisation that is kept
 
 
 @dataclass(frozen=True)
 class Policy:
-    """When specialisations are made, and how many are kept.
+    """Rules of when specialisations are compiled and how many are kept.
 
-    In the background one is made of a shape that has come USES times: the general version is seldom slower by more
-    than a tenth, and most shapes of a text or of a cache that grows come a few times. Where the general version is not
-    compiled, and where a caller waits, one is made at once; but of shapes that come once each, when one comes again.
+    In the background, a shape is specialised after USES runs: the general version is seldom more than a tenth slower,
+    and most lengths of a text or of a growing cache recur only a few times. If the general version is not compiled, or
+    a caller waits, a shape is specialised at once; if each of the last shapes came only once, when it recurs.
 
-    segment: of a program. Its batch may be 0, and its extents often follow from data, so that most shapes come once:
-    what is made in the background is made when its shape comes a second time.
+    segment: for a segment of a program. Its batch may be 0, and its extents often depend on data, so that most shapes
+    come once: in the background they are specialised at the second run.
     """
     specialise: str = "wait"
     most: int = MOST
-    memory: int | None = None       # bytes; None: MEMORY_SHARE of the machine's
-    patience: float = PATIENCE      # seconds that a specialisation is waited for before there is a general version
+    memory: int | None = None       # bytes; None: MEMORY_SHARE of the machine's memory
+    patience: float = PATIENCE      # seconds to wait for a specialisation while there is no general version
     segment: bool = False
-    uses: int = USES                # of a shape, before one is made of it in the background
+    uses: int = USES                # runs of a shape before it is specialised in the background
 
     def __post_init__(self) -> None:
         if self.specialise not in WAYS:
@@ -46,10 +46,10 @@ class Policy:
 
 @dataclass
 class Demand:
-    """The shapes that were asked for, as far as they are remembered. Who owns it holds a lock.
+    """Statistics of requested shapes. Not thread-safe: the owner holds a lock.
 
-    once    those asked for last of which each has come once
-    met     how often the general version was asked for a shape
+    once    the last shapes that have come only once
+    met     number of runs by the general version for each shape
     """
     most: int
     once: deque[Hashable] = field(default_factory=lambda: deque(maxlen=ONCE))
@@ -57,7 +57,7 @@ class Demand:
     _met: set[Hashable] = field(default_factory=set)
 
     def is_new(self, key: Hashable) -> bool:
-        """Whether it comes for the first time."""
+        """Note a request of a shape; return True if it is the first one."""
         if key in self._met:
             self.again(key)
             return False
@@ -75,13 +75,13 @@ class Demand:
         return self.met[key]
 
     def again(self, key: Hashable) -> None:
-        """It has been met before."""
+        """Note that a known shape was requested again."""
         if key in self.once:
             self.once.remove(key)
 
     @property
     def comes_once(self) -> bool:
-        """Whether each of the last shapes was asked for once, as far as is known."""
+        """True if each of the last ONCE new shapes has come only once."""
         return len(self.once) == ONCE
 
 
@@ -89,17 +89,17 @@ T = TypeVar("T")
 
 
 class IdleMemory(Generic[T]):
-    """Frees the contexts of shapes that were used longest ago, beyond IDLE_BYTES or two arenas of the shape in use.
+    """Eviction of the contexts of the shapes used longest ago, beyond IDLE_BYTES or two arenas of the shape in use.
 
-    The next shape takes their memory, whose pages the system has cleared already.
+    The next shape reuses their memory, whose pages the system has cleared already.
     """
 
     def __init__(self, free: Callable[[T], object]) -> None:
         self._free = free
-        self._held: WeakKeyDictionary[T, int] = WeakKeyDictionary()     # bytes, the one used last at the end
+        self._held: WeakKeyDictionary[T, int] = WeakKeyDictionary()     # bytes; the last used at the end
 
     def use(self, user: T, arena_bytes: int) -> None:
-        """Note that a shape is in use, whose arena has so many bytes."""
+        """Note that a shape is in use; free others if its arena exceeds the limit together with theirs."""
         known = self._held.pop(user, None) is not None
         self._held[user] = arena_bytes
         if known:

@@ -1,6 +1,6 @@
-"""ProgramEngine: a loaded plan whose model is a program. Each of its segments is an engine with open extents.
+"""ProgramEngine: the engine of a program. Each of its segments is an engine with open extents.
 
-    engine.run({"x": array})        # as Engine.run; sequences are lists, strings arrays of objects
+    engine.run({"x": array})        # as Engine.run; sequences are lists, strings are arrays of objects
 """
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from engines.runtime.open_engine import OpenEngine
 from engines.runtime.staged import StagedContext
 
 SegmentEngine = Engine | OpenEngine
-Signature = tuple[tuple[np.dtype[Any], int], ...]       # dtype and number of axes of each input of a segment
+Signature = tuple[tuple[np.dtype[Any], int], ...]       # dtype and rank of each input of a segment
 Watch = Callable[[SegmentPart, Mapping[str, Array]], None]
 FeedKind = tuple[str, tuple[int, ...], np.dtype[Any]]      # name, shape and dtype
-NO_TENSORS = ("sequence", "optional", "map", "sparse_tensor", "")      # as IoTensor.dtype
+NO_TENSORS = ("sequence", "optional", "map", "sparse_tensor", "")      # values of IoTensor.dtype that are no tensors
 
 
 class SegmentMaker(Protocol):
-    """What compiles segments: engines.compiler.segments.SegmentMaker."""
+    """Interface of the compiler of segments: engines.compiler.segments.SegmentMaker."""
 
     def plan(self, part: SegmentPart, feed: Mapping[str, Array]) -> Plan: ...
 
 
 @dataclass(eq=False)
 class _Bound:
-    """engines.runtime.iteration.Bound."""
+    """Segment bound to the memory of a context; implements engines.runtime.iteration.Bound."""
     run: Callable[[], None]
     inputs: Mapping[str, Array]
     outputs: Mapping[str, Array]
@@ -52,22 +52,22 @@ class _Bound:
 
 @dataclass(frozen=True, slots=True)
 class _Met:
-    """What a segment was bound to last, and the types and shapes that it was for."""
+    """Engine that a segment was bound to last, with the dtypes and shapes of its inputs."""
     engine: Engine
     kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Fitting:
-    """Inputs that fit a program.
+    """Cached result of checking the inputs of a program.
 
-    kinds       of the main region's inputs, where none needs more than to be like them
+    kinds       names, shapes and dtypes of the main region's inputs, if equal ones need no further check; else None
     """
     shapes: Shapes = field(default_factory=dict)
     kinds: Sequence[FeedKind] | None = None
 
     def taken(self, feeds: Mapping[str, Any]) -> list[Array] | None:
-        """The region's inputs; None: the feeds are others, and are to be checked."""
+        """Return the region's inputs if the feeds match the cached kinds, else None."""
         if self.kinds is None or len(feeds) != len(self.kinds):
             return None
         given: list[Array] = []
@@ -80,16 +80,29 @@ class _Fitting:
 
 
 class Segment:
-    """A segment ready to run: an engine for each set of types that its inputs have had, made when it is met."""
+    """Runnable segment: an engine for each combination of input types, made when it first occurs."""
 
     def __init__(self, part: SegmentPart, engine: Callable[[Plan], SegmentEngine], maker: Callable[[], SegmentMaker],
                  lock: threading.Lock, watch: Watch | None = None) -> None:
-        """watch: called with all that it is fed."""
+        """Load the segment's plans.
+
+        Parameters
+        ----------
+        part : SegmentPart
+        engine : callable
+            Creates the engine of a plan.
+        maker : callable
+            Returns the compiler of further plans.
+        lock : Lock
+            Held while a plan is compiled.
+        watch : callable, optional
+            Called with the inputs of every run.
+        """
         self.part, self._engine, self._maker, self._lock, self._watch = part, engine, maker, lock, watch
         self._engines: dict[Signature, SegmentEngine] = {}
-        # What ran last, on whichever thread, and whether some of its outputs are bits of what numpy lacks.
+        # The engine that ran last, on any thread, and whether some outputs are bits of a dtype that NumPy lacks.
         self._last: tuple[SegmentEngine | None, bool] = None, False
-        self._met: _Met | None = None                   # that was bound last, on whichever thread
+        self._met: _Met | None = None                   # the engine bound last, on any thread
         self._given: dict[Signature, Plan] = {}
         self._bounds: WeakKeyDictionary[ExecutionContext, _Bound] = WeakKeyDictionary()
         for plan in part.plans:
@@ -108,7 +121,7 @@ class Segment:
         if engine is None or made is None:
             engine = self._engine_for(feed)
             made = engine.run(feed)
-            has_bits = any(io.dtype in BITS for io in engine.outputs)       # which would be integers to what follows
+            has_bits = any(io.dtype in BITS for io in engine.outputs)       # else later operators would see integers
             self._last = engine, has_bits
         if has_bits:
             return [as_named(made[io.name], io.dtype) for io in engine.outputs]
@@ -116,7 +129,7 @@ class Segment:
 
     @contextmanager
     def bound(self, given: Sequence[Array]) -> Iterator[_Bound]:
-        """The segment with memory for what is given, which the inputs hold; lent to the caller."""
+        """Lend the segment bound to a context whose inputs hold these values."""
         feed = {name: as_in_memory(array) for name, array in zip(self.part.inputs, given, strict=True)}
         engine = self._engine_at(given, feed)
         with engine.lent() as context:
@@ -138,8 +151,10 @@ class Segment:
         bound.run()
 
     def _engine_at(self, given: Sequence[Array], feed: Mapping[str, Array]) -> Engine:
-        """For the types and shapes of what it is fed, and the values that decide; feed: the same as it lies in
-        memory."""
+        """Return the engine for the dtypes, shapes and deciding values of the inputs.
+
+        feed: the inputs by name, in the dtypes of memory.
+        """
         kinds, met = [(array.dtype, array.shape) for array in given], self._met
         if met and met.kinds == kinds:
             return met.engine
@@ -150,7 +165,7 @@ class Segment:
         return engine
 
     def _engine_for(self, feed: Mapping[str, Array]) -> SegmentEngine:
-        """For the types of what it is fed."""
+        """Return the engine for the types of the inputs, compiling it if they are new."""
         signature = signature_of(feed)
         engine = self._engines.get(signature)
         if engine is None:
@@ -162,7 +177,7 @@ class Segment:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Those of its engines, with all that they have been specialised for; for another machine as they were made."""
+        """Plans of the engines with their current specialisations; unchanged if they are for another machine."""
         return tuple(
             given if engine.plan.machine.target != given.machine.target else
             engine.whole_plan() if isinstance(engine, OpenEngine) else engine.plan
@@ -183,46 +198,59 @@ def signature_of_plan(plan: Plan) -> Signature:
 
 
 class ProgramEngine(OfPlan):
-    """Thread-safe, as Engine is."""
+    """Engine of a program. Thread-safe."""
 
     def __init__(self, plan: Plan, engine: Callable[[Plan], SegmentEngine], maker: Callable[[], SegmentMaker],
                  threads: int = 1, watch: Watch | None = None) -> None:
-        """engine: makes the engine of a segment's plan. maker: called when a segment is to be compiled;
-        PlanTargetError: it cannot be, for the plan is stripped or the compiler is not installed. watch: called with
-        all that segments are fed."""
+        """Load a program.
+
+        Parameters
+        ----------
+        plan : Plan
+            Plan with a program part.
+        engine : callable
+            Creates the engine of a segment's plan.
+        maker : callable
+            Returns the compiler of segments when it is first needed; raises PlanTargetError if the plan is stripped or
+            the compiler is not installed.
+        threads : int
+            Threads that work on one request.
+        watch : callable, optional
+            Called with the inputs of every run of a segment.
+        """
         assert plan.program is not None
         self.plan, self.part, self.threads = plan, plan.program, threads
         lock = threading.Lock()
         self.segments = [Segment(part, engine, maker, lock, watch) for part in self.part.segments]
         texts = {name: np.array(text.words, object).reshape(text.shape) for name, text in self.part.texts.items()}
         self._dtypes = {io.name: memory_dtype(io.dtype) for io in plan.inputs if io.dtype not in NO_TENSORS}
-        self._fitting = _Fitting()      # what was checked last; set by whichever thread runs
+        self._fitting = _Fitting()      # the last check, of any thread
         self._constants: Mapping[str, Array] = ChainMap(texts, self.part.weights)   # type: ignore[arg-type]
         self._main = Runner(self.part.main, self.segments, self._constants)
 
     @property
     def deciding(self) -> tuple[str, ...]:
-        """Inputs that a trial leaves as they are: any may decide."""
+        """Names of all inputs: the value of any may decide about shapes or branches."""
         return tuple(io.name for io in self.inputs)
 
     @property
     def arena_bytes(self) -> int:
-        """Of all segments that have been compiled."""
+        """Bytes of the buffers of one context of each compiled segment."""
         return sum(engine.arena_bytes for segment in self.segments for engine in segment.engines)
 
     def usual_shapes(self, batch: int = 1) -> dict[str, tuple[int, ...]]:
-        """Shapes of the inputs for which it has been tried."""
+        """Return the shapes of the inputs with which the build ran the program."""
         return {io.name: tuple(extent if isinstance(extent, int) else self.plan.extents.get(extent, 1)  # type: ignore
                                for extent in io.shape) for io in self.inputs}
 
     def check(self, shapes: Shapes) -> None:
-        """Raises InputError: inputs of these shapes do not fit together."""
+        """Raise InputError if shapes of inputs are inconsistent."""
         tensors = [io for io in self.inputs if io.dtype not in NO_TENSORS]
         extents_of(self.name, tensors, {name: shape for name, shape in shapes.items()
                                         if name not in {io.name for io in self.inputs} - {io.name for io in tensors}})
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """As Engine.run, for whatever shapes the model takes."""
+        """Run the model (see Engine.run) on any shapes that it accepts."""
         fitting = self._fitting
         given = fitting.taken(feeds)
         if given is None:
@@ -240,7 +268,7 @@ class ProgramEngine(OfPlan):
                 for io, value in zip(self.plan.outputs, values, strict=True)}
 
     def _kinds(self, given: Mapping[str, Any]) -> Sequence[FeedKind] | None:
-        """Those of the main region's inputs; None: some are no arrays of numbers that are taken as they are."""
+        """Return name, shape and dtype of the main region's inputs; None if some are not plain numeric arrays."""
         if given.keys() != set(self.part.main.inputs) or not all(
                 isinstance(given[io.name], np.ndarray) and given[io.name].dtype.kind in "biuf" and io.dtype not in BITS
                 for io in self.plan.inputs):
@@ -254,24 +282,24 @@ class ProgramEngine(OfPlan):
             raise InputError(f"{self.name}: input '{io.name}' is missing; the model takes "
                              f"{', '.join(repr(other.name) for other in self.inputs)}")
         value = feeds[io.name]
-        wanted = self._dtypes.get(io.name)
-        if type(value) is np.ndarray and value.dtype is wanted and not wanted.hasobject:
+        declared = self._dtypes.get(io.name)
+        if type(value) is np.ndarray and value.dtype is declared and not declared.hasobject:
             return as_named(value, io.dtype)
-        if wanted is None:
+        if declared is None:
             return [as_in_memory(np.asarray(item)) for item in value] if isinstance(value, list | tuple) else value
         array = as_in_memory(np.asarray(value))
-        if wanted.hasobject and array.dtype.kind in "OUS":
+        if declared.hasobject and array.dtype.kind in "OUS":
             return _as_text(array)
-        if array.dtype != wanted:
+        if array.dtype != declared:
             raise InputError(f"{self.name}: input '{io.name}' is {array.dtype}, the model takes {io.dtype}")
         return as_named(array, io.dtype)
 
     def create_context(self, cpus: Sequence[int] | None = None) -> StagedContext:
-        """A context for one owner thread at a time. cpus: not used, segments run where their caller does."""
+        """Create a context for one owner thread at a time. cpus: ignored, segments run on their caller's thread."""
         return StagedContext(self, self.usual)
 
     def usual(self, io: IoTensor, shape: Sequence[int]) -> Array:
-        """Values of an input that the program takes: ones, and strings that its encoders know."""
+        """Return valid values of an input: ones, or strings that the program's encoders know."""
         if io.dtype != "object":
             return np.ones(shape, memory_dtype(io.dtype))
         words = self._words[io.name]
@@ -279,7 +307,7 @@ class ProgramEngine(OfPlan):
 
     @cached_property
     def _words(self) -> Mapping[str, Array]:
-        """For each input of strings, some that the program takes, in its usual shape."""
+        """Valid strings for each string input, in its usual shape."""
         shapes = {name: [max(extent, 1) for extent in shape] for name, shape in self.usual_shapes().items()
                   if any(io.name == name and io.dtype == "object" for io in self.inputs)}
         return words_for(self.part.main, self._constants, shapes)
@@ -288,7 +316,7 @@ class ProgramEngine(OfPlan):
         return self.plan
 
     def timed(self, feeds: Mapping[str, Array], batch: int, repeats: int) -> list[tuple[Step, float]]:
-        """Nothing: steps are those of its segments, each for the shapes that it met."""
+        """Return no steps: each segment has its own, which depend on its shapes."""
         return []
 
     def close(self) -> None:
@@ -299,7 +327,7 @@ class ProgramEngine(OfPlan):
 
 
 def _as_text(array: Array) -> Array:
-    """Strings as operators take them: str, which clients of a server send as UTF-8. Other bytes stay bytes."""
+    """Return an object array with UTF-8 bytes decoded to str; other bytes stay bytes."""
     values = array.astype(object)
     if any(type(value) is bytes for value in values.flat):
         values = values.copy() if values is array else values
@@ -318,5 +346,5 @@ AnyEngine = Engine | OpenEngine | ProgramEngine
 
 
 def _given_out(array: Array) -> Array:
-    """An output as callers take it: strings are objects, whatever operators made of them on the way."""
+    """Return an output in the dtypes of memory, strings as an array of objects."""
     return array.astype(object) if array.dtype.kind in "US" else as_in_memory(array)

@@ -1,6 +1,6 @@
-"""A run like the one before: its inputs go where those went, and nothing is found out again.
+"""Fast path for a run whose inputs have the names, shapes and dtypes of the last one: no lookups are repeated.
 
-A network of a few small nodes takes less time than to find out where its tensors lie.
+For a network of a few small nodes the lookups take longer than the execution.
 """
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Place = tuple[str, tuple[int, ...], np.dtype[Any], Array | None]
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """The runs of one context on as many items.
+    """Fast runs of one context with a fixed number of items.
 
-    inputs      name, shape, dtype and slots of each; None: its values are not read
-    outputs     where each lies
+    inputs      name, shape, dtype and array of each input; array None: its values are not read
+    outputs     name and array of each output
     execute     runs the network
     """
     inputs: Sequence[Place]
@@ -28,7 +28,7 @@ class Rerun:
     execute: Callable[[], None]
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None:
-        """The outputs; None: the feeds are others, and nothing has run."""
+        """Run on the feeds and return the outputs; None, without a run, if the feeds differ in kind."""
         if len(feeds) != len(self.inputs):
             return None
         for name, shape, dtype, place in self.inputs:
@@ -42,14 +42,14 @@ class Rerun:
 
 
 class Reruns(Protocol):
-    """engines.runtime.engine.Engine."""
+    """Interface of engines.runtime.engine.Engine."""
 
     def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class LastRun:
-    """The specialisation that ran last, for inputs whose deciding values are equal.
+    """Specialisation that ran last, reusable if the values of deciding inputs are equal.
 
     decided     name, dtype, shape and bytes of each deciding input
     """
@@ -57,7 +57,7 @@ class LastRun:
     decided: Sequence[tuple[str, np.dtype[Any], tuple[int, ...], bytes]]
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None:
-        """Return the outputs; None if the feeds are others, and nothing has run."""
+        """Run on the feeds and return the outputs; None, without a run, if the feeds or deciding values differ."""
         if not self.decided:
             return self.engine.rerun(feeds)
         others = dict(feeds)

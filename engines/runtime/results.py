@@ -1,6 +1,6 @@
-"""Memory for results, used again once their caller has let go of the last view of them.
+"""Pool of result arrays, reused when the caller has dropped the last view of them.
 
-Fresh memory costs a page fault for every 4 KiB that is written first, which is more than a short step takes.
+Fresh memory costs a page fault for every 4 KiB at the first write, which takes longer than a short step.
 """
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import numpy as np
 
 from engines.ir.graph import Array
 
-LARGEST = 1 << 24       # bytes of a result whose memory is kept
-KEPT = 4                # results of one shape that are kept
-MOST_BYTES = 1 << 26    # of all that is kept
+LARGEST = 1 << 24       # maximum bytes of an array that is pooled
+KEPT = 4                # maximum number of pooled arrays of one shape
+MOST_BYTES = 1 << 26    # maximum bytes of all pooled arrays
 
 
 class _Unread:
-    """Tells arrays that nobody has a view of, for one thread at a time.
+    """Finder of arrays without views, by their reference counts. Not thread-safe.
 
-    Each view is a reference to the array, which without them has as many as any object in a list. All are counted in
-    one step, which no debugger that holds what it looks at comes between. Without the GIL others may count meanwhile.
+    A view holds a reference to its array; without views the count is that of any object in a list. All counts are taken
+    in one call, so that a debugger cannot add references in between. Without the GIL counts are not reliable.
     """
 
     def __init__(self) -> None:
         self._probes = [object(), object()]
         self._view = self._probes[1]
-        self._counts = getattr(sys, "_is_gil_enabled", lambda: True)()      # from now on: it is never switched off
+        self._counts = getattr(sys, "_is_gil_enabled", lambda: True)()      # an enabled GIL is never disabled again
 
     def among(self, arrays: Sequence[Array]) -> Array | None:
-        """One of them; None: there is none, or views cannot be told."""
+        """Return an array without views; None if there is none or it cannot be determined."""
         alone, viewed, *counts = map(sys.getrefcount, (*self._probes, *arrays))
         if alone not in counts or viewed != alone + 1 or not self._counts:
             return None
@@ -38,7 +38,7 @@ class _Unread:
 
 
 class Results:
-    """Results of one context; views of them are handed out."""
+    """Pool of the result arrays of one context; callers get views."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[tuple[int, ...], np.dtype[Any]], list[Array]] = {}
@@ -46,7 +46,7 @@ class Results:
         self._unread = _Unread()
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """An array of whatever its memory holds."""
+        """Return an uninitialised array."""
         made = self._made.get((shape, dtype), ())
         if (found := self._unread.among(made)) is None:
             found = np.empty(shape, dtype)
@@ -55,7 +55,7 @@ class Results:
         return found.view()
 
     def _keep(self, array: Array) -> None:
-        if self._bytes + array.nbytes > MOST_BYTES:     # of many shapes: those in use begin anew
+        if self._bytes + array.nbytes > MOST_BYTES:     # too many shapes: start over
             self._made.clear()
             self._bytes = 0
         self._made.setdefault((array.shape, array.dtype), []).append(array)

@@ -1,4 +1,4 @@
-"""StagedContext: a context of an engine that must see the values of its inputs before it knows what will run."""
+"""StagedContext: a context of an engine that selects what to run by the values of its inputs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from engines.plan.plan import IoTensor, Plan, Step
 
 
 class Runs(Protocol):
-    """The engine; `timed` runs a feed step by step."""
+    """Interface of the engine; `timed` profiles a feed step by step."""
 
     @property
     def name(self) -> str: ...
@@ -27,8 +27,10 @@ class Runs(Protocol):
 
 
 class StagedContext:
-    """The arrays of one run, as ExecutionContext has them; `execute` hands them to the engine. One owner thread at a
-    time. Inputs hold what `usual` makes of them, given their shapes, until they are written."""
+    """Context that stages inputs in arrays of its own; `execute` passes them to the engine. One owner thread at a time.
+
+    Inputs initially hold what `usual` returns for their shape, or zeros.
+    """
 
     def __init__(self, engine: Runs, usual: Callable[[IoTensor, tuple[int, ...]], Array | None]) -> None:
         self._engine, self._usual = engine, usual
@@ -39,7 +41,7 @@ class StagedContext:
         self.at(engine.usual_shapes())
 
     def at(self, shapes: Shapes) -> StagedContext:
-        """The context itself, for inputs of these shapes from now on. Raises InputError."""
+        """Set the shapes of the inputs for later calls and return the context itself. Raises InputError."""
         self._engine.check(shapes)
         self._extents = extents_of(self._engine.name, self._engine.inputs, shapes)
         self._arrays = {key: array for key, array in self._arrays.items() if tuple(shapes[key[0]])[1:] == key[1][1:]}
@@ -64,11 +66,11 @@ class StagedContext:
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs what the inputs hold now."""
+        """Plan that runs the current values of the inputs."""
         return self._engine.plan_of(self._feeds(1))
 
     def close(self) -> None:
-        """Nothing: the engine has the contexts that it runs on."""
+        """Do nothing: the engine owns the contexts that it runs on."""
 
     def _feeds(self, batch: int) -> dict[str, Array]:
         return {name: self.input(name, batch) for name in self._declared}

@@ -1,7 +1,6 @@
-"""CUDA shared memory: regions on GPUs that clients register by a handle, to pass tensors that lie there.
+"""CUDA shared memory: regions on GPUs that clients register by an IPC handle to pass tensors.
 
-An engine on that very GPU takes a tensor of numbers where it lies, and puts it there; for all others it is copied
-through the host's memory.
+An engine on the same GPU reads and writes numeric tensors in place; for all others they are copied through host memory.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md
 """
@@ -21,7 +20,7 @@ from infer_server.gpu_tensors import GpuMemory, GpuRoom, GpuTensor, gpu_memory, 
 
 @dataclass(frozen=True, eq=False)
 class CudaRegion(Region):
-    """Memory of a GPU."""
+    """Region in the memory of a GPU."""
     what: ClassVar[str] = "cuda"
     device_id: int
     memory: GpuMemory = field(repr=False)
@@ -40,13 +39,13 @@ class CudaRegion(Region):
         except EngineError as error:
             raise self._failed(error) from error
 
-    def there(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any],
-              devices: Set[int | None]) -> GpuTensor | None:
+    def in_place(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any],
+                 devices: Set[int | None]) -> GpuTensor | None:
         if self.device_id not in devices:
             return None
         return GpuTensor(self.device_id, self.memory, offset, tuple(shape), dtype)
 
-    def room(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuRoom:
+    def gpu_buffer(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuRoom:
         return GpuRoom(self.device_id, self.memory, offset, byte_size, dtype)
 
     def _failed(self, error: Exception) -> ExecutionError:
@@ -54,7 +53,7 @@ class CudaRegion(Region):
 
 
 def register(regions: Regions, name: str, handle: bytes, device_id: int, byte_size: int) -> None:
-    """handle: CUDA's of a client's memory on that GPU. Raises as Regions.register()."""
+    """Register a region by the CUDA IPC handle of a client's memory on a GPU. Raises as Regions.register()."""
     regions.check_room(name, "cuda")
     failed = f"failed to register CUDA shared memory region: '{name}', "
     if not has_gpus():

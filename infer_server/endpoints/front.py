@@ -1,4 +1,4 @@
-"""What inference needs of the server, over whatever protocol."""
+"""Server state that inference requests of every protocol share."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ from infer_server.serving import Inferences
 
 @dataclass(frozen=True)
 class Front:
+    """Services that inference endpoints use, and the size limits of requests."""
     inferences: Inferences
     inflight: Inflight
     regions: Regions
-    on_demand: OnDemand | None          # None: models are loaded before they are asked for
-    max_message_bytes: int = 256 << 20  # of a message over gRPC, also when it is decompressed
-    max_json_bytes: int = 64 << 20      # of the JSON of a request
+    on_demand: OnDemand | None          # None: models are loaded before requests arrive
+    max_message_bytes: int = 256 << 20  # maximum size of a gRPC message, compressed and decompressed
+    max_json_bytes: int = 64 << 20      # maximum size of a request's JSON

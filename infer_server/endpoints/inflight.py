@@ -1,11 +1,11 @@
-"""Limits what calls in flight may hold: the bytes of requests and answers, and the time that a client may take to read.
+"""Limits on calls in flight: the memory of requests and responses, and the time that a client may take to read.
 
-An answer is kept in memory until its client has taken it, and requests are taken meanwhile: clients that ask and do not
-read would fill the memory of the machine.
+A response stays in memory until its client has read it, while further requests are accepted: without a limit, clients
+that send requests and do not read responses would fill the memory of the machine.
 
-Bytes of a request count when they have arrived, never when a client announces them. Requests of which a part has
-arrived may hold three quarters of the limit together. Nothing waits for memory: a request whose next bytes do not fit
-is refused, which frees what it holds, so partial requests cannot block each other, nor those that arrive whole.
+Bytes of a request are counted on arrival, not when a client announces them. Partially received requests may hold three
+quarters of the limit together. Nothing waits for memory: a request whose next bytes do not fit is rejected, which frees
+what it holds. Therefore partial requests can block neither each other nor complete ones.
 """
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from infer_server.workers import StepRunner, in_daemon_thread, wait_until
 
 log = logging.getLogger(__name__)
 
-_ANSWER_COPIES = 2              # ours, and the one that gRPC sends from
-_MUCH_BYTES = 64 << 20          # worth being given back to the system ...
-LITTLE_BYTES = 1 << 20         # ... once no more than this is held, ...
-_QUIET_SECS = 1.0               # ... for so long
-_LOOKING_SECS = 20.0            # between two looks at what is left by messages that no call came of
-_SPENT_SHARE = 15 / 16          # of the limit: a server that holds more is not ready
+_ANSWER_COPIES = 2              # our copy of a response, and the one that gRPC sends
+_MUCH_BYTES = 64 << 20          # a peak above this is returned to the system (malloc_trim) ...
+LITTLE_BYTES = 1 << 20         # ... when at most this is held, ...
+_QUIET_SECS = 1.0               # ... after this delay
+_LOOKING_SECS = 20.0            # interval between checks for memory that messages without a call have left
+_SPENT_SHARE = 15 / 16          # share of the limit above which the server is not ready
 
 
 class Client(Protocol):
-    """The other end of a call."""
+    """Interface of the client of a call."""
 
     def peer(self) -> str:
-        """Its address, for the log."""
+        """Return the client's address, for the log."""
 
     def disconnect(self) -> None:
-        """Ends its connection, and with that its calls."""
+        """Close the client's connection, which ends its calls."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """A call in flight: the bytes that it holds until its client has read the answer, or has gone."""
-    client: Client | None           # None: it has ended
+    """Call in flight: the bytes that it holds until its client has read the response or disconnected."""
+    client: Client | None           # None: the call has ended
     held_bytes: int = 0
-    expected_bytes: int = 0         # of them: of its answer
-    partial_bytes: int = 0          # of them: of a request that has not arrived completely
+    expected_bytes: int = 0         # part of held_bytes reserved for the response
+    partial_bytes: int = 0          # part of held_bytes of a request that has not arrived completely
     timer: asyncio.TimerHandle | None = None
 
 
 class Inflight:
-    """Belongs to the event loop."""
+    """Counter of the memory that calls in flight hold. Not thread-safe: belongs to the event loop."""
 
     def __init__(self, max_bytes: int, send_timeout_secs: float) -> None:
         self.max_bytes = max_bytes
@@ -65,19 +65,19 @@ class Inflight:
         self._loop = asyncio.get_running_loop()
         self._lookout = BusyPoller(self._loop)
         self._calls: dict[OpenCall, None] = {}
-        self._peak_bytes = 0                    # since memory was last given back
+        self._peak_bytes = 0                    # peak since memory was last returned to the system
         self._trimming: asyncio.TimerHandle | None = None
-        self._least_bytes = resident_bytes()    # of the process, since then
+        self._least_bytes = resident_bytes()    # minimum of the process's resident memory since then
         self._loop.call_later(_LOOKING_SECS, self._look)
         self.held_bytes = 0
-        self.partial_bytes = 0                  # of them: of requests that have not arrived completely
-        self.on_message: Callable[[Client, int], None] | None = None        # told of what begin() is given
+        self.partial_bytes = 0                  # part of held_bytes of requests that have not arrived completely
+        self.on_message: Callable[[Client, int], None] | None = None        # called by begin() with its arguments
         self._is_spent = False
         self._spent_changed: Callable[[], None] = lambda: None
 
     @property
     def is_spent(self) -> bool:
-        """True if so much is held that the next requests will be refused."""
+        """True if the memory in use is close to the limit, so that the next requests will be rejected."""
         return self.held_bytes > self._ample_bytes
 
     def watch_spent(self, changed: Callable[[], None]) -> None:
@@ -85,15 +85,14 @@ class Inflight:
         self._spent_changed = changed
 
     async def wait_sent(self, timeout_secs: float) -> None:
-        """Waits until the calls that are open now have ended and their answers are sent, at most `timeout_secs`."""
+        """Wait until the responses of all current calls are sent, at most `timeout_secs`."""
         calls = list(self._calls)
         await wait_until(lambda: not any(call in self._calls for call in calls), timeout_secs)
 
     def begin(self, client: Client, request_bytes: int, answer_bytes: int = 0) -> OpenCall:
-        """Open a call whose request has been received, or is arriving; end() closes it.
+        """Open a call whose request has arrived or is arriving; end() closes it.
 
-        answer_bytes : the size of its answer, where that is known: as expect() counts it.
-        Raises MemoryLimitError.
+        answer_bytes: size of the response if known, which is reserved as by expect(). Raises MemoryLimitError.
         """
         if self.on_message:
             self.on_message(client, request_bytes)
@@ -114,13 +113,13 @@ class Inflight:
         return call
 
     def begin_uncounted(self, client: Client) -> OpenCall:
-        """The same for what is counted elsewhere, or not at all: wait_sent() waits for its end()."""
+        """Open a call whose bytes are not counted here; wait_sent() waits for its end()."""
         call = OpenCall(client)
         self._open(call)
         return call
 
     async def inflate(self, steps: Steps[bytearray]) -> bytearray:
-        """Run a decompression, one at a time: of those that exceed a limit, only one holds memory then."""
+        """Run a decompression, one at a time, so that at most one that will exceed a limit holds memory."""
         async with self._inflating:
             return await self.steps.run(steps)
 
@@ -140,7 +139,7 @@ class Inflight:
         self.partial_bytes += count
 
     def complete(self, call: OpenCall) -> None:
-        """To be called when a request counted by receive() has arrived completely."""
+        """Mark a request counted by receive() as completely received."""
         self.partial_bytes -= call.partial_bytes
         call.partial_bytes = 0
 
@@ -150,33 +149,30 @@ class Inflight:
         self._calls[call] = None
 
     def lend(self, size: int) -> Callable[[], None]:
-        """Count bytes that belong to no call, until the function that is returned is called. Raises
-        MemoryLimitError."""
+        """Count bytes that belong to no call; return the function that releases them. Raises MemoryLimitError."""
         lent = OpenCall(None)
         self.hold(lent, size)
         return partial(self.end, lent)
 
     def expect(self, call: OpenCall, answer_bytes: int, decoded_bytes: int) -> None:
-        """Reserves the bytes of a call's answer and of what its files become, before the call is executed. Raises
-        MemoryLimitError."""
+        """Reserve the bytes of a call's response and of its decoded files before execution. Raises MemoryLimitError."""
         call.expected_bytes = expected = _ANSWER_COPIES * answer_bytes
         if count := expected + decoded_bytes:
             self.hold(call, count)
 
     def answered(self, call: OpenCall, answer_bytes: int) -> None:
-        """To be called when an answer of so many bytes is handed to the transport: its client must read it in
-        time."""
+        """Start the send timeout of a response that has been passed to the transport."""
         self.keep(call, answer_bytes)
-        if call.held_bytes > LITTLE_BYTES:     # what is smaller is sent whether it is read or not
+        if call.held_bytes > LITTLE_BYTES:     # smaller responses fit into the buffers of the sockets
             call.timer = self._loop.call_later(self.send_timeout_secs, self._give_up, call)
 
     def keep(self, call: OpenCall, answer_bytes: int) -> None:
-        """Counts an answer of so many bytes, which is not handed to the transport yet."""
+        """Count a response that has not been passed to the transport yet."""
         if (more := _ANSWER_COPIES * answer_bytes - call.expected_bytes) > 0:
             self._count(call, more)
 
     def hold(self, call: OpenCall, count: int) -> None:
-        """Counts bytes that will be held until the end of a call. Raises MemoryLimitError."""
+        """Count further bytes that a call holds until its end. Raises MemoryLimitError."""
         if self.held_bytes + count > self.max_bytes:
             raise self._no_room(count)
         self._count(call, count)
@@ -187,7 +183,7 @@ class Inflight:
             f"more would exceed its {self.max_bytes >> 20} MiB; retry later, or raise --max-inflight-mib")
 
     def _count(self, call: OpenCall, count: int) -> None:
-        """Counts bytes that are held already."""
+        """Count bytes without checking the limit: they are allocated already."""
         call.held_bytes += count
         self.held_bytes = held = self.held_bytes + count
         if held > self._peak_bytes:
@@ -200,7 +196,7 @@ class Inflight:
         self._spent_changed()
 
     def end(self, call: OpenCall) -> None:
-        """To be called when a call has ended, answered or not, and when its answer has left this process."""
+        """Close a call: it was cancelled, or its response has left this process."""
         calls = self._calls
         if calls.pop(call, self) is None and not calls:
             self._lookout.idle()
@@ -210,7 +206,7 @@ class Inflight:
         call.held_bytes = 0
         if self._is_spent and self.held_bytes <= self._ample_bytes:
             self._tell_spent()
-        call.client = None                      # which refers to the call: memory would wait for the cycle collector
+        call.client = None                      # breaks a reference cycle, which would delay freeing the memory
         if call.timer:
             call.timer.cancel()
         if self._peak_bytes >= _MUCH_BYTES:
@@ -226,7 +222,7 @@ class Inflight:
             call.client.disconnect()
 
     def warn_of(self, peer: str) -> None:
-        """Says why the connection of a client is about to be closed."""
+        """Log that the connection of a client is closed because it does not read."""
         log.warning("%s has not read its answer in %g s: its connection is closed", peer, self.send_timeout_secs)
 
     def _trim(self) -> None:
@@ -236,8 +232,11 @@ class Inflight:
             self._giving_back = self._loop.create_task(self._give_back())
 
     def _look(self) -> None:
-        """Gives back what transports have freed of messages that were cancelled, cut off, or none when decompressed: of
-        them nobody tells, and the allocator keeps it."""
+        """Return memory to the system that transports have freed without a call.
+
+        Messages that are cancelled, truncated or fail to decompress never become a call, and the allocator keeps their
+        memory.
+        """
         self._loop.call_later(_LOOKING_SECS, self._look)
         resident = resident_bytes()
         self._least_bytes = min(self._least_bytes, resident)

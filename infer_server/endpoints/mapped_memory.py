@@ -1,8 +1,8 @@
-"""Clients' files mapped into memory, from which tensors are read without a copy or with one.
+"""Memory mappings of clients' shared-memory files.
 
-A client may cut its file short at any time, and to touch what is gone ends a process (SIGBUS). The guard is a handler
-of that signal (engines/backends/llvm/codegen/bus_guard.py): it puts zeros in the place of the mapping, and marks it as
-lost. Mappings are only read: pages of zeros can always be had for that, and no memory is altered by mistake.
+A client may truncate its file at any time; reading a page that no longer exists raises SIGBUS, which ends a process.
+The guard is a handler of that signal (engines/backends/llvm/codegen/bus_guard.py): it replaces the mapping by zeros and
+marks it as lost. Mappings are read-only: mapping zero pages for them cannot fail, and no memory is written by mistake.
 """
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from engines.errors import ConfigError, EngineError
 log = logging.getLogger(__name__)
 
 _PAGE = mmap.PAGESIZE
-_SIGACTION_BYTES, _FLAGS_AT = 152, 136      # of struct sigaction with pointers of 64 bits, in glibc and in musl
+_SIGACTION_BYTES, _FLAGS_AT = 152, 136      # size and sa_flags of struct sigaction, 64-bit glibc and musl
 _SA_SIGINFO, _SA_ONSTACK = 0x4, 0x08000000
 _MAP_FIXED = 0x10                   # Linux's number; Python's mmap does not name it
 _FAILED = ctypes.c_void_p(-1).value
 
 
 class Guard:
-    """The handler, installed: the process has one disposition of a signal, and so one guard."""
+    """Installed SIGBUS handler. A process has one handler of a signal, hence one guard."""
 
     def __init__(self) -> None:
-        """Raises EngineError: there is none for this machine; OSError, RuntimeError: the system does not let it be."""
+        """Install the handler.
+
+        Raises EngineError if this machine is not supported, OSError or RuntimeError if the system refuses.
+        """
         from engines.backends.llvm.codegen import bus_guard
         from engines.backends.llvm.codegen.isa import isa_named
         from engines.backends.llvm.runtime.elf import LoadedCode
@@ -41,7 +44,7 @@ class Guard:
         self._table = (ctypes.c_int64 * (len(bus_guard.GuardRow) * bus_guard.ROWS))()
         self._lost = bus_guard.GuardRow.LOST
         self._nowhere = bus_guard.NOWHERE
-        # Rows of it, the one that has been free the longest first; its methods are atomic.
+        # Free rows, the one freed first at the left; the methods of deque are atomic.
         self._free = deque(range(0, len(self._table), len(bus_guard.GuardRow)))
         self._previous = ctypes.create_string_buffer(_SIGACTION_BYTES)
         _sigaction(None, self._previous)
@@ -61,42 +64,41 @@ class Guard:
 
     @property
     def is_installed(self) -> bool:
-        """Whether nobody has taken its place since."""
+        """True if no other handler of SIGBUS has been installed since."""
         action = ctypes.create_string_buffer(_SIGACTION_BYTES)
         _sigaction(None, action)
         return ctypes.c_uint64.from_buffer(action).value == self._handler
 
     def watch(self, begin: int, end: int) -> int:
-        """Guards a range of addresses; the row of its table. Raises IndexError: all are taken."""
+        """Guard a range of addresses; return its row in the table. Raises IndexError if the table is full."""
         row = self._free.popleft()
         self._place(ctypes.byref(self._table, row * 8), begin, end)
         return row
 
     def forget(self, row: int) -> None:
-        """Before the range is unmapped: what lies there next is not a client's."""
+        """Stop guarding a range; to be called before it is unmapped and its addresses are reused."""
         self._place(ctypes.byref(self._table, row * 8), *self._nowhere)
         self._free.append(row)
 
     def is_lost(self, row: int) -> bool:
-        """Whether zeros have taken the place of the range."""
+        """Return True if the range has been replaced by zeros."""
         return self._table[row + self._lost] != 0
 
 
 def _sigaction(action: ctypes.Array[ctypes.c_char] | None, before: ctypes.Array[ctypes.c_char] | None) -> None:
-    """Of SIGBUS. Raises OSError."""
+    """Set or get (`before`) the handler of SIGBUS. Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).sigaction(signal.SIGBUS, action, before):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 class Mapping:
-    """A stretch of a file, to be read. It is unmapped when nobody refers to its bytes any more, whoever has forgotten
-    the mapping itself by then."""
+    """Read-only mapping of a range of a file, unmapped when the last reference to its bytes is gone."""
 
     def __init__(self, guard: Guard, descriptor: int, offset: int, byte_size: int) -> None:
-        """Raises OSError: there is no room for it; IndexError: for one more."""
+        """Map and guard the range. Raises OSError if it cannot be mapped, IndexError if the guard's table is full."""
         before = offset % _PAGE             # mappings begin on a page
         size = -(-(before + byte_size) // _PAGE) * _PAGE
-        # Engines read a little behind a tensor (SLACK), and nothing of what they find there: there is a page of zeros.
+        # Kernels may read up to SLACK bytes after a tensor, whose values are unused: a page of zeros follows.
         begin = _map(None, size + _PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         try:
             row = guard.watch(begin, begin + size)
@@ -112,7 +114,7 @@ class Mapping:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a part was touched that its file no longer has: all of it is zeros since."""
+        """True if a page was read that the file no longer has; the whole mapping is zeros since then."""
         return self._guard.is_lost(self._row)
 
 
@@ -137,19 +139,19 @@ def _unmap(begin: int, size: int) -> None:
 
 @cache
 def guard() -> Guard | None:
-    """The process's; None, said in the log: clients' memory is read by system calls instead."""
+    """Return the process's guard; None, with a warning, if clients' memory must be read by system calls instead."""
     try:
         return Guard()
-    except (EngineError, OSError, RuntimeError, AttributeError) as error:   # the last: no syscall() in the C library
+    except (EngineError, OSError, RuntimeError, AttributeError) as error:   # AttributeError: a libc without syscall()
         log.warning("shared memory of clients is copied by system calls, for it cannot be mapped safely: %s", error)
         return None
 
 
 def mapped(descriptor: int, offset: int, byte_size: int) -> Mapping | None:
-    """A stretch of a client's file; None: it is to be read by system calls."""
+    """Map a range of a client's file; None if it must be read by system calls instead."""
     guarding = guard()
     if guarding is None:
-        return None                     # the log has it
+        return None                     # guard() has logged the reason
     try:
         if guarding.is_installed:
             return Mapping(guarding, descriptor, offset, byte_size)

@@ -7,7 +7,7 @@ from protos import inference
 
 
 class MemoryService:
-    """One coroutine for each call, named as the call. They raise ServeErrors."""
+    """Shared-memory calls of the protocol: one coroutine for each, of its name. They raise ServeErrors."""
 
     def __init__(self, regions: Regions) -> None:
         self._regions = regions

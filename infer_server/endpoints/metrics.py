@@ -1,7 +1,7 @@
-"""Prometheus metrics under Triton's names, in the text format that Prometheus scrapes.
+"""Prometheus metrics under Triton's names, in Prometheus's text format.
 
-Written out by hand: client libraries rename counters to end in `_total`, and dashboards made for Triton would not find
-them.
+The text is written without a client library, because those append `_total` to the names of counters, which dashboards
+for Triton would not find.
 https://prometheus.io/docs/instrumenting/exposition_formats
 """
 from __future__ import annotations
@@ -51,7 +51,7 @@ _HISTOGRAM = "nv_inference_first_response_histogram_ms"
 
 @dataclass(frozen=True)
 class MetricsSettings:
-    """Which families there are, as --metrics-config says it."""
+    """Enabled metric families and the quantiles of summaries (--metrics-config)."""
     counter_latencies: bool = True
     summary_latencies: bool = True
     histogram_latencies: bool = True
@@ -61,7 +61,7 @@ class MetricsSettings:
 
 
 class _Seen(NamedTuple):
-    """A model at the time of a scrape."""
+    """Snapshot of a model's statistics for a scrape."""
     labels: str
     model: Model
     counters: Counters
@@ -69,19 +69,33 @@ class _Seen(NamedTuple):
 
 
 class Metrics:
+    """Renderer of the metrics page."""
+
     def __init__(self, settings: MetricsSettings = MetricsSettings(), gpus: Gpus | None = None,     # noqa: B008
                  custom: CustomMetrics | None = None, fronts: Callable[[], Mapping[str, int]] = dict,
                  state: Callable[[], Iterable[tuple[str, str, Samples]]] = tuple) -> None:
-        """gpus: None: those of this machine. custom: those that Python models make. fronts: see Machine. state: name,
-        help text and values of the gauges of the server as a whole; called on the event loop."""
+        """Choose the sources of metrics.
+
+        Parameters
+        ----------
+        settings : MetricsSettings
+        gpus : Gpus, optional
+            None: the GPUs of this machine.
+        custom : CustomMetrics, optional
+            Metrics that Python models create.
+        fronts : callable
+            See MachineMetrics.
+        state : callable
+            Returns name, help text and values of the server's gauges; called on the event loop.
+        """
         self._settings, self._custom, self._state = settings, custom or CustomMetrics(), state
         self._machine = MachineMetrics(fronts)
         self._gpus = (gpus or Gpus()) if settings.gpu else None
 
     async def render(self, models: Iterable[Model]) -> str:
-        """The metrics of all models that are ready, and of the machine, in Prometheus's text format.
+        """Return the metrics of models and the machine in Prometheus's text format.
 
-        What belongs to the event loop is read on it, and the text made on a thread.
+        State that belongs to the event loop is read on it; the text is made on a thread.
         """
         of_gpus = await self._gpus.gauges() if self._gpus else ()
         pending = [(model, model.pending) for model in models]
@@ -114,7 +128,7 @@ class Metrics:
 
 
 def _durations(seen: list[_Seen], families: Mapping[str, tuple[str, Callable[[Counters], Duration]]]) -> Iterator[str]:
-    """No models: nothing, as of the cache where none has one."""
+    """Yield the families of durations; none if there are no models."""
     for name, (what, duration) in families.items() if seen else ():
         yield from _family(name, "counter", f"Cumulative {what} in microseconds",
                            ((each.labels, duration(each.counters).ns // 1000) for each in seen))
@@ -140,7 +154,7 @@ def _counters(seen: list[_Seen]) -> Iterator[str]:
 
 
 def _by_device(seen: _Seen) -> Iterator[tuple[str, Executions]]:
-    """The executions of a model, where its instances are on several devices those on each by themselves."""
+    """Yield the labels and executions of a model for each device of its instances."""
     uuids = {gpu.number: gpu.uuid for gpu in seen.model.gpus}
     for device in dict.fromkeys(seen.model.config.devices):
         labels = _labels(seen.model, gpu_uuid=uuids[device]) if device in uuids else seen.labels
@@ -148,7 +162,7 @@ def _by_device(seen: _Seen) -> Iterator[tuple[str, Executions]]:
 
 
 def _summaries(seen: list[_Seen], quantiles: tuple[float, ...], prefix: str, phases: Iterable[str]) -> Iterator[str]:
-    """Of each phase: quantiles of the last minute, and the sum and count of all time."""
+    """Yield a summary for each phase: quantiles of the last minute, and the sum and count since the start."""
     of_model = [(each, each.model.statistics.quantiles(quantiles)) for each in seen]
     for phase in phases if seen else ():
         name = f"{prefix}{phase}_summary_us"
@@ -192,17 +206,19 @@ def _number(value: float, is_rounded: bool = True) -> str:
 
 
 def _labels(model: Model, **more: str) -> str:
-    """model, version, what metric_tags of its configuration say, and the GPU if all of it is on one; by name, as Triton
-    has them, whose users look for whole lines."""
+    """Return the labels of a model: name, version, the metric_tags of its configuration, and its GPU if it has one.
+
+    They are sorted by name as in Triton, because users may match whole lines.
+    """
     tags = {_name(name): value for name, value in sorted(model.config_message.metric_tags.items())}
-    tags |= {"model": model.name, "version": str(model.version)}    # two models' lines must not be alike
+    tags |= {"model": model.name, "version": str(model.version)}    # override tags, to keep models' lines distinct
     if len(set(model.config.devices)) == 1 == len(model.gpus):
         tags["gpu_uuid"] = model.gpus[0].uuid
     return ",".join(f'{name}="{_escaped(value)}"' for name, value in sorted({**tags, **more}.items()))
 
 
 def _name(text: str) -> str:
-    """As Prometheus allows names of labels, and none that summaries and histograms have of their own."""
+    """Return text as a valid Prometheus label name that differs from the reserved `quantile` and `le`."""
     name = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in text)
     return f"_{name}" if name[:1].isdigit() or name in ("quantile", "le") else name or "_"
 

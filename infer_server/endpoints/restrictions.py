@@ -1,11 +1,11 @@
-"""Who may make which calls: clients with a secret, and over HTTP those that no foreign web page stands behind.
+"""Access control of calls: secrets in headers, and protection of the HTTP port against foreign web pages.
 
-Each category of calls may ask for a header with a value. Categories and their names are Triton's, so that its command
-lines go on meaning the same.
+Each category of calls may require a header with a secret value. Categories have Triton's names, so that its command
+lines keep their meaning.
 
-A web page that a user of this machine visits must not change the server. Its browser sends requests that need no
-consent of the server to any address (cross-site request forgery), and any request to the page's own host name, which
-may have become a name of this machine (DNS rebinding). HostCheck refuses both.
+A web page that a user of this machine visits must not change the server. A browser sends requests that need no
+preflight to any address (cross-site request forgery), and any request to the page's own host name, which may have been
+pointed at this machine (DNS rebinding). HostCheck rejects both.
 
 https://fetch.spec.whatwg.org/#http-cors-protocol
 """
@@ -22,7 +22,7 @@ from infer_server.errors import ContentTypeError, RestrictedError
 
 CATEGORIES = ("health", "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics",
               "trace", "logging")
-OF_CALL = {                     # of every call of the service, by its name
+OF_CALL = {                     # category of every call of the service
     "ServerLive": "health", "ServerReady": "health", "ModelReady": "health",
     "ServerMetadata": "metadata", "ModelMetadata": "metadata",
     "ModelInfer": "inference", "ModelStreamInfer": "inference",
@@ -45,36 +45,35 @@ class Secret:
 
 @dataclass(frozen=True)
 class Restrictions:
-    """Of a protocol: which categories ask for what."""
+    """Secrets that the categories of calls require in one protocol."""
     secrets: Mapping[str, Secret] = field(default_factory=dict)
-    prefix: str = ""            # of the header's name in this protocol
+    prefix: str = ""            # prefix of the header's name in this protocol
 
     def check(self, category: str, header: Callable[[str], str | bytes | None]) -> None:
-        """header: the value of a header of the call, by its name. Raises RestrictedError."""
+        """Raise RestrictedError if a call lacks the secret of its category. header: returns the value of a header."""
         secret = self.secrets.get(category)
         if secret is None:
             return
         name = self.prefix + secret.header
         given = header(name) or ""
         if not hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), secret.value.encode()):
-            what = "protocol" if self.prefix else "API"         # in Triton's words, of gRPC and of HTTP
+            what = "protocol" if self.prefix else "API"         # Triton's messages for gRPC and HTTP
             raise RestrictedError(f"This {what} is restricted, expecting header '{name}'")
 
 
 class HostCheck:
-    """Refuses calls over HTTP that a browser makes for a foreign page."""
+    """Check that rejects HTTP calls that a browser makes for a foreign page."""
 
     def __init__(self, allowed: Iterable[str] = ()) -> None:
-        """allowed: host names beside this machine's own: "infer.example.org", "*.example.org" for all below it, "*" for
-        any."""
+        """Allow host names in addition to this machine's: "infer.example.org", "*.example.org" or "*" for any."""
         self._allowed = {_plain(name) for name in allowed}
         self._own = {"localhost", _plain(socket.gethostname())}
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Checks a call that changes the server, by its headers, whose names are in lower case.
+        """Check a call that changes the server by its headers, whose names are in lower case.
 
-        Raises RestrictedError: its Host is not this server's, or it was sent for a page of another site;
-        ContentTypeError: its body is of a type that such a page may send without consent.
+        Raises RestrictedError if its Host is not this server's or it comes from a page of another site,
+        ContentTypeError if a page could send its type of body without a preflight.
         """
         host = headers.get("host", "")
         if host and not self._allows(_name_of(host)):
@@ -91,9 +90,9 @@ class HostCheck:
             raise ContentTypeError(f"Content-Type '{kind}' is not served here; send application/json")
 
     def _allows(self, name: str) -> bool:
-        """Return True for names that nobody else's DNS can make a name of this machine.
+        """Return True for a host name that foreign DNS cannot point at this machine.
 
-        These are addresses, names of one label and of private zones, this machine's own and the allowed ones.
+        These are addresses, names of one label or in private zones, this machine's own name and the allowed names.
         """
         return ("." not in name or name in self._own or name.endswith(_PRIVATE_ZONES) or _is_address(name)
                 or self._lists(name))
@@ -112,11 +111,11 @@ class HostCheck:
         return bool(netloc) and (_plain(netloc) == _plain(host) or self._lists(_name_of(netloc)))
 
 
-# Types of a body that a form may have. The third, application/x-www-form-urlencoded, is that of `curl -d`: a browser
-# that sends it names its Origin.
+# Content types of HTML forms. The third, application/x-www-form-urlencoded, is omitted because `curl -d` sends it;
+# browsers send an Origin with it.
 _FORMS = ("text/plain", "multipart/form-data")
 _PRIVATE_ZONES = (".localhost", ".internal", ".svc", ".cluster.local")      # the last two are Kubernetes's
-_SHOWN = 100                    # characters of what a client sent, in errors
+_SHOWN = 100                    # maximum number of a client's characters in an error
 
 
 def _plain(name: str) -> str:
@@ -151,7 +150,7 @@ def _origin_of(referer: str) -> str:
 
 
 def parsed(texts: Iterable[str]) -> dict[str, Secret]:
-    """The secrets by category, of texts "<category>,...:<header>=<value>". Raises ValueError."""
+    """Parse texts "<category>,...:<header>=<value>" to secrets by category. Raises ValueError."""
     secrets: dict[str, Secret] = {}
     for text in texts:
         names, colon, pair = text.partition(":")

@@ -1,4 +1,4 @@
-"""All of the protocol but inference, on its own messages: what gRPC and HTTP answer alike."""
+"""Calls of the protocol except inference, on protobuf messages, for both gRPC and HTTP."""
 from __future__ import annotations
 
 import asyncio
@@ -31,16 +31,16 @@ _DEPENDENTS = "unload_dependents"
 
 
 class ModelService:
-    """One coroutine for each call, named as the call. They raise ServeErrors."""
+    """Calls about the server, models and the repository: one coroutine for each, of its name. Raise ServeErrors."""
 
     def __init__(self, repository: Repository, lifecycle: Lifecycle, explicit_control: bool,
                  on_demand: OnDemand | None = None, server_name: str = NAME) -> None:
         self._repository = repository
         self._lifecycle = lifecycle
         self._explicit_control = explicit_control       # clients may load and unload models
-        self._on_demand = on_demand                     # None: models are loaded before they are asked for
+        self._on_demand = on_demand                     # None: models are loaded before requests arrive
         self._server_name = server_name
-        self._changes = set[asyncio.Task[None]]()       # that clients have asked for; the loop itself keeps none alive
+        self._changes = set[asyncio.Task[None]]()       # loads and unloads; the loop keeps only weak references
         self.waiting = repository.waiting
 
     async def ServerLive(self, _: inference.ServerLiveRequest) -> inference.ServerLiveResponse:
@@ -59,7 +59,7 @@ class ModelService:
         return inference.ModelReadyResponse(ready=True)
 
     async def check_ready(self, name: str, version: str) -> None:
-        """Raises ServeErrors: why a model is not ready."""
+        """Raise a ServeError with the reason if a model is not ready."""
         if not await self._repository.find(name, version).is_ready():
             raise UnavailableError(f"Model '{name}' is not ready (user-defined check failed): its is_ready() says so, "
                                    "failed or took too long, or that of one of its steps did")
@@ -111,15 +111,17 @@ class ModelService:
         return inference.RepositoryModelUnloadResponse()
 
     async def _to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
-        """Whether its client waits for it or not, as in Triton: a model would be loading for ever, or unloading, and
-        what comes of the load would belong to nobody."""
+        """Run a load or unload to its end even if the client cancels the call, as Triton does.
+
+        A cancelled change would leave the model loading or unloading forever.
+        """
         task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
         await asyncio.shield(task)
 
     async def load(self, name: str, parameters: Parameters, at_once: bool = False) -> None:
-        """For a client, or a Python model: see kinds.local.Control."""
+        """Load a model for a client or a Python model (see kinds.local.Control). Raises ServeErrors."""
         self._check_control()
         if not name.strip():
             raise InvalidRequestError("Model name cannot be empty. Please enter a valid name to deploy.")
@@ -135,7 +137,7 @@ class ModelService:
                               f"{redacted(str(error))}") from error
 
     async def unload(self, name: str, parameters: Parameters) -> None:
-        """Likewise."""
+        """Unload a model for a client or a Python model. Raises ServeErrors."""
         self._check_control()
         if unknown := sorted(parameters.keys() - {_DEPENDENTS}):
             raise InvalidRequestError(f"parameter '{unknown[0]}' of a model unload is not served; only "
@@ -147,7 +149,7 @@ class ModelService:
             await self._repository.unload(step)
 
     def _version(self, name: str, version: str) -> Model:
-        """For statistics. Raises ServeErrors."""
+        """Return a model for statistics. Raises ServeErrors with Triton's message."""
         try:
             return self._repository.find(name, version)
         except ServeError as error:
@@ -159,7 +161,7 @@ class ModelService:
         return self._repository.find(name, version)
 
     def _steps_of(self, name: str) -> set[str]:
-        """The loaded models that an ensemble calls."""
+        """Return the names of the loaded models that an ensemble calls."""
         loaded = {model.name: model for model in self._repository.models()}
         steps = loaded[name].config_message.ensemble_scheduling.step if name in loaded else ()
         return {step.model_name for step in steps} & loaded.keys()
@@ -173,13 +175,13 @@ class ModelService:
 
 @dataclass(frozen=True)
 class Service:
-    """All of them."""
+    """Services of all calls except inference."""
     models: ModelService
     memory: MemoryService
     settings: SettingsService
 
     def call(self, name: str) -> Callable[[Any], Awaitable[Message]]:
-        """The coroutine of a call but inference, by its name."""
+        """Return the coroutine of a call by its name."""
         coroutine: Callable[[Any], Awaitable[Message]] = next(
             getattr(part, name) for part in (self.models, self.memory, self.settings) if hasattr(part, name))
         return coroutine
@@ -191,7 +193,7 @@ def _check_repository(name: str) -> None:
 
 
 def _config_override(parameters: Parameters) -> model_config.ModelConfig | None:
-    """The parameter "config" of a load: a ModelConfig as JSON, instead of config.pbtxt."""
+    """Return the ModelConfig in the parameter "config" of a load (JSON), which replaces config.pbtxt."""
     text: str | None = typed(parameters, "config", str, None)
     if text is None:
         return None
@@ -202,7 +204,7 @@ def _config_override(parameters: Parameters) -> model_config.ModelConfig | None:
 
 
 def _files(parameters: Parameters) -> dict[str, bytes]:
-    """The parameters "file:<path>" of a load, by path: they are served instead of the model's folder."""
+    """Return the parameters "file:<path>" of a load by path; they replace the model's folder."""
     files = {name.removeprefix(PREFIX): typed(parameters, name, bytes, b"")
              for name in parameters if name.startswith(PREFIX)}
     if files and "config" not in parameters:
@@ -227,6 +229,6 @@ def _statistics(model: Model) -> inference.ModelStatistics:
 
 
 def _durations(counters: BatchStatistics) -> dict[str, Any]:
-    """The durations among the counters, under their names, which are those of the protocol too."""
+    """Return the durations among the counters by name; the protocol uses the same names."""
     return {name: inference.StatisticDuration(count=value.count, ns=value.ns)
             for name, value in vars(counters).items() if isinstance(value, Duration)}

@@ -1,4 +1,4 @@
-"""What clients may see and change of the log and of tracing while the server runs.
+"""Log and trace settings that clients may read and change while the server runs.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_logging.md
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_trace.md
@@ -16,22 +16,22 @@ from infer_server.repository.repository import Repository
 from protos import inference
 
 _FORMATS = ("default", "ISO8601")
-# Other libraries tell of each request that they make to a store. __main__: this server as `python -m`.
+# Loggers of this project: other libraries log every request to a store. __main__: this server as `python -m`.
 _OURS = ("infer_server", "engines", "calibration", "__main__")
 
 
 @dataclass
 class LogSettings:
-    """Which records are written."""
-    log_file: str = ""                      # "": stderr; the command line decides
+    """Log settings of the protocol, and the filter of log records that implements them."""
+    log_file: str = ""                      # "": stderr; set by the command line only
     log_info: bool = True
     log_warning: bool = True
     log_error: bool = True
-    log_verbose_level: int = 0              # above 0: debug, too, and what libraries tell beside their warnings
-    log_format: str = "default"             # both are alike here: every time is written as ISO 8601 has it
+    log_verbose_level: int = 0              # above 0: debug records, and info records of libraries
+    log_format: str = "default"             # both formats write times as ISO 8601
 
     def install(self) -> None:
-        """Starts from the level of the root logger, and filters what its handlers write."""
+        """Take the level of the root logger, and add the filter to its handlers."""
         root = logging.getLogger()
         self.log_verbose_level = int(root.level <= logging.DEBUG)
         self.log_info = root.level <= logging.INFO
@@ -40,7 +40,7 @@ class LogSettings:
             handler.addFilter(self.writes)
 
     def writes(self, record: logging.LogRecord) -> bool:
-        if record.name == access_log.log.name:          # which is asked for by an option of its own
+        if record.name == access_log.log.name:          # enabled by an option of its own
             return True
         if record.levelno >= logging.ERROR:
             return self.log_error
@@ -50,7 +50,7 @@ class LogSettings:
         return self.log_info if is_info else self.log_verbose_level > 0
 
     def update(self, name: str, value: Any) -> None:
-        """Raises NotServedError, InvalidRequestError."""
+        """Change a setting. Raises NotServedError, InvalidRequestError."""
         if name == "log_file":
             raise NotServedError("log file location can not be updated through network protocol")
         if name not in vars(self):
@@ -63,14 +63,14 @@ class LogSettings:
         logging.getLogger().setLevel(self._least())
 
     def _least(self) -> int:
-        """The least level that anything is written of."""
+        """Return the lowest level of records that may be written."""
         levels = ((logging.DEBUG, self.log_verbose_level), (logging.INFO, self.log_info),
                   (logging.WARNING, self.log_warning))
         return next((level for level, written in levels if written), logging.ERROR)
 
 
 class SettingsService:
-    """One coroutine for each call, named as the call. They raise ServeErrors."""
+    """Settings calls of the protocol: one coroutine for each, of its name. They raise ServeErrors."""
 
     def __init__(self, repository: Repository, log: LogSettings, tracer: Tracer) -> None:
         self._repository = repository

@@ -1,11 +1,10 @@
-"""Shared memory: regions that clients register, to pass tensors without sending them; those of the host's memory.
+"""Shared memory regions that clients register to pass tensors without sending them, and those in host memory.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md
 
-Tensors of the host's memory are read where the region's file is mapped, if it can be (mapped_memory.py): without a copy
-by an engine that may work there, with one for all else. They are written by writes of the file, as they are read where
-it is not mapped, or no longer: a client may cut its file short at any time. Nothing beyond what was registered is read
-or written.
+Tensors in host memory are read from a mapping of the region's file if it can be mapped (mapped_memory.py): in place by
+an engine that supports it, copied otherwise. Without a mapping, or once a client has truncated the file, they are read
+by system calls, by which they are always written. Only registered bytes are accessed.
 """
 from __future__ import annotations
 
@@ -36,41 +35,41 @@ from infer_server.gpu_tensors import GpuRoom, GpuTensor
 from infer_server.protocol.parameters import MemoryReference
 
 OFF = "Client shared memory is disabled: start the server with --allow-client-shm"
-_FOLDER = Path("/dev/shm")          # where shm_open() of Linux has its objects
-_OWN_KEYS = ("infer_server_", "triton_python_backend_shm_region_")      # prefixes of the server's own processes
-_MOST_REGIONS = 4096                # each holds a descriptor, or memory of a GPU
+_FOLDER = Path("/dev/shm")          # folder of shm_open()'s objects on Linux
+_OWN_KEYS = ("infer_server_", "triton_python_backend_shm_region_")      # key prefixes reserved for the server
+_MOST_REGIONS = 4096                # each holds a descriptor or memory of a GPU
 
 
 @dataclass(frozen=True, eq=False)
 class Region(ABC):
-    """A stretch of a client's memory."""
-    what: ClassVar[str]                 # kind of memory
+    """Registered range of a client's memory."""
+    what: ClassVar[str]                 # kind of memory: "system", "cuda"
     name: str
     byte_size: int
 
     @abstractmethod
     def read(self, offset: int, byte_size: int) -> bytes | memoryview:
-        """A copy of bytes of the region. Raises InvalidRequestError, ExecutionError."""
+        """Return a copy of bytes of the region. Raises InvalidRequestError, ExecutionError."""
 
     @abstractmethod
     def write(self, offset: int, data: memoryview) -> None:
-        """Raises InvalidRequestError, ExecutionError."""
+        """Write data to the region. Raises InvalidRequestError, ExecutionError."""
 
-    def there(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any],
-              devices: Set[int | None]) -> GpuTensor | ChangingArray | None:
-        """A tensor where it lies, if that is on one of these GPUs, or in the host's memory and None is among them."""
+    def in_place(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any],
+                 devices: Set[int | None]) -> GpuTensor | ChangingArray | None:
+        """Return a tensor in place if its memory is on one of `devices` (GPU indices; None is the host), else None."""
         return None
 
-    def lack(self, offset: int, byte_size: int) -> ServeError | None:
-        """To be asked when a tensor was read there: why it was not all there."""
+    def truncation_error(self, offset: int, byte_size: int) -> ServeError | None:
+        """Return an error if a tensor that was just read in place was not complete, else None."""
         return None
 
-    def room(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuRoom | None:
-        """Bytes of it as those of an output, if they are on a GPU."""
+    def gpu_buffer(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuRoom | None:
+        """Return the buffer of an output if the region is on a GPU, else None."""
         return None
 
     def check(self, offset: int, byte_size: int) -> None:
-        """Raises InvalidRequestError: the bytes are not all within the region."""
+        """Raise InvalidRequestError if the bytes are not all inside the region."""
         if not 0 <= offset < max(1, self.byte_size):
             raise InvalidRequestError(f"Invalid offset for shared memory region: '{self.name}': {offset} of "
                                       f"{self.byte_size} bytes")
@@ -81,27 +80,27 @@ class Region(ABC):
 
 @dataclass(frozen=True, eq=False)
 class SystemRegion(Region):
-    """Of the host's memory. Its descriptor closes when nobody refers to it any more."""
+    """Region in host memory; its descriptor is closed with the last reference to it."""
     what: ClassVar[str] = "system"
     key: str
-    offset: int                         # into the client's object
+    offset: int                         # offset in the client's shared memory object
     descriptor: int = field(repr=False)
     mapping: Mapping | None = field(repr=False)
 
     def __post_init__(self) -> None:
         weakref.finalize(self, os.close, self.descriptor)
 
-    def there(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any],
-              devices: Set[int | None]) -> ChangingArray | None:
+    def in_place(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any],
+                 devices: Set[int | None]) -> ChangingArray | None:
         if None not in devices or self.mapping is None or self.mapping.is_lost:
             return None
         tensor = ChangingArray(shape, dtype, self.mapping.bytes, offset)
         tensor.address = self.mapping.address + offset
         return tensor
 
-    def lack(self, offset: int, byte_size: int) -> ServeError | None:
-        lost = self.mapping is not None and self.mapping.is_lost        # it may be longer again by now
-        if lost or os.fstat(self.descriptor).st_size < self.offset + offset + byte_size:    # zeros end its last page
+    def truncation_error(self, offset: int, byte_size: int) -> ServeError | None:
+        lost = self.mapping is not None and self.mapping.is_lost        # the file may have been extended again
+        if lost or os.fstat(self.descriptor).st_size < self.offset + offset + byte_size:    # its last page has zeros
             return self._shrunk()
         return None
 
@@ -109,13 +108,13 @@ class SystemRegion(Region):
         self.check(offset, byte_size)
         if self.mapping and not self.mapping.is_lost:
             data = bytes(self.mapping.bytes[offset:offset + byte_size])
-            if error := self.lack(offset, byte_size):
+            if error := self.truncation_error(offset, byte_size):
                 raise error
             return data
         pieces: list[bytes] = []
         at = self.offset + offset
         end = at + byte_size
-        while at < end:                 # Linux reads 2 GiB at a time, and no more
+        while at < end:                 # Linux reads at most 2 GiB at a time
             piece = os.pread(self.descriptor, end - at, at)
             if not piece:
                 raise self._shrunk()
@@ -127,10 +126,10 @@ class SystemRegion(Region):
         self.check(offset, data.nbytes)
         at = self.offset + offset
         end = at + data.nbytes
-        if os.fstat(self.descriptor).st_size < end:         # to write would make it longer again
+        if os.fstat(self.descriptor).st_size < end:         # a write would extend the file
             raise self._shrunk()
         try:
-            while at < end:             # Linux writes 2 GiB at a time, and no more
+            while at < end:             # Linux writes at most 2 GiB at a time
                 at += os.pwrite(self.descriptor, data[at - end:], at)
         except OSError as error:
             raise ExecutionError(f"shared memory region '{self.name}': {error.strerror}") from error
@@ -141,7 +140,7 @@ class SystemRegion(Region):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies."""
+    """Location of a tensor in a region."""
     region: Region
     offset: int
     byte_size: int
@@ -149,9 +148,9 @@ class Place:
     def read(self) -> memoryview:
         return memoryview(self.region.read(self.offset, self.byte_size))
 
-    def lack(self) -> ServeError | None:
-        """See Region."""
-        return self.region.lack(self.offset, self.byte_size)
+    def truncation_error(self) -> ServeError | None:
+        """Return an error if the tensor, just read in place, was not complete (see Region)."""
+        return self.region.truncation_error(self.offset, self.byte_size)
 
     def write(self, data: memoryview, tensor: str) -> None:
         if data.nbytes > self.byte_size:
@@ -165,23 +164,28 @@ R = TypeVar("R", bound=Region)
 
 
 class Regions:
-    """Those that are registered, of every kind, by name. Belongs to the event loop."""
+    """Registered regions of every kind by name. Not thread-safe: belongs to the event loop."""
 
     def __init__(self, allowed: bool) -> None:
         self.allowed = allowed
         if allowed:
-            guard()                     # is compiled now, and not while requests wait
+            guard()                     # compiled now rather than while requests wait
         self._regions: dict[str, Region] = {}
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Raises NotServedError, RegionExistsError, InvalidRequestError, MemoryLimitError."""
+        """Register a region of host memory.
+
+        Raises NotServedError, RegionExistsError, InvalidRequestError, MemoryLimitError.
+        """
         self.check_room(name, "system")
         descriptor = _opened(name, key, offset, byte_size)
         self.add(SystemRegion(name, byte_size, key, offset, descriptor, mapped(descriptor, offset, byte_size)))
 
     def check_room(self, name: str, kind: str) -> None:
-        """Before a region of that name is opened. Raises NotServedError, RegionExistsError, InvalidRequestError,
-        MemoryLimitError."""
+        """Check that a region of a name may be registered.
+
+        Raises NotServedError, RegionExistsError, InvalidRequestError, MemoryLimitError.
+        """
         self._check_allowed()
         if not name:
             raise InvalidRequestError("failed to register shared memory region: invalid args: 'region name' is "
@@ -195,14 +199,13 @@ class Regions:
         self._regions[region.name] = region
 
     def unregister(self, kind: type[Region], name: str) -> None:
-        """"": all of that kind. Tensors of requests that are executing are still read and written. Raises
-        NotServedError."""
+        """Unregister a region, or all of a kind (""). Executing requests keep using it. Raises NotServedError."""
         self._check_allowed()
         for region in self._those(kind, name):
             del self._regions[region.name]
 
     def registered(self, kind: type[R], name: str = "") -> list[R]:
-        """"": all of that kind. Raises UnknownRegionError."""
+        """Return the region of a name, or all of a kind (""). Raises UnknownRegionError."""
         found = self._those(kind, name)
         if name and not found:
             raise UnknownRegionError(f"Unable to find {kind.what} shared memory region: '{name}'")
@@ -212,7 +215,10 @@ class Regions:
         return [region for region in self._regions.values() if isinstance(region, kind) and name in ("", region.name)]
 
     def place(self, reference: MemoryReference) -> Place:
-        """Raises NotServedError, UnknownRegionError; InvalidRequestError: not all of it is within the region."""
+        """Return the location that a request refers to.
+
+        Raises NotServedError, UnknownRegionError, or InvalidRequestError if it is not inside the region.
+        """
         self._check_allowed()
         name, offset, byte_size = reference
         region = self._regions.get(name)
@@ -227,8 +233,10 @@ class Regions:
 
 
 def _opened(name: str, key: str, offset: int, byte_size: int) -> int:
-    """A descriptor of the object that a client has under that key, and so many bytes in it. Raises
-    InvalidRequestError."""
+    """Open a client's shared memory object and return its descriptor.
+
+    Raises InvalidRequestError for an invalid key or range, UnopenedRegionError if it cannot be opened.
+    """
     file = key.removeprefix("/")
     for prefix in _OWN_KEYS:
         if key.lstrip("/").startswith(prefix):

@@ -1,5 +1,4 @@
-"""What a request asks of its tensors beside their names: that they lie in shared memory, or that an output comes as the
-best classes of it.
+"""Parameters of a request's tensors: location in shared memory, and classification of outputs.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_classification.md
 """
@@ -22,35 +21,46 @@ from infer_server.protocol.codec import DATATYPES, Datatype, InputTensor, check_
 from infer_server.protocol.parameters import NONE, MemoryReference, Parameters, natural, reference_of
 from infer_server.serving import Served
 
-_MOST_CLASSES = 1_000_000               # elements of an item that are sorted
+_MOST_CLASSES = 1_000_000               # maximum elements of an item that classification sorts
 
 
-class Asked(NamedTuple):
-    """A tensor as a request has it, in whatever protocol."""
+class RequestedTensor(NamedTuple):
+    """Tensor that a request names, with its parameters, of either protocol."""
     name: str
     parameters: Parameters
 
 
-class Elsewhere(NamedTuple):
-    """Inputs that lie in shared memory."""
-    arrays: dict[int, memoryview | GpuTensor | ChangingArray]       # by their positions
-    lent: list[Place]                   # that are read while the request is executed
+class SharedInputs(NamedTuple):
+    """Inputs in shared memory."""
+    arrays: dict[int, memoryview | GpuTensor | ChangingArray]       # by the input's position
+    lent: list[Place]                   # locations that are read in place during execution
 
 
 def read(references: Mapping[int, MemoryReference], tensors: Sequence[InputTensor], regions: Regions,
-         hold: Callable[[int], None], devices: Set[int | None]) -> Elsewhere:
-    """What lies there: a copy, or in the memory of Model.zero_copy_devices the very tensor, but of texts and
+         hold: Callable[[int], None], devices: Set[int | None]) -> SharedInputs:
+    """Read the inputs that a request passes in shared memory. Raises ServeErrors.
 
-    of truths, whose bytes are looked at, and of what has none. hold: takes the bytes of the copies. Raises
-    ServeErrors."""
-    found = Elsewhere({}, [])
+    Parameters
+    ----------
+    references : mapping of int to MemoryReference
+        Reference of each such input, by its position.
+    tensors : sequence of InputTensor
+        All inputs.
+    regions : Regions
+    hold : callable
+        Called with the bytes of all copies before they are made.
+    devices : set of int or None
+        Devices whose memory the model reads in place (Model.zero_copy_devices). BYTES, whose contents are decoded, BOOL
+        and empty tensors are always copied.
+    """
+    found = SharedInputs({}, [])
     copied: dict[int, Place] = {}
     for i, reference in references.items():
         place, datatype = regions.place(reference), tensors[i].datatype
         check_bytes(tensors[i], place.byte_size)
         tensor = None
         if devices and place.byte_size and datatype.name not in ("BYTES", "BOOL"):
-            tensor = place.region.there(place.offset, tensors[i].shape, datatype.array, devices)
+            tensor = place.region.in_place(place.offset, tensors[i].shape, datatype.array, devices)
         if tensor is None:
             copied[i] = place
             continue
@@ -63,23 +73,22 @@ def read(references: Mapping[int, MemoryReference], tensors: Sequence[InputTenso
     return found
 
 
-def if_whole(lent: Sequence[Place], encode: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
-    """`encode`, for a response to tensors that were read in these places: the ServeError that they were not all
-    there."""
+def checking_inputs(lent: Sequence[Place], encode: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
+    """Wrap `encode` to return a ServeError if inputs that were read in place (`lent`) were not complete."""
     if not lent:
         return encode
 
     def checked(computed: Arrays) -> Any:
         for place in lent:
-            if error := place.lack():
+            if error := place.truncation_error():
                 return error
         return encode(computed)
     return checked
 
 
-def rooms(outputs: Iterable[Output]) -> dict[str, GpuRoom]:
-    """The outputs that are to lie on GPUs as they are computed."""
-    found = {output.spec.name: output.place.region.room(
+def gpu_buffers(outputs: Iterable[Output]) -> dict[str, GpuRoom]:
+    """Return the buffers on GPUs of outputs that are written there as computed, by name."""
+    found = {output.spec.name: output.place.region.gpu_buffer(
         output.place.offset, output.place.byte_size, output.datatype.array)
         for output in outputs if output.place and not output.classes}
     return {name: room for name, room in found.items() if room}
@@ -87,25 +96,27 @@ def rooms(outputs: Iterable[Output]) -> dict[str, GpuRoom]:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output as its request wants it."""
+    """Requested output: the tensor or its classification, in the response or in shared memory."""
     spec: TensorSpec
-    classes: int = 0                    # the best so many of each item; 0: the tensor itself
-    place: Place | None = None
+    classes: int = 0                    # number of top classes of each item to return; 0: the tensor itself
+    place: Place | None = None          # location in shared memory; None: in the response
     batched: bool = False               # the tensor has a leading batch axis
-    labels: Sequence[str] = ()          # of the classes
+    labels: Sequence[str] = ()          # names of the classes
 
     @property
     def datatype(self) -> Datatype:
         return DATATYPES["BYTES"] if self.classes else self.spec.datatype
 
     def array(self, computed: Any) -> Any:
-        """What is answered instead of the computed tensor."""
+        """Return the computed tensor, or its classification if requested."""
         return (classified(computed, self.spec, self.classes, self.batched, self.labels) if self.classes else
                 computed)
 
     def place_raw(self, array: NDArray[Any] | GpuTensor) -> memoryview | None:
-        """The raw contents of the answer; None: they are where it is to lie. Raises InvalidRequestError,
-        ExecutionError."""
+        """Return the raw contents of an output, or write them to its shared memory and return None.
+
+        Raises InvalidRequestError, ExecutionError.
+        """
         if isinstance(array, GpuTensor):
             return None
         raw = encode_raw(array, self.datatype)
@@ -115,9 +126,9 @@ class Output:
         return None
 
 
-def wanted(served: Served, asked: Sequence[Asked], regions: Regions) -> tuple[Output, ...]:
-    """The outputs of a response. Raises ServeErrors: what the request asks of one cannot be."""
-    by_name = {tensor.name: tensor.parameters for tensor in asked}
+def requested_outputs(served: Served, requested: Sequence[RequestedTensor], regions: Regions) -> tuple[Output, ...]:
+    """Return the outputs of a response. Raises ServeErrors if parameters of the request are invalid."""
+    by_name = {tensor.name: tensor.parameters for tensor in requested}
     return tuple(_output(spec, by_name.get(spec.name, NONE), regions, served) for spec in served.outputs)
 
 
@@ -135,7 +146,7 @@ def _output(spec: TensorSpec, parameters: Parameters, regions: Regions, served: 
 
 def classified(array: NDArray[Any], spec: TensorSpec, count: int, batched: bool,
                labels: Sequence[str]) -> NDArray[Any]:
-    """The `count` largest elements of each item, the best first, as "value:index" or "value:index:label"."""
+    """Return the `count` largest elements of each item, the largest first, as "value:index" or "value:index:label"."""
     items = array.reshape(array.shape[0] if batched else 1, -1)
     if items.shape[1] > _MOST_CLASSES:
         raise InvalidRequestError(f"output '{spec.name}': classification output tensor too large")

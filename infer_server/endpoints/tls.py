@@ -1,4 +1,4 @@
-"""Encrypted ports: the server's certificate, and whose clients' certificates it asks for."""
+"""TLS of ports: the server's certificate, and the authorities of client certificates."""
 from __future__ import annotations
 
 import ssl
@@ -11,13 +11,13 @@ import grpc
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM files. Reading them raises OSError; ssl.SSLError is one, too."""
+    """PEM files of a TLS port. Reading them raises OSError, of which ssl.SSLError is a subclass."""
     certificate: Path
     key: Path
-    clients: Path | None = None         # the authorities that clients' certificates are from; None: clients need none
+    clients: Path | None = None         # authorities of client certificates; None: clients need no certificate
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        self.context()                  # says what is wrong with the files; gRPC opens no port and says nothing
+        self.context()                  # reports errors in the files; gRPC would fail without a reason
         roots = self.clients.read_bytes() if self.clients else None
         return grpc.ssl_server_credentials([(self.key.read_bytes(), self.certificate.read_bytes())], roots,
                                            require_client_auth=roots is not None)

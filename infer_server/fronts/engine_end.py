@@ -1,4 +1,4 @@
-"""The engines' end of a front's link: what the front hands on is served as what other fronts receive is."""
+"""Engine-process side of the link to a frontend worker: serves the requests that the worker forwards."""
 from __future__ import annotations
 
 import asyncio
@@ -28,32 +28,44 @@ _OF_STREAMS = (link.STREAM, link.MESSAGE, link.ALL_SENT, link.LEFT_STREAM, link.
 
 
 class EngineEnd(Link):
-    """Of one front, as long as its process lives."""
+    """Engine-process end of the link to one frontend worker, open while the worker's process lives."""
 
     def __init__(self, front: Front, restrictions: Restrictions, handle: Handler,
                  ready: Callable[[str], None], gone: Callable[[], None]) -> None:
-        """restrictions: of gRPC. handle: answers what comes over HTTP. ready: told once that the front listens, or why
-        it does not; gone: that its process has ended."""
+        """Create the end of a link.
+
+        Parameters
+        ----------
+        front : Front
+        restrictions : Restrictions
+            Restrictions of gRPC calls.
+        handle : Handler
+            Answers HTTP requests.
+        ready : callable
+            Called with "" when the worker listens, or with the reason why it cannot.
+        gone : callable
+            Called when the worker's process has ended.
+        """
         super().__init__()
         self._inflight, self._handle, self._ready, self._gone = front.inflight, handle, ready, gone
         self._infers = InferCalls(front, restrictions)
-        self._replies: dict[int, _Reply] = {}               # that are not answered, by the numbers of their calls
-        self._exchanges: dict[int, _Connection] = {}        # that are not answered, by the numbers of their requests
+        self._replies: dict[int, _Reply] = {}               # pending gRPC calls by number
+        self._exchanges: dict[int, _Connection] = {}        # pending HTTP requests by number
         self._streams = Streams(front, restrictions, self)
-        self._sent_away = asyncio.Event()                # they know that the server stops, or the front has ended
-        self._unread: dict[int, OpenCall] = {}              # answered, and not yet with their clients
+        self._sent_away = asyncio.Event()                   # clients have been sent GOAWAY, or the worker has ended
+        self._unread: dict[int, OpenCall] = {}              # responses that clients have not read yet
 
     def begin(self, settings: FrontSettings) -> None:
-        """Tells the front to listen."""
+        """Send the settings, upon which the worker listens."""
         self.send(link.SETTINGS, 0, pickle.dumps(settings))
 
     async def send_away(self) -> None:
-        """Have the front's clients of gRPC send their next calls to other servers."""
+        """Have the worker send GOAWAY to its clients, and wait until it is delivered."""
         self.send(link.SEND_AWAY)
         await self._sent_away.wait()
 
     def drain(self, answered: bool) -> None:
-        """Tells the front to close its ports and to end. answered: see Listeners.close."""
+        """Tell the worker to close its ports and to end. answered: see Listeners.close."""
         self.send(link.DRAIN, int(answered))
 
     def closed(self, reason: Exception | None) -> None:
@@ -100,11 +112,11 @@ class EngineEnd(Link):
             self._inflight.end(held)
 
     def held(self, number: int, call: OpenCall | None, answer_bytes: int) -> int:
-        """Counts an answered call, if it holds much, until its client has its answer: what is to be said with that."""
+        """Keep a large answered call counted until its client has read the response; return the flag of the frame."""
         if call is None:
             return 0
         self._inflight.keep(call, answer_bytes)
-        if call.held_bytes <= LITTLE_BYTES:     # what is smaller is sent whether it is read or not
+        if call.held_bytes <= LITTLE_BYTES:     # smaller responses fit into the buffers of the sockets
             self._inflight.end(call)
             return 0
         self._unread[number] = call
@@ -146,7 +158,7 @@ class EngineEnd(Link):
 
     def _forget(self, number: int, exchange: Exchange) -> None:
         del self._exchanges[number]
-        exchange.left = None                    # which refers to it: memory would wait for the cycle collector
+        exchange.left = None                    # breaks a reference cycle, which would delay freeing the memory
 
 
 class _Reply(InferReply):
@@ -184,7 +196,7 @@ class _Reply(InferReply):
 
 
 class _Connection:
-    """In the place of a client's connection to this process, for one request."""
+    """Stand-in for a client's connection, for one HTTP request that a frontend worker forwards."""
     __slots__ = ("_end", "_number", "_peer", "exchange")
 
     def __init__(self, end: EngineEnd, number: int, peer: str) -> None:
@@ -210,16 +222,16 @@ class _Connection:
         return self._peer
 
     def disconnect(self) -> None:
-        """The front does, by its own clock."""
+        """Do nothing: the worker ends the connection, by its own clock."""
 
 
 def _read(about: bytes) -> tuple[str, str, str, dict[str, str]]:
-    """Method, path, version and headers of an HTTP request."""
+    """Return method, path, version and headers of an HTTP request."""
     method, path, version, headers = json.loads(about)
     return method, path, version, headers
 
 
-_kept = lru_cache(KEPT_FORMS)(_read)            # clients repeat themselves
+_kept = lru_cache(KEPT_FORMS)(_read)            # most requests of a client have equal headers
 
 
 @lru_cache(KEPT_FORMS)

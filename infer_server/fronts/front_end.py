@@ -1,4 +1,4 @@
-"""A front's end of the link: what its clients ask is handed on, and answered when the engines' process has answered."""
+"""Frontend-worker side of the link: forwards requests to the engine process and dispatches its responses."""
 from __future__ import annotations
 
 import asyncio
@@ -17,24 +17,24 @@ from infer_server.fronts.settings import FrontSettings
 
 
 class Infers(Protocol):
-    """What the answers of inference over gRPC are told."""
+    """Interface of the receiver of responses to gRPC inference: GrpcCalls."""
 
     def answered(self, frame: Frame, is_held: bool) -> None: ...
 
     def failed(self, number: int, code: int, details: str) -> None: ...
 
     def streamed(self, frame: Frame) -> None:
-        """Of ModelStreamInfer."""
+        """Accept a frame of a ModelStreamInfer call."""
 
 
 class Exchanges(Protocol):
-    """What the answers of HTTP are told."""
+    """Interface of the receiver of HTTP responses: HttpCalls."""
 
     def answered(self, frame: Frame) -> None: ...
 
 
 class HeldElsewhere(Inflight):
-    """Calls that the engines' process counts, too, until it is told that their answers are read."""
+    """Inflight of a worker: it also tells the engine process, which counts the calls too, when responses are read."""
 
     def __init__(self, max_bytes: int, send_timeout_secs: float, front: FrontEnd) -> None:
         super().__init__(max_bytes, send_timeout_secs)
@@ -42,7 +42,7 @@ class HeldElsewhere(Inflight):
         self._numbers: dict[OpenCall, int] = {}
 
     def held_as(self, call: OpenCall, number: int) -> None:
-        """To be called before the end of a call that is counted there under that number."""
+        """Note the number under which the engine process counts a call; to be called before its end."""
         self._numbers[call] = number
 
     def end(self, call: OpenCall) -> None:
@@ -52,27 +52,36 @@ class HeldElsewhere(Inflight):
 
 
 class FrontEnd(Link):
-    """Ends the process when the other end is gone: its clients connect to another one."""
+    """Worker's end of the link. When the engine process is gone, the worker's process ends, too."""
     infers: Infers
     exchanges: Exchanges
 
     def __init__(self, start: Callable[[FrontSettings], None], send_away: Callable[[], None],
                  drain: Callable[[bool], None]) -> None:
-        """start: is given the settings, once; send_away: called before calls are refused; drain: whether all that was
-        accepted is answered, once."""
+        """Create the end of a link.
+
+        Parameters
+        ----------
+        start : callable
+            Called once with the settings.
+        send_away : callable
+            Called before calls are rejected.
+        drain : callable
+            Called once; the argument says whether accepted requests are to be answered first.
+        """
         super().__init__()
         self._start, self._send_away, self._drain = start, send_away, drain
         self._numbers = count()
 
     def next_number(self) -> int:
-        """A number for a call that has none."""
+        """Return the number of the next call."""
         return next(self._numbers)
 
     def read(self, number: int) -> None:
         self.send(link.READ, number)
 
     def closed(self, reason: Exception | None) -> None:
-        if reason and not isinstance(reason, OSError):      # our bug; no log can be handed on any more
+        if reason and not isinstance(reason, OSError):      # a bug of ours, which cannot be logged over the link
             traceback.print_exception(reason)
             os._exit(1)
         os._exit(0)
@@ -96,7 +105,7 @@ class FrontEnd(Link):
 
 
 class ToLink(logging.Handler):
-    """Hands what is logged here on: there is one log. From any thread."""
+    """Log handler that forwards records to the engine process, which writes the only log. Thread-safe."""
 
     def __init__(self, end: FrontEnd, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The fronts of a server, as its engines' process has them: started, started again when one ends, and ended."""
+"""Supervisor of the frontend workers in the engine process: starts, restarts and ends their processes."""
 from __future__ import annotations
 
 import asyncio
@@ -30,30 +30,32 @@ from infer_server.workers import in_daemon_thread
 log = logging.getLogger(__name__)
 
 _START_SECS = 60.0
-_ENDING_SECS = 3 * SENDING_SECS         # for a front to send what was answered, and to end
-_PAUSE_SECS = 1.0                       # between two starts of a front, at least
+_ENDING_SECS = 3 * SENDING_SECS         # time for a worker to send pending responses and to end
+_PAUSE_SECS = 1.0                       # minimum interval between two starts of a worker
 _FOR_THE_SERVER = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_LOOKING_SECS = 0.02                    # between two looks whether a process has ended
+_LOOKING_SECS = 0.02                    # interval between checks whether a process has ended
 
-MakeEnd = Callable[[Callable[[str], None], Callable[[], None]], EngineEnd]      # of what it tells: see EngineEnd
+MakeEnd = Callable[[Callable[[str], None], Callable[[], None]], EngineEnd]      # (ready, gone): see EngineEnd
 
 
 class Fronts:
-    """start() once, then close() once, on one event loop."""
+    """Frontend workers of a server. Call start() once, then close() once, on one event loop."""
 
     def __init__(self, count: int, behind: Behind, front: Front, restrictions: Restrictions) -> None:
-        """behind: serves all of gRPC but ModelInfer. restrictions: of gRPC."""
+        """Set the number of workers, the server of all gRPC calls but ModelInfer, and the restrictions of gRPC."""
         self._count, self._behind, self._front, self._restrictions = count, behind, front, restrictions
         self._reserved: list[Reserved] = []
         self._fronts: list[_Front] = []
 
     def processes(self) -> Mapping[str, int]:
-        """Their names, and the numbers of their processes."""
+        """Return the process IDs of the workers by name."""
         return {front.name: front.pid for front in self._fronts if front.pid}
 
     async def start(self, settings: FrontSettings, handle: Handler) -> tuple[int, int]:
-        """Returns the ports of gRPC and HTTP when all fronts listen on them. handle: answers what comes over HTTP.
-        Raises OSError: a port cannot be had, and none is."""
+        """Start the workers; return the ports of gRPC and HTTP (0 if not served) when all workers listen.
+
+        handle: answers HTTP requests. Raises OSError if a worker cannot listen; then all ports are closed.
+        """
         try:
             grpc, http = self._reserve(settings.grpc), self._reserve(settings.http)
             settings = replace(settings, grpc=grpc, http=http, others=await self._behind.start())
@@ -67,48 +69,48 @@ class Fronts:
         return grpc.port if grpc else 0, http.port if http else 0
 
     async def send_away(self) -> None:
-        """Have clients of gRPC send their next calls to other servers. See Listeners.send_away."""
+        """Send GOAWAY to the workers' clients. See Listeners.send_away."""
         await asyncio.gather(*(front.send_away() for front in self._fronts))
 
     async def close(self, answered: bool) -> None:
-        """Has the fronts send what was answered, and end. answered: see Listeners.close."""
+        """Have the workers send pending responses and end. answered: see Listeners.close."""
         await asyncio.gather(*(front.close(answered) for front in self._fronts))
         await self._behind.stop()
         for reserved in self._reserved:
             reserved.close()
 
     def _reserve(self, door: Door | None) -> Door | None:
-        """The same with its port, which is any free one if it was 0."""
+        """Reserve a port for all workers; return it with its number, a free one if it was 0."""
         if door is None:
             return None
         if door.tls:
-            door.tls.context()          # says what is wrong with the files
+            door.tls.context()          # reports errors in the files
         self._reserved.append(reserved := Reserved(door.host, door.port))
         return replace(door, port=reserved.port)
 
 
 class _Front:
-    """A process, and the next one when it has ended."""
+    """Frontend worker: a process, which is restarted when it ends."""
 
     def __init__(self, number: int, make_end: MakeEnd, code: bytes) -> None:
-        """code: of this process; a front of another would not understand what it is told."""
+        """Take the digest of this process's code: a worker with other code would not understand the link."""
         self.name = f"front {number}"
         self._make_end, self._code = make_end, code
         self._process: subprocess.Popen[bytes] | None = None
         self._end: EngineEnd
-        self._told: asyncio.Future[str]         # "" once it listens, or why it does not
+        self._started: asyncio.Future[str]      # "" once it listens, or the reason why it cannot
         self._gone: asyncio.Event               # set when it has ended
-        self._watching: asyncio.Task[None] | None = None    # while it is to listen
-        self._closed = False                    # nothing more is started
+        self._watching: asyncio.Task[None] | None = None    # restarts it
+        self._closed = False                    # it is not restarted any more
 
     @property
     def pid(self) -> int:
         return self._process.pid if self._process else 0
 
     async def start(self, settings: FrontSettings) -> None:
-        """Raises OSError: it cannot listen."""
+        """Start the worker and its supervision. Raises OSError if it cannot listen."""
         await self._start(settings)
-        if not self._closed:                    # as it is when another front could not start
+        if not self._closed:                    # closed if another worker could not start
             self._watching = asyncio.create_task(self._watch(settings))
 
     async def send_away(self) -> None:
@@ -117,7 +119,7 @@ class _Front:
                 await asyncio.wait_for(self._end.send_away(), SENDING_SECS)
 
     async def close(self, answered: bool) -> None:
-        self._closed = True                     # asyncio.wait_for, if it has its result, does not tell who is cancelled
+        self._closed = True                     # asyncio.wait_for may swallow the cancellation of _watch
         if self._watching:
             self._watching.cancel()
             if self._listens():
@@ -130,11 +132,11 @@ class _Front:
 
     async def _start(self, settings: FrontSettings) -> None:
         loop = asyncio.get_running_loop()
-        self._told, self._gone = loop.create_future(), asyncio.Event()
+        self._started, self._gone = loop.create_future(), asyncio.Event()
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = _start_process(theirs.fileno())     # a few ms, in which nobody may close this end
+                self._process = _start_process(theirs.fileno())     # on this thread: takes only a few ms
         except OSError:
             ours.close()
             raise
@@ -142,7 +144,7 @@ class _Front:
         await loop.create_unix_connection(lambda: end, sock=ours)
         end.begin(settings)
         try:
-            reason = await asyncio.wait_for(asyncio.shield(self._told), _START_SECS)
+            reason = await asyncio.wait_for(asyncio.shield(self._started), _START_SECS)
         except TimeoutError:
             reason = f"it did not listen within {_START_SECS:g} s"
         if reason:
@@ -163,26 +165,26 @@ class _Front:
                         return
                     await self._start(settings)
                     break
-                except (OSError, RepositoryError) as error:     # no descriptors, memory, threads: for a moment, perhaps
+                except (OSError, RepositoryError) as error:     # a lack of descriptors or memory may be temporary
                     log.error("%s: %s", self.name, error)
                     await self._kill()
 
     async def _kill(self) -> str:
-        """Ends the process, if it has not ended, and says how it did."""
+        """Kill the process unless it has ended, and return how it ended as text."""
         process = self._process
         if process is None:
             return "not started"
         process.kill()
-        while (status := process.poll()) is None:       # no thread waits for that: there may be none
+        while (status := process.poll()) is None:       # polls, because a thread to wait may not be available
             await asyncio.sleep(_LOOKING_SECS)
         return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
 
     def _listens(self) -> bool:
-        return self._told.done() and not self._told.result() and not self._gone.is_set()
+        return self._started.done() and not self._started.result() and not self._gone.is_set()
 
     def _tell(self, reason: str) -> None:
-        if not self._told.done():
-            self._told.set_result(reason)
+        if not self._started.done():
+            self._started.set_result(reason)
 
     def _ended(self) -> None:
         self._gone.set()
@@ -197,8 +199,10 @@ def _start_process(descriptor: int) -> subprocess.Popen[bytes]:
 
 
 def _code_on_disk() -> bytes:
-    """A digest of the server's modules as a process that starts now would import them. (The version says less: not
-    every checkout has another.)"""
+    """Return a digest of the server's modules on disk, which a process that starts now would import.
+
+    The version does not suffice: several checkouts may have the same.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())

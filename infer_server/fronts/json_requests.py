@@ -1,7 +1,7 @@
-"""Inferences over HTTP whose tensors are JSON: read here, and handed on as bytes (the binary tensor data extension).
+"""Conversion of HTTP inference requests with JSON tensors to binary tensors, in a frontend worker.
 
-To read a picture's JSON takes an interpreter tens of milliseconds. What does not become arrays here is handed on as it
-came, so that what is said of it is said in one place.
+Parsing the JSON of a picture takes tens of milliseconds, which the engine process is spared. Requests that cannot be
+converted are forwarded unchanged, so that errors are reported in one place.
 """
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from infer_server.errors import InvalidRequestError, TooLargeError
 from infer_server.protocol.json_documents import LARGE_BYTES, read_inference
 from infer_server.protocol.json_values import JsonArray, Steps, parsed
 
-_WORTHWHILE_BYTES = 2 << 10         # less is read as quickly as what it would become
-_MOST_INPUTS = 64                   # of a request that is read here
+_WORTHWHILE_BYTES = 2 << 10         # smaller JSON is parsed as quickly as its binary form
+_MOST_INPUTS = 64                   # maximum number of inputs of a request that is converted
 _LENGTH = "inference-header-content-length"
 _NO_REQUEST = (InvalidRequestError, TooLargeError, KeyError, TypeError, ValueError, AttributeError)
 
 
 def is_worthwhile(request: HttpRequest) -> bool:
-    """True for an inference whose tensors are within its JSON, unless it is small."""
+    """Return True for an inference request with JSON tensors, unless it is small."""
     return (len(request.body) >= _WORTHWHILE_BYTES and _LENGTH not in request.headers and request.method == "POST"
             and request.path.endswith("/infer"))
 
 
 def with_bytes(request: HttpRequest, hold: Callable[[int], None]) -> Steps[HttpRequest]:
-    """Return an inference with its inputs as bytes behind the JSON. hold: counts their bytes; may raise."""
+    """Return a request with its inputs as bytes after the JSON, or unchanged if it cannot be converted.
+
+    hold: called to count the bytes of the inputs; may raise.
+    """
     body = request.body
     try:
         head, pieces = yield from _apart((yield from read_inference(body, len(body), hold)) if len(body) > LARGE_BYTES
@@ -41,8 +44,8 @@ def with_bytes(request: HttpRequest, hold: Callable[[int], None]) -> Steps[HttpR
 
 
 def _apart(head: Any, hold: Callable[[int], None]) -> Steps[tuple[dict[str, Any], list[memoryview]]]:
-    """Return a request with its inputs' sizes in the places of their values, and the values."""
-    from infer_server.protocol.codec import declared_inputs, encode_raw  # here: other fronts do without numpy
+    """Return a request with the sizes of its inputs instead of their values, and the values as bytes."""
+    from infer_server.protocol.codec import declared_inputs, encode_raw  # here: workers rarely need numpy
     from infer_server.protocol.json_tensors import from_json, read_values
     given = head["inputs"]
     if len(given) > _MOST_INPUTS or any(type(extent) is not int for each in given for extent in each["shape"]):

@@ -1,9 +1,8 @@
-"""Between the process of the engines and a front: frames over a Unix socket, both ways.
+"""Link between the engine process and a frontend worker: frames over a Unix socket in both directions.
 
-A frame is a head of fixed size, the client's address, what is said beside the payload, the payload. Frames that have
-come together are taken in one turn of the loop, and those of one turn are sent together (uvloop gathers writes by
-itself). A large payload is received where it stays. Both ends are this project's, of one version: what comes is not
-checked.
+A frame has a head of fixed size, the client's address, metadata (`about`) and the payload. Frames received together are
+processed in one turn of the event loop, and those written in one turn are sent together (uvloop gathers writes). Large
+payloads are received into their final buffer. Both ends run the same code, so frames are not validated.
 """
 from __future__ import annotations
 
@@ -12,46 +11,47 @@ import struct
 from abc import abstractmethod
 from typing import NamedTuple, cast
 
-# Kinds of frames, and who sends them: a front (F), the engines' process (E).
-SETTINGS, READY, FAILED, DRAIN, LOG = range(5)      # E: Settings; F: it listens; F: why not; E: it is to end; F: a line
+# Kinds of frames, and their senders: a frontend worker (F), the engine process (E).
+SETTINGS, READY, FAILED, DRAIN, LOG = range(5)      # E: settings; F: listening; F: failure; E: end; F: log record
 INFER, HTTP = 5, 6                                  # F: a ModelInferRequest, an HTTP request
-LEFT_INFER, LEFT_HTTP = 7, 8                        # F: nobody waits for its answer any more
-ANSWER, FAIL = 9, 10                                # E: of INFER: the response; a status
-RESPONSE, BEGIN, PART, END = 11, 12, 13, 14         # E: of HTTP: all of it; or its head, pieces of its body, its end
-HELD = 0x80                                         # E: with ANSWER and RESPONSE: it is counted until ...
-READ = 15                                           # F: ... its client has it
-STREAM, MESSAGE, ALL_SENT, LEFT_STREAM = 16, 17, 18, 19         # F: a ModelStreamInfer, a request of it, ...
-TAKEN, STREAMED, ENDED = 20, 21, 22                 # E: it took a request; a response; the status of all of it
-WRITTEN = 23                                        # F: it wrote a response
-SEND_AWAY, SENT_AWAY = 24, 25                       # E: its clients are to go to other servers; F: they know
+LEFT_INFER, LEFT_HTTP = 7, 8                        # F: its client has disconnected
+ANSWER, FAIL = 9, 10                                # E: to INFER: the response; an error status
+RESPONSE, BEGIN, PART, END = 11, 12, 13, 14         # E: to HTTP: the whole response; or its head, pieces and end
+HELD = 0x80                                         # E: flag of ANSWER and RESPONSE: bytes are counted until ...
+READ = 15                                           # F: ... the client has read the response
+STREAM, MESSAGE, ALL_SENT, LEFT_STREAM = 16, 17, 18, 19         # F: ModelStreamInfer: begin, request, end, disconnect
+TAKEN, STREAMED, ENDED = 20, 21, 22                 # E: a request was consumed; a response; the final status
+WRITTEN = 23                                        # F: a response was written to the client
+SEND_AWAY, SENT_AWAY = 24, 25                       # E: send GOAWAY to clients; F: done
 
-WINDOW = 32                     # requests of a stream that are not taken, and responses that are not written, at most
-WINDOW_BYTES = 64 << 10         # no more requests are handed on while those that are not taken have so many
+WINDOW = 32                     # flow control of a stream: most unconsumed requests, and most unwritten responses
+WINDOW_BYTES = 64 << 10         # bytes of unconsumed requests from which no more are forwarded
 
 _HEAD = struct.Struct("<IIHBQqd")
-_BUFFER_BYTES = 256 << 10           # at first: it grows for what is said beside a payload
-_LARGE_BYTES = 64 << 10             # payloads that are not copied once more
+_BUFFER_BYTES = 256 << 10           # initial size; it grows for long metadata
+_LARGE_BYTES = 64 << 10             # payloads of at least this size are not copied
 NEVER = -1.0
 
 
 class Frame(NamedTuple):
+    """Message of the link."""
     kind: int
-    number: int                     # of the call, which its front gave it
-    payload: bytes                  # or a bytearray, which nobody changes, if it came in pieces
-    about: bytes = b""              # what is said beside it
+    number: int                     # number of the call, assigned by the worker
+    payload: bytes                  # or a bytearray, never modified, if it was received in pieces
+    about: bytes = b""              # metadata
     peer: bytes = b""               # the client's address
     received_ns: int = 0
     remaining_secs: float = NEVER   # until the client gives up
 
 
 class Link(asyncio.BufferedProtocol):
-    """One end. Belongs to the event loop."""
+    """One end of the link. Not thread-safe: belongs to the event loop."""
     _transport: asyncio.WriteTransport
 
     def __init__(self) -> None:
         self._view = memoryview(bytearray(_BUFFER_BYTES))
         self._filled = 0
-        self._large: Frame | None = None        # whose payload is being received
+        self._large: Frame | None = None        # frame whose large payload is being received
         self._large_filled = 0
 
     @abstractmethod
@@ -59,12 +59,11 @@ class Link(asyncio.BufferedProtocol):
 
     @abstractmethod
     def closed(self, reason: Exception | None) -> None:
-        """The other end is gone, or what it sent was not taken, for that reason."""
+        """Handle the end of the link. reason: the exception that ended it; None if the other end closed it."""
 
     def send(self, kind: int, number: int = 0, *payload: bytes | bytearray | memoryview, about: bytes = b"",
              peer: bytes = b"", received_ns: int = 0, remaining_secs: float = NEVER) -> None:
-        """The pieces of the payload, views of bytes among them, follow each other. Does nothing if the other end is
-        gone."""
+        """Send a frame, whose payload is the concatenation of pieces. Does nothing if the other end is gone."""
         size = sum(map(len, payload))
         head = _HEAD.pack(size, len(about), len(peer), kind, number, received_ns, remaining_secs) + peer + about
         if size < _LARGE_BYTES:
@@ -74,7 +73,7 @@ class Link(asyncio.BufferedProtocol):
 
     # ---- asyncio's
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)      # uvloop's is none by class
+        self._transport = cast(asyncio.WriteTransport, transport)      # uvloop's class does not derive from it
 
     def connection_lost(self, reason: Exception | None) -> None:
         self.closed(reason)
@@ -82,7 +81,7 @@ class Link(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._large:
             return memoryview(self._large.payload)[self._large_filled:]
-        if self._filled == len(self._view):     # the head of a frame, and what is said beside its payload, alone
+        if self._filled == len(self._view):     # the head and metadata of one frame fill the buffer
             full, self._view = self._view, memoryview(bytearray(2 * len(self._view)))
             self._view[:self._filled] = full
         return self._view[self._filled:]
@@ -102,8 +101,11 @@ class Link(asyncio.BufferedProtocol):
             self._view[:self._filled] = self._view[at:at + self._filled]
 
     def _take(self, at: int) -> int:
-        """Takes the frame that begins there, or the beginning of a large one, or of one for which there is no room, and
-        says where it ends; 0: not enough of it has come."""
+        """Process the frame at an offset of the buffer; return the offset of its end, or 0 if it is incomplete.
+
+        If the payload is large or does not fit into the buffer, it gets a buffer of its own, and the frame counts as
+        processed up to the received bytes.
+        """
         size, about, peer, kind, number, received_ns, remaining_secs = _HEAD.unpack_from(self._view, at)
         begin = at + _HEAD.size
         middle = begin + peer

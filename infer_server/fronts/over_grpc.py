@@ -1,4 +1,4 @@
-"""gRPC in a front: inference is handed on by the link, all else to the server on grpc.aio behind the fronts."""
+"""gRPC port of a frontend worker: forwards inference over the link, all other calls to the grpc.aio server."""
 from __future__ import annotations
 
 import asyncio
@@ -29,11 +29,11 @@ _STREAM = f"/{protos.INFERENCE_SERVICE}/ModelStreamInfer"
 _ELSEWHERE = {f"/{service}/{method.name}" for service in (protos.INFERENCE_SERVICE, protos.HEALTH_SERVICE)
               for method in protos.methods(service)}
 _REFLECTION = "/grpc.reflection."
-_OF_THE_CONNECTION = ("user-agent",)        # metadata that our own call will have
+_OF_THE_CONNECTION = ("user-agent",)        # metadata that the forwarded call sets itself
 
 
-def _said(metadata: Iterable[tuple[str, Any]]) -> bytes:
-    """What came beside a message, as the engines' process reads it."""
+def _encoded(metadata: Iterable[tuple[str, Any]]) -> bytes:
+    """Encode the text metadata of a call for the engine process."""
     return json.dumps([pair for pair in metadata if isinstance(pair[1], str)]).encode()
 
 
@@ -59,7 +59,7 @@ class GrpcCalls:
         return None
 
     async def _infer(self, data: bytes, context: CallContext) -> bytes:
-        """Raises MemoryLimitError, InvalidRequestError, StatusError."""
+        """Forward a ModelInfer call. Raises MemoryLimitError, InvalidRequestError, StatusError."""
         received_ns, remaining_secs = time.monotonic_ns(), context.time_remaining()
         held = self._inflight.begin(Client(context), len(data))
         context.when_done(partial(self._inflight.end, held))
@@ -68,7 +68,7 @@ class GrpcCalls:
         response: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._awaited[number] = response, held
         self._end.send(link.INFER, number, data,
-                       about=_said(context.metadata()) if self._tells_metadata else b"",
+                       about=_encoded(context.metadata()) if self._tells_metadata else b"",
                        peer=context.peer().encode(), received_ns=received_ns,
                        remaining_secs=link.NEVER if remaining_secs is None else remaining_secs)
         try:
@@ -97,7 +97,7 @@ class GrpcCalls:
     def answered(self, frame: Frame, is_held: bool) -> None:
         number, response = frame.number, frame.payload
         awaited, held = self._awaited.pop(number, (None, None))
-        if awaited is None or held is None or held.client is None:      # its client has left
+        if awaited is None or held is None or held.client is None:      # the client has disconnected
             if is_held:
                 self._end.read(number)
             return
@@ -113,25 +113,25 @@ class GrpcCalls:
             awaited.set_exception(StatusError(code, details))
 
     def streamed(self, frame: Frame) -> None:
-        if stream := self._streams.get(frame.number):       # else its client has left
+        if stream := self._streams.get(frame.number):       # else the client has disconnected
             stream.received(frame)
 
 
 class _Stream:
-    """A ModelStreamInfer."""
+    """ModelStreamInfer call that a worker forwards."""
 
     def __init__(self, end: FrontEnd, context: CallContext, inflight: Inflight) -> None:
         self._end, self._context, self.number = end, context, end.next_number()
         self._inflight, self._client = inflight, Client(context)
-        self._untaken: deque[int] = deque()                     # the sizes of requests that were handed on
-        self._room = asyncio.Event()                            # for more, perhaps
+        self._untaken: deque[int] = deque()                     # sizes of forwarded requests not yet consumed
+        self._consumed = asyncio.Event()                        # set when one has been consumed
         self._responses: asyncio.Queue[Frame] = asyncio.Queue()
-        self._unsent: OpenCall | None = None                    # while there are responses, or is a status, to be sent
+        self._unsent: OpenCall | None = None                    # set while responses or the status are to be sent
 
     async def serve(self) -> tuple[int, str]:
-        """The code and the text of the status that it ends with. Raises TimeoutError: its client does not read."""
+        """Serve the stream and return its final status. Raises TimeoutError if the client does not read."""
         context, remaining_secs = self._context, self._context.time_remaining()
-        self._end.send(link.STREAM, self.number, about=_said(context.metadata()),
+        self._end.send(link.STREAM, self.number, about=_encoded(context.metadata()),
                        peer=context.peer().encode(), received_ns=time.monotonic_ns(),
                        remaining_secs=link.NEVER if remaining_secs is None else remaining_secs)
         reading = asyncio.ensure_future(self._read_all())
@@ -150,34 +150,34 @@ class _Stream:
         return int(frame.about), frame.payload.decode()
 
     async def _read_all(self) -> None:
-        """What has no room is not read: gRPC holds it back at its client, as where one process serves."""
+        """Forward requests within the window; beyond it, gRPC's flow control holds back the client."""
         while (data := await self._context.read()) is not None:
             self._end.send(link.MESSAGE, self.number, data)
             self._untaken.append(len(data))
             while len(self._untaken) >= link.WINDOW or sum(self._untaken) >= link.WINDOW_BYTES:
-                self._room.clear()
-                await self._room.wait()
+                self._consumed.clear()
+                await self._consumed.wait()
         self._end.send(link.ALL_SENT, self.number)
 
     def received(self, frame: Frame) -> None:
         if frame.kind == link.TAKEN:
             self._untaken.popleft()
-            self._room.set()
+            self._consumed.set()
         else:
             self._responses.put_nowait(frame)
             self._unsent = self._unsent or self._inflight.begin_uncounted(self._client)
 
     def is_sent(self) -> None:
-        """To be called when its client has all that there is so far, or has left: the ports may close."""
+        """Note that all responses so far are sent, or that the client has disconnected: the ports may close."""
         if self._unsent:
             self._inflight.end(self._unsent)
             self._unsent = None
 
 
 async def _hand_on(elsewhere: grpc.aio.StreamStreamMultiCallable, context: CallContext) -> None:
-    """Have a call answered by another server, message by message. Raises StatusError.
+    """Proxy a call to another server message by message. Raises StatusError.
 
-    A call that ends before all is sent may end with an internal error of grpc.aio's client instead of its status.
+    If the call ends before all requests are sent, grpc.aio's client may report an internal error instead of its status.
     """
     call = elsewhere(timeout=context.time_remaining(), metadata=[
         pair for pair in context.metadata() if pair[0] not in _OF_THE_CONNECTION])

@@ -1,4 +1,4 @@
-"""HTTP in a front: whole requests are handed on, decompressed, and their tensors as bytes."""
+"""HTTP port of a frontend worker: forwards complete, decompressed requests with JSON tensors as bytes."""
 from __future__ import annotations
 
 import json
@@ -15,15 +15,15 @@ from infer_server.fronts.link import Frame
 from infer_server.protocol.json_documents import LARGE_BYTES
 from infer_server.workers import at_once
 
-_KEPT = 1024                    # of what is said beside bodies: clients repeat themselves
+_KEPT = 1024                    # number of parsed response heads that are cached
 
 
 class HttpCalls:
-    """The handler of a front's HTTP port. Belongs to the event loop."""
+    """Handler of a worker's HTTP port. Not thread-safe: belongs to the event loop."""
 
     def __init__(self, end: FrontEnd, inflight: HeldElsewhere) -> None:
         self._end, self._inflight = end, inflight
-        self._exchanges: dict[int, Exchange] = {}           # that are not answered
+        self._exchanges: dict[int, Exchange] = {}           # pending requests by number
 
     def __call__(self, exchange: Exchange) -> None:
         if len(exchange.request.body) > LARGE_BYTES and is_worthwhile(exchange.request):
@@ -34,7 +34,7 @@ class HttpCalls:
         self._send(exchange)
 
     async def _convert(self, exchange: Exchange) -> None:
-        """Reads the tensors of an inference, and hands it on."""
+        """Convert the tensors of an inference request in steps, and forward it."""
         hold = partial(self._inflight.hold, exchange.held)
         exchange.request = await self._inflight.steps.run(exchange.while_present(with_bytes(exchange.request, hold)))
         if not exchange.gone:
@@ -48,10 +48,10 @@ class HttpCalls:
                        peer=client.peer().encode() if client else b"", received_ns=request.received_ns)
 
     def answered(self, frame: Frame) -> None:
-        """Takes a response, or a part of one."""
+        """Accept a response or a part of one."""
         kind, number = frame.kind & ~link.HELD, frame.number
         exchange = self._exchanges.get(number)
-        if exchange is None:                                # its client has left
+        if exchange is None:                                # the client has disconnected
             if kind != frame.kind:
                 self._end.read(number)
         elif kind == link.BEGIN:
@@ -65,7 +65,7 @@ class HttpCalls:
                 return
             if kind != frame.kind:
                 self._inflight.held_as(exchange.held, number)
-            status, content_type, headers = _said(frame.about)
+            status, content_type, headers = _head_of(frame.about)
             exchange.respond(HttpResponse((frame.payload,) if frame.payload else (), status, content_type, headers))
 
     def _leave(self, number: int) -> None:
@@ -81,6 +81,6 @@ def _about(request: HttpRequest) -> bytes:
 
 
 @lru_cache(_KEPT)
-def _said(about: bytes) -> tuple[HTTPStatus, str, dict[str, Any]]:
+def _head_of(about: bytes) -> tuple[HTTPStatus, str, dict[str, Any]]:
     status, content_type, headers = json.loads(about)
     return HTTPStatus(status), content_type, headers

@@ -1,4 +1,4 @@
-"""Ports that several processes of this server listen on: each is had once, by the process that starts them."""
+"""Reservation of ports that several processes of this server share (SO_REUSEPORT)."""
 from __future__ import annotations
 
 import socket
@@ -8,14 +8,14 @@ from infer_server.listeners import cannot_listen
 
 
 class Reserved:
-    """A port of this server, on which its processes may listen until it is closed, and no other server.
+    """Port on which the processes of this server may listen until it is closed, and no other server.
 
-    Its sockets do not listen: the system shares connections out among those that do. Those of other programs are among
-    them if they are the same user's and ask for SO_REUSEPORT before they are bound.
+    Its sockets are bound but do not listen: the system distributes connections among those that do. A program of the
+    same user that sets SO_REUSEPORT before it binds could listen, too.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        """port: 0 is any free one. Raises OSError: it cannot be had."""
+        """Bind a port, any free one if it is 0. Raises OSError if it is in use or not permitted."""
         self._sockets: list[socket.socket] = []
         self.port = port
         try:
@@ -36,8 +36,8 @@ class Reserved:
         if bound.family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
         bound.bind((host, self.port, *rest))
-        # Only now: what is bound with either may be bound beside a socket of another server that has it, too, and that
-        # does not listen. The first was for connections of a server before, which the system has not forgotten yet.
+        # Changed only after bind: a socket bound with SO_REUSEPORT could share the port with another server that has
+        # bound it and does not listen yet. SO_REUSEADDR was for connections of an earlier server in TIME_WAIT.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self.port = bound.getsockname()[1]

@@ -1,6 +1,6 @@
-"""A front's process: it reads and writes what clients send and get, and knows of no models.
+"""Frontend worker process: it speaks the protocols with clients, and has no models.
 
-    python -m infer_server.fronts.process DESCRIPTOR        of a Unix socket
+    python -m infer_server.fronts.process DESCRIPTOR        descriptor of the link's Unix socket
 """
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from infer_server.listeners import GrpcServer, Listeners
 from infer_server.process import raise_descriptor_limit, tune_malloc
 
 
-class Front:
-    """Belongs to the event loop."""
+class FrontendWorker:
+    """Ports and link of a frontend worker. Not thread-safe: belongs to the event loop."""
 
     def __init__(self) -> None:
         self.end = FrontEnd(self._begin, self._send_away, self._finish)
         self.ended = asyncio.Event()
-        self._tasks = set[asyncio.Task[None]]()     # the loop itself keeps none alive
+        self._tasks = set[asyncio.Task[None]]()     # the event loop keeps only weak references to tasks
         self._listeners: Listeners
 
     def _begin(self, settings: FrontSettings) -> None:
@@ -47,7 +47,7 @@ class Front:
 
     async def _listen(self, settings: FrontSettings) -> None:
         logging.basicConfig(level=settings.log_level, handlers=[ToLink(self.end, asyncio.get_running_loop())],
-                            format="%(message)s")           # the engines' process adds the time and the level
+                            format="%(message)s")           # the engine process adds the time and the level
         inflight = HeldElsewhere(settings.max_inflight_bytes, settings.send_timeout_secs, self.end)
         self._listeners = Listeners(Limits(settings.max_body_bytes, inflight, settings.max_json_bytes,
                                            settings.min_body_rate, settings.body_grace_secs), shares_ports=True)
@@ -77,9 +77,9 @@ class Front:
 
 
 async def _serve(connection: socket.socket) -> None:
-    front = Front()
-    await asyncio.get_running_loop().create_unix_connection(lambda: front.end, sock=connection)
-    await front.ended.wait()
+    worker = FrontendWorker()
+    await asyncio.get_running_loop().create_unix_connection(lambda: worker.end, sock=connection)
+    await worker.ended.wait()
 
 
 def main() -> None:

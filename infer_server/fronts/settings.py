@@ -1,4 +1,4 @@
-"""What a front is told when it starts."""
+"""Settings that the engine process sends to a frontend worker."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from infer_server.endpoints.tls import Tls
 
 @dataclass(frozen=True)
 class Door:
-    """A port, which all fronts share."""
+    """Address of a port that all workers share."""
     host: str
     port: int
     tls: Tls | None = None
@@ -17,18 +17,19 @@ class Door:
 
 @dataclass(frozen=True)
 class FrontSettings:
-    grpc: Door | None                   # None: there is no such port
-    http: Door | None
-    others: str                         # the path of the socket where all calls over gRPC but ModelInfer are served
-    max_message_bytes: int              # over gRPC
-    max_body_bytes: int                 # over HTTP
+    """Settings of a frontend worker."""
+    grpc: Door | None                   # None: no gRPC port
+    http: Door | None                   # None: no HTTP port
+    others: str                         # path of the Unix socket of the server of all gRPC calls but inference
+    max_message_bytes: int              # maximum size of a gRPC message
+    max_body_bytes: int                 # maximum size of an HTTP body
     max_inflight_bytes: int
     send_timeout_secs: float
     max_json_bytes: int = 64 << 20
     min_body_rate: int = 500            # see Limits
     body_grace_secs: float = 10.0
-    grpc_front: str = "nghttp2"         # the library that serves gRPC
-    tells_metadata: bool = False        # the engines' process asks for what comes beside messages over gRPC
-    reflection: bool = False            # which is served where all but ModelInfer is
-    channel: Mapping[str, int] = field(default_factory=dict)        # of gRPC, by the names of its C core
+    grpc_front: str = "nghttp2"         # library that serves gRPC
+    tells_metadata: bool = False        # forward the metadata of gRPC calls
+    reflection: bool = False            # forward calls of server reflection to the server at `others`
+    channel: Mapping[str, int] = field(default_factory=dict)        # gRPC channel arguments by name
     log_level: int = 0

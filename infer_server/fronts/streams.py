@@ -1,4 +1,4 @@
-"""The engines' side of streams of inferences (ModelStreamInfer) that fronts hand on."""
+"""Engine-process side of ModelStreamInfer calls that frontend workers forward."""
 from __future__ import annotations
 
 import asyncio
@@ -19,7 +19,7 @@ from infer_server.fronts.link import Frame, Link
 
 
 class Streams:
-    """Of one front. Belongs to the event loop."""
+    """Streams of one frontend worker. Not thread-safe: belongs to the event loop."""
 
     def __init__(self, front: Front, restrictions: Restrictions, end: Link) -> None:
         self._front, self._restrictions, self._end = front, restrictions, end
@@ -30,8 +30,8 @@ class Streams:
             context = _Context(frame, self._end)
             task = asyncio.ensure_future(self._serve(frame.number, context))
             self._open[frame.number] = context, task
-            task.add_done_callback(lambda _: self._open.pop(frame.number))      # also if it never began
-        elif found := self._open.get(frame.number):     # else it has ended
+            task.add_done_callback(lambda _: self._open.pop(frame.number))      # also if it is cancelled at once
+        elif found := self._open.get(frame.number):     # else the stream has ended
             context, task = found
             if frame.kind == link.LEFT_STREAM:
                 task.cancel()
@@ -64,8 +64,8 @@ class _Context:
         self._number, self._end, self._peer = begun.number, end, begun.peer.decode()
         self._metadata: list[tuple[str, str]] = [(name, value) for name, value in json.loads(begun.about)]
         self._ends_ns = begun.received_ns + int(begun.remaining_secs * 1e9) if begun.remaining_secs != link.NEVER else 0
-        self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()      # None: there are no more
-        self._unwritten = 0                                                 # of the responses
+        self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()      # None: the client has sent all
+        self._unwritten = 0                                                 # responses not yet written to the client
         self._written = asyncio.Event()
 
     def received(self, frame: Frame) -> None:
@@ -97,8 +97,7 @@ class _Context:
         raise NotImplementedError("streams count their answers one by one")
 
     async def write(self, message: bytes) -> None:
-        """Waits until there is room for more, and a large message until its client takes it: it is counted that
-        long."""
+        """Send a response; wait while the window is full, or until the client has read it if it is large."""
         self._unwritten += 1
         self._end.send(link.STREAMED, self._number, message)
         while self._unwritten > (0 if len(message) > LITTLE_BYTES else link.WINDOW):

@@ -41,7 +41,7 @@ def convs2s(net: Net, words: int = 42_000, embedded: int = 768, length: int = 32
 
 
 def _embedding(net: Net, name: str, words: int, features: int, length: int) -> Tensor:
-    """As small as the paper's are before training: nothing else scales the scores of attention."""
+    """Add word and position embeddings, initialised with small values as in the paper: attention is not scaled."""
     tables = [net.constant(net.draw(rows, features) * 0.1, f"{name}.{kind}")
               for rows, kind in ((words, "words"), (length, "places"))]
     found = net.op("Gather", tables[0], net.feed(name, length, below=words), shape=(length, features), axis=0)
@@ -49,7 +49,7 @@ def _embedding(net: Net, name: str, words: int, features: int, length: int) -> T
 
 
 def _gated(net: Net, x: Tensor, out: int, kernel: int, pads: tuple[int, int], name: str, joins: bool = True) -> Tensor:
-    """Half of the features, times the sigmoid of the other half."""
+    """Add a gated linear unit: half of the features times the sigmoid of the other half."""
     with net.scope(name):
         length, features = x.shape
         weight = net.draw(2 * out, features, kernel) * np.float32(2 / math.sqrt(kernel * features))
@@ -68,7 +68,7 @@ def _joined(net: Net, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _attended(net: Net, x: Tensor, target: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """What the decoder's state, beside the word before, finds in the source."""
+    """Add attention to the source; the query combines the decoder's state and the previous word."""
     length = values.shape[0]
     query = net.mul(net.add(dense(net, x, target.shape[-1], "query"), target), net.scalar(HALF))
     scores = net.op("MatMul", query, keys, shape=(x.shape[0], length))

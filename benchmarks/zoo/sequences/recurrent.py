@@ -11,7 +11,10 @@ GATES = {"LSTM": 4, "GRU": 3}
 
 def recurrent(net: Net, kind: str, x: Tensor, hidden: int, *, name: str, both_ways: bool = False,
               states: tuple[Tensor, ...] = ()) -> tuple[Tensor, list[Tensor]]:
-    """What the layer says at each step, of both ways their sum; and its last states, [1, batch, hidden] each."""
+    """Add a recurrent layer; return its outputs at all steps and its last states, [1, batch, hidden] each.
+
+    The outputs of a bidirectional layer are the sum of both directions.
+    """
     steps, features = x.shape
     ways = 2 if both_ways else 1
     with net.scope(name):

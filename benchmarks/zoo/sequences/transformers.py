@@ -25,16 +25,16 @@ LOWEST = float(np.finfo(np.float32).min)
 
 @dataclass(frozen=True)
 class Style:
-    """How an exporter writes a transformer's parts."""
+    """Forms in which an exporter writes the parts of a transformer."""
     norm: str = "operator"          # "operator" (opset 17), "div", "reciprocal"
     gelu: str = "erf"               # "erf", "tanh"
     mask: str = "arithmetic"        # "arithmetic", "where", "none"
-    together: bool = False          # q, k and v of one product, sliced
+    together: bool = False          # q, k and v are slices of one product
     epsilon: float = 1e-5
 
 
 class Transformer(Net):
-    """Layers on [batch, tokens, features]; a Tensor's shape is (tokens, features)."""
+    """Builder of transformer layers on [batch, tokens, features]; a Tensor's shape is (tokens, features)."""
 
     def __init__(self, *arguments: Any, style: Style, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -233,7 +233,7 @@ def recogniser(net: Net, x: Tensor, attends: bool = True) -> Tensor:
 
 
 def become(net: Net, style: Style) -> Transformer:
-    """The same net, with the layers of transformers."""
+    """Return a Transformer that continues a net."""
     result = Transformer.__new__(Transformer)
     result.__dict__.update(net.__dict__)
     result.style = style

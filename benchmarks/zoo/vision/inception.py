@@ -40,13 +40,13 @@ def _googlenet(net: Net, x: Tensor, normalised: bool) -> Tensor:
 
 @architecture(size=224)
 def googlenet(net: Net, x: Tensor) -> Tensor:
-    """As PyTorch has it: BN, and 3x3 where the paper has 5x5."""
+    """Build GoogLeNet as in torchvision: batch normalisation, and 3x3 instead of the paper's 5x5."""
     return _googlenet(net, x, normalised=True)
 
 
 @architecture(size=224)
 def googlenet_lrn(net: Net, x: Tensor) -> Tensor:
-    """The paper's: biases, local response normalisation, 5x5, Softmax."""
+    """Build GoogLeNet as in the paper: biases, local response normalisation, 5x5, Softmax."""
     return _googlenet(net, x, normalised=False)
 
 

@@ -24,11 +24,11 @@ def inverted_residual(net: Net, x: Tensor, out: int, *, kernel: int = 3, stride:
     return net.add(x, y) if joins else y
 
 
-BLOCKS = (64, 128, 128, 256, 256, *[512] * 6, 1024, 1024)     # features behind each of MobileNet v1
+BLOCKS = (64, 128, 128, 256, 256, *[512] * 6, 1024, 1024)     # output features of each block of MobileNet v1
 
 
 def depthwise_separable(net: Net, x: Tensor, blocks: Sequence[int] = BLOCKS) -> Iterator[Tensor]:
-    """What comes out of each block of MobileNet v1."""
+    """Yield the output of each block of MobileNet v1."""
     x = net.conv_bn_act(x, net.scaled(32), 3, stride=2, name="conv0")
     strided = {1, 3, 5, 11}
     for index, out in enumerate(blocks):

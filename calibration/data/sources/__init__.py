@@ -1,1 +1,1 @@
-"""Where calibration items come from: a file each."""
+"""Sources of calibration items, one module each."""

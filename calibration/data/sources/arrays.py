@@ -1,4 +1,4 @@
-"""numpy files: .npz with an array per model input, .npy for a model of one input."""
+"""Calibration data in NumPy files: .npz with an array for each input, .npy for a model of one input."""
 from __future__ import annotations
 
 import zipfile
@@ -17,9 +17,9 @@ UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile)
 
 
 def from_arrays(source: str, files: Sequence[Path], inputs: Sequence[IoTensor]) -> CalibrationData:
-    """The items of the files, in order. Their headers are checked and counted now, their contents read later.
+    """Return the items of files in order; headers are checked and counted now, contents are read later.
 
-    Raises CalibrationError that names the file: unreadable, or arrays that are not the model's inputs.
+    Raises CalibrationError, naming the file, if it is unreadable or its arrays do not match the model's inputs.
     """
     count = sum(count_items(str(file), _headers(file, inputs), inputs) for file in files)
 
@@ -31,7 +31,7 @@ def from_arrays(source: str, files: Sequence[Path], inputs: Sequence[IoTensor]) 
 
 
 def _headers(file: Path, inputs: Sequence[IoTensor]) -> dict[str, Header]:
-    """{input: shape and dtype}, from the first bytes of each array."""
+    """Return the header of each array by input name, read from its first bytes."""
     try:
         if file.suffix == ".npy":
             with file.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Feeds that a program has: what a function yields each time that it is called."""
+"""Calibration data from a function that yields feeds each time it is called."""
 from __future__ import annotations
 
 import hashlib
@@ -11,13 +11,13 @@ from calibration.data.items import CalibrationData, Feed, batched_inputs, split_
 from engines.errors import CalibrationError
 from engines.plan.plan import IoTensor
 
-Feeds = Callable[[], Iterable[Any]]     # what it yields is checked: it should be {input: array of one or many items}
+Feeds = Callable[[], Iterable[Any]]     # yields {input: array of one or many items}, which is checked
 
 
 def from_feeds(source: str, feeds: Feeds, inputs: Sequence[IoTensor]) -> CalibrationData:
-    """The items of the feeds, which are asked for anew in each pass; their number is not known.
+    """Return the items of feeds, which are called again for each pass; their number is unknown.
 
-    Reading them raises CalibrationError: what is yielded are not the model's inputs; and whatever `feeds` raises.
+    Reading them raises CalibrationError if they do not match the model's inputs, and any exception of `feeds`.
     """
     def read() -> Iterator[Feed]:
         for where, arrays in _arrays(source, feeds):
@@ -27,7 +27,7 @@ def from_feeds(source: str, feeds: Feeds, inputs: Sequence[IoTensor]) -> Calibra
 
 
 def digest_of(source: str, feeds: Feeds) -> str:
-    """A hash of all that the feeds hold, in their order."""
+    """Return a digest of the names, dtypes, shapes and values of all feeds in order."""
     hasher = hashlib.blake2b(digest_size=20)
     for _, arrays in _arrays(source, feeds):
         for name, array in sorted(arrays.items()):
@@ -37,7 +37,7 @@ def digest_of(source: str, feeds: Feeds) -> str:
 
 
 def _arrays(source: str, feeds: Feeds) -> Iterator[tuple[str, Feed]]:
-    """(what errors call it, its arrays) of each feed."""
+    """Yield (name in errors, arrays) of each feed."""
     for number, feed in enumerate(feeds()):
         where = f"{source}: feed {number}"
         if not isinstance(feed, Mapping):

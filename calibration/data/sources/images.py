@@ -1,4 +1,4 @@
-"""Pictures: one item each, through a declared preprocessing."""
+"""Calibration data from picture files, one item each, with a declared preprocessing."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,22 +15,23 @@ from engines.ir.graph import Array, Dim
 from engines.plan.plan import IoTensor
 from engines.preprocess import PIXEL, PRESETS, Preprocess, read_picture, scale_of_floats, shape_text
 
-LOOKED_AT = 32      # pictures whose depth is looked at before they are read
+LOOKED_AT = 32      # number of pictures whose bit depth is checked in advance
 
 
 def is_image(path: Path) -> bool:
-    """Whether the file's ending is one of a picture that Pillow reads."""
+    """Return True if the file has the suffix of a format that Pillow reads."""
     return Image.registered_extensions().get(path.suffix.lower()) in Image.OPEN
 
 
 def from_images(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
                 preprocess: Preprocess | None, usual: Mapping[str, Any] = {}) -> CalibrationData:      # noqa: B006
-    """The pictures in order, each a run of one item where the batch is an open extent like others. preprocess None
-    takes a preset by the input's channels; `note` says which. usual: numbers of open extents, for pictures whose size
-    neither the model nor the preprocessing says; `note` says the size.
+    """Return the pictures in order, each as one item.
 
-    Raises CalibrationError: several inputs, or a fixed batch above 1; ConfigError: a preprocessing that does not fit.
-    Reading the items raises CalibrationError that names the file which is no picture.
+    preprocess None chooses a preset by the input's channels. usual: numbers of open extents, for the size of pictures
+    if neither the model nor the preprocessing declares it. `note` of the result reports either.
+
+    Raises CalibrationError for several inputs or a fixed batch above 1, ConfigError if the preprocessing does not fit.
+    Reading the items raises CalibrationError, naming the file, if it is not a picture.
     """
     if len(inputs) != 1:
         raise CalibrationError(f"{source} holds images, but the model has {len(inputs)} inputs "
@@ -81,17 +82,17 @@ def default_preset(target: IoTensor) -> tuple[str, Preprocess]:
 
 @dataclass(frozen=True)
 class _Depth:
-    """How pictures of more than 8 bits become pixels of 8.
+    """Conversion of pictures of more than 8 bits to 8-bit pixels.
 
-    float_scale     what pictures of floats are multiplied by; one for all of them
-    doubts          what their user should know
+    float_scale     factor for all pictures of floats
+    doubts          warnings for the user
     """
     float_scale: float = 0.0
     doubts: tuple[str, ...] = ()
 
     @staticmethod
     def of(files: Sequence[Path]) -> _Depth:
-        """Look at some of the files. Raises CalibrationError: floats that are no pixels."""
+        """Check a sample of the files. Raises CalibrationError for floats that are not pixels."""
         step = max(len(files) // LOOKED_AT, 1)
         modes = {file: _mode(file) for file in files[::step][:LOOKED_AT]}
         floats = [file for file, mode in modes.items() if mode == "F"]
@@ -109,7 +110,7 @@ class _Depth:
 
 
 def _mode(file: Path) -> str:
-    """Pillow's mode of a picture, from its header; "" if it cannot be read, which reading it will say."""
+    """Return Pillow's mode of a picture from its header; "" if it is unreadable, which is reported when it is read."""
     try:
         with Image.open(file) as image:
             return image.mode

@@ -1,4 +1,4 @@
-"""A user's function: script.py:function, called without arguments for each pass over the data, yields feeds."""
+"""Calibration data from a user's function, script.py:function, called for each pass over the data; it yields feeds."""
 from __future__ import annotations
 
 import importlib.util
@@ -12,14 +12,14 @@ from engines.errors import CalibrationError
 
 
 def is_script(source: str) -> bool:
-    """Whether it has the form script.py:function, and is no file of that name."""
+    """Return True if a source has the form script.py:function and is not the path of a file."""
     return ".py:" in source and not Path(source).exists()
 
 
 def feeds_of_script(source: str) -> Feeds:
-    """The function, which should yield dicts {input: array of one or many items}.
+    """Return the function of a script, which should yield dicts {input: array of one or many items}.
 
-    Raises CalibrationError: no such script or function; so does calling it, if the script's own code fails.
+    Raises CalibrationError if there is no such script or function. Calling the function raises it if its code fails.
     """
     path, _, name = source.rpartition(":")
     if not Path(path).is_file():
@@ -38,7 +38,7 @@ def feeds_of_script(source: str) -> Feeds:
 
 
 def _guarded(source: str, function: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-    """What the function yields; what goes wrong in it is told as its fault."""
+    """Yield what the function yields; convert its exceptions to CalibrationError."""
     try:
         yield from function()
     except Exception as error:      # whatever the user's code raises

@@ -1,9 +1,9 @@
-"""Operators that the host evaluates between segments: what only data tell the extents of, sequences, strings.
+"""Host operators, evaluated between segments: data-dependent shapes, sequences, strings.
 
-    run = evaluator(node)           # of engines.ir, as ONNX has it
+    run = evaluator(node)           # an engines.ir node of an ONNX operator
     y, = run(x)
 
-Those that programs run often are in NumPy here; the onnx package evaluates all others.
+Frequent operators are implemented in NumPy here; the onnx package's reference evaluates all others.
 """
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ OPERATORS = {**selection.OPERATORS, **sequences.OPERATORS}
 
 
 def evaluator(node: Node) -> Run:
-    """What computes the outputs of a node; its arguments are arrays, lists (sequences), or None.
+    """Return the function that computes the outputs of a node.
 
-    Raises PlanError when it is run: the operator does not take these values."""
+    Its arguments are arrays, lists (sequences) or None (absent). It raises PlanError for values that the operator does
+    not accept.
+    """
     op = node.op.removeprefix("onnx.")
     compute = _ours(op, node) or _by_onnx(node)
 
@@ -32,7 +34,7 @@ def evaluator(node: Node) -> Run:
             return compute(*values)
         except EngineError:
             raise
-        except Exception as error:      # an operator's own, for which the values are at fault
+        except Exception as error:      # any error of an operator is attributed to its values
             raise PlanError(f"{op} '{node.name}' cannot be computed of these values ({type(error).__name__}: {error})"
                             ) from error
 

@@ -58,7 +58,7 @@ def words_for(region: Region, constants: Mapping[str, Array],
 
 
 def _common(categories: Sequence[Sequence[str]]) -> str:
-    """A string that all encoders of an element know, if there is one."""
+    """Return a string that all encoders of an element know, or one that the first knows."""
     if not categories:
         return USUAL
     first, *others = categories

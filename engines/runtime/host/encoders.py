@@ -37,19 +37,19 @@ def _category_mapper(attrs: Attrs) -> Encode:
 
 
 def _either_way(names: Sequence[str], numbers: Sequence[int], attrs: Attrs) -> Encode:
-    """What tells names by numbers, or numbers by names; of equal ones the last counts, as in ONNX Runtime."""
+    """Return a mapper between names and numbers in both directions; of duplicates the last one wins, as in ORT."""
     to_number = _mapped(dict(zip(names, numbers, strict=True)), attrs.get("default_int64", -1), np.int64)
     to_name = _mapped(dict(zip(numbers, names, strict=True)), _text(attrs.get("default_string", "_Unused")), object)
     return lambda x: to_number(x) if x.dtype.kind in "OU" else to_name(x)
 
 
 def _firsts(keys: Sequence[Any], values: Sequence[Any]) -> dict[Any, Any]:
-    """The value of each key; of equal keys the first counts, as in ONNX Runtime."""
+    """Return a dict of keys and values; of duplicate keys the first one wins, as in ONNX Runtime."""
     return dict(reversed([*zip(keys, values, strict=True)]))
 
 
 def _key(value: Any) -> Any:
-    """What is looked up: None for NaN, which is equal to no NaN."""
+    """Return the lookup key of a value: None for NaN, which does not equal itself."""
     return value if value == value else None
 
 
@@ -88,8 +88,7 @@ def _columns(attrs: Attrs) -> Encode:
 
 
 def _table(attrs: Attrs, which: str) -> tuple[list[Any], str, Any]:
-    """The keys or the values, in one of the attributes that may hold them; of which kind and dtype they are. Raises
-    PlanError: there are none."""
+    """Return the keys or the values of a LabelEncoder with their kind and dtype. Raises PlanError if it has none."""
     if (tensor := attrs.get(f"{which}_tensor")) is not None:
         kind = {"f": "floats", "i": "int64s"}.get(tensor.dtype.kind, "strings")
         dtype = object if kind == "strings" else tensor.dtype
@@ -104,7 +103,7 @@ def _text(value: Any) -> Any:
     return value.decode() if isinstance(value, bytes) else value
 
 
-# Given the attributes, they make what encodes.
+# Factories that return the encoding function for a node's attributes.
 ENCODERS: Mapping[str, Callable[[Attrs], Encode]] = {
     "ArrayFeatureExtractor": _columns, "CategoryMapper": _category_mapper, "LabelEncoder": _label_encoder,
     "OneHotEncoder": _one_hot_encoder}

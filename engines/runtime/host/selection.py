@@ -1,4 +1,4 @@
-"""Operators whose results have as many elements as the data say, and the movement that loops do by run-time numbers."""
+"""Operators with results of data-dependent size, and movements at run-time indices that loops perform."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ import numpy as np
 from engines.ir.graph import Array, Node
 
 Attrs = Mapping[str, Any]
-FEW = 1024      # elements that NumPy finds sooner by itself
+FEW = 1024      # up to so many elements ndarray.nonzero is faster
 
 
 def _non_zero(attrs: Attrs, x: Array) -> tuple[Array, ...]:
@@ -17,7 +17,7 @@ def _non_zero(attrs: Attrs, x: Array) -> tuple[Array, ...]:
         return (np.zeros((0, int(x != 0)), np.int64),)
     if x.size <= FEW:
         return (np.array(x.nonzero()),)
-    place = np.flatnonzero(np.asarray(x != 0))      # of truth it is much faster, and so it is along one axis
+    place = np.flatnonzero(np.asarray(x != 0))      # much faster on booleans and along one axis
     found = np.empty((x.ndim, len(place)), np.int64)
     for axis in range(x.ndim - 1, 0, -1):
         place, found[axis] = np.divmod(place, x.shape[axis])
@@ -26,13 +26,13 @@ def _non_zero(attrs: Attrs, x: Array) -> tuple[Array, ...]:
 
 
 def _first_rows(attrs: Attrs, x: Array, count: Array) -> tuple[Array, ...]:
-    """Those of what a segment made that are results."""
+    """Return the valid rows of a padded result of a segment."""
     return (x[:int(count[0])],)
 
 
 def _non_max_suppression(attrs: Attrs, boxes: Array, scores: Array, *numbers: Array | None) -> tuple[Array, ...]:
-    """Where no segment has it: its backend has no kernel, nor runs references."""
-    from engines.ops.selection import BoundedNonMaxSuppression  # when it is first run
+    """Run NonMaxSuppression on the host, for backends that have neither a kernel nor reference steps."""
+    from engines.ops.selection import BoundedNonMaxSuppression  # imported at the first run
 
     given: list[Array] = [np.zeros(1, np.int64), np.zeros(1, np.float32), np.full(1, -np.inf, np.float32)]
     for index, number in enumerate(numbers):
@@ -48,7 +48,7 @@ def _compress(attrs: Attrs, x: Array, condition: Array) -> tuple[Array, ...]:
 
 
 def _unique(attrs: Attrs, x: Array) -> tuple[Array, ...]:
-    """The distinct elements or slices, where each was first, which one each is, and how many there are."""
+    """Return the distinct elements or slices, their first indices, the inverse indices, and their counts."""
     y, first, inverse, counts = np.unique(x, True, True, True, axis=attrs.get("axis"))
     inverse = inverse.reshape(-1)
     if not attrs.get("sorted", 1):      # in the order in which they come

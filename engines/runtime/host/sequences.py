@@ -1,4 +1,4 @@
-"""Sequences are lists, an optional is its value or None. None of these operators changes what it is given."""
+"""Operators on sequences, which are lists, and optionals, which are a value or None. They never modify inputs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Strings taken apart: ONNX Runtime's Tokenizer, as pipelines of texts begin with it."""
+"""ONNX Runtime's Tokenizer (com.microsoft), the first operator of text pipelines."""
 from __future__ import annotations
 
 import re
@@ -13,13 +13,15 @@ from engines.ir.graph import Array
 
 Split = Callable[[str], list[str]]
 _BEGIN, _END = "\x02", "\x03"       # the tokens that mark the ends of a text
-# One kind of character, once or as often as it comes: here alone what `re` finds first is the longest match, too.
+# A single character class, optionally repeated: only for these is the match of `re` always the longest one.
 _PLAIN = re.compile(r"(\[\^?[^\[\]]+\]|\\.|[^\\|()\[\]*?+{}^$])[*+]?")
 
 
 def tokenizer(attrs: Mapping[str, Any]) -> Callable[[Array], tuple[Array]]:
-    """The tokens of each text, in rows as long as the longest one. Raises PlanError: no token is described, or by an
-    expression that Python does not have."""
+    """Return a function that splits texts to tokens, padded to the longest row.
+
+    Raises PlanError if the attributes define no tokens, or by an expression that Python's re does not support.
+    """
     split, least = _splitter(attrs), attrs["mincharnum"]
 
     def tokens(text: str) -> list[str]:
@@ -53,7 +55,7 @@ def _splitter(attrs: Mapping[str, Any]) -> Split:
 
 
 def _between(separators: list[Callable[[str], Iterator[tuple[int, int]]]], text: str) -> list[str]:
-    """What is between the separators: of the first kind, then in each part of the second, and so on."""
+    """Split a text at the first separator, each part at the second, and so on; empty parts are dropped."""
     parts = [text]
     for matches in separators:
         parts = [piece for part in parts for piece in _apart(part, matches(part)) if piece]
@@ -69,7 +71,7 @@ def _apart(text: str, places: Iterator[tuple[int, int]]) -> Iterator[str]:
 
 
 def _matches(expression: str) -> Callable[[str], Iterator[tuple[int, int]]]:
-    """What finds the places of an expression in a text, the longest ones, as RE2 does for ONNX Runtime."""
+    """Return a function that yields the leftmost-longest matches of an expression, as RE2 does in ONNX Runtime."""
     try:
         pattern = re.compile(expression, re.ASCII)
     except re.error as error:

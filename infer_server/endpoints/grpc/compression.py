@@ -1,8 +1,8 @@
-"""Messages over gRPC that were sent compressed.
+"""Decompression and compression of gRPC messages within limits.
 
-gRPC's C core decompresses a message without a limit, and hands it on when all of it is there: a few hundred kilobytes
-become gigabytes. So it is told to leave messages as they came (aio.aio_server), and they are decompressed here, within
-the limits of a message and of what is in flight.
+gRPC's C core decompresses a message without a limit before it delivers it: a few hundred kilobytes may become
+gigabytes. Therefore its decompression is disabled, and messages are decompressed here, within the limits of a message
+and of the bytes in flight.
 """
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from infer_server.endpoints.inflight import Inflight, OpenCall
 from infer_server.protocol.compression import coding_of, inflated
 from infer_server.workers import at_once
 
-_GZIP_BYTES = 1 << 10               # smaller answers are not worth being compressed
-_MOST_CONTROL_BYTES = 4 << 20       # of a compressed message that is no inference, decompressed
+_GZIP_BYTES = 1 << 10               # smaller responses are not compressed
+_MOST_CONTROL_BYTES = 4 << 20       # maximum decompressed size of messages other than inference
 
 
 async def plain(data: bytes, most_bytes: int, inflight: Inflight, held: OpenCall) -> bytes:
-    """Return an inference's message, decompressed if it is not.
+    """Return the message of an inference call, decompressed if it is compressed.
 
     most_bytes: the limit of a message. held: the call that its bytes are counted for. Raises InvalidRequestError,
     MemoryLimitError.
@@ -27,17 +27,17 @@ async def plain(data: bytes, most_bytes: int, inflight: Inflight, held: OpenCall
     if not (coding := coding_of(data)):
         return data
     output = await inflight.inflate(inflated(data, coding, most_bytes, partial(inflight.hold, held)))
-    return cast(bytes, output)              # a bytearray, which nobody changes
+    return cast(bytes, output)              # a bytearray that is not modified any more
 
 
 def plain_control(data: bytes) -> bytes:
-    """Return the message of any other call, decompressed if it is not. Raises InvalidRequestError, MemoryLimitError."""
+    """Return another call's message, decompressed if compressed. Raises InvalidRequestError, MemoryLimitError."""
     coding = coding_of(data)
     return bytes(at_once(inflated(data, coding, _MOST_CONTROL_BYTES, lambda _: None))) if coding else data
 
 
 def gzipped(message: bytes) -> bytes | None:
-    """Return a message as gzip, if that is smaller."""
+    """Return a message compressed with gzip, or None if that is not smaller."""
     if len(message) < _GZIP_BYTES:
         return None
     packer = zlib.compressobj(1, wbits=16 + zlib.MAX_WBITS)

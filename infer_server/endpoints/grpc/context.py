@@ -1,4 +1,4 @@
-"""The interface between the calls of the service and the library that carries them.
+"""Interface between the calls of the service and the gRPC library.
 
 A call is a coroutine function that reads messages from a CallContext and writes messages to it. It returns when the
 call has succeeded, and raises a ServeError that becomes the call's status.
@@ -18,10 +18,10 @@ class CallContext(Protocol):
         """Return the next message of the client; None after the last one."""
 
     async def write(self, message: bytes) -> None:
-        """Send a message; returns when there is room for the next one."""
+        """Send a message; return when the next one may be sent."""
 
     def peer(self) -> str:
-        """Return the client's address as gRPC writes it: "ipv4:127.0.0.1:5000"."""
+        """Return the client's address in gRPC's notation: "ipv4:127.0.0.1:5000"."""
 
     def metadata(self) -> Iterable[tuple[str, Any]]:
         """Return the metadata that the client sent; values are str, or bytes for names that end with -bin."""
@@ -33,7 +33,7 @@ class CallContext(Protocol):
         """End the client's connection."""
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called when the call has ended and its client has the answers, or has gone."""
+        """Have `callback` called when the client has all responses or has disconnected."""
 
 
 Serve = Callable[[CallContext], Awaitable[None]]
@@ -45,7 +45,7 @@ Check = Callable[[CallContext], None]           # raises RestrictedError for cli
 def unary(call: Callable[[bytes, CallContext], Awaitable[bytes]], check: Check | None = None) -> Serve:
     """Return a call that reads one message and answers it with one, if the client may make it.
 
-    The message is read first: a server behind another one loses the status of a call that ends before it is sent.
+    The message is read first, because a proxy loses the status of a call that ends before its message is sent.
     """
     async def serve(context: CallContext) -> None:
         data = await context.read()
@@ -59,14 +59,14 @@ def unary(call: Callable[[bytes, CallContext], Awaitable[bytes]], check: Check |
 
 @runtime_checkable
 class HasHeaders(Protocol):
-    """A client of whose call the metadata are known."""
+    """Interface of a client with the metadata of its call."""
 
     def headers(self) -> Iterable[tuple[str, str]]:
         """Return the metadata whose values are text."""
 
 
 class Client:
-    """The client of a call, as Inflight knows it."""
+    """Client of a call, for Inflight."""
 
     def __init__(self, context: CallContext) -> None:
         self._context = context
@@ -82,8 +82,8 @@ class Client:
 
 
 def peer_of(name: Any) -> str:
-    """Return the address of a client as gRPC writes it. name: of a socket's other end, as getpeername() returns it."""
+    """Return the address of a client in gRPC's notation. name: the result of getpeername()."""
     if not isinstance(name, tuple):
         return "unix:"
-    host = name[0].removeprefix("::ffff:")          # IPv4 on a socket for both
+    host = name[0].removeprefix("::ffff:")          # IPv4 address on a dual-stack socket
     return f"ipv6:[{host}]:{name[1]}" if ":" in host else f"ipv4:{host}:{name[1]}"

@@ -1,4 +1,4 @@
-"""The errors of serving as gRPC statuses, in one place."""
+"""Mapping from errors to gRPC statuses."""
 from __future__ import annotations
 
 import logging
@@ -18,7 +18,7 @@ Request = TypeVar("Request", bound=Message)
 
 
 class StatusError(Exception):
-    """A call that another process has ended with a status."""
+    """Status with which another process has ended a call."""
 
     def __init__(self, code: int, details: str) -> None:
         super().__init__(details)
@@ -27,7 +27,7 @@ class StatusError(Exception):
 
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
-# The statuses that Triton gives, so that what its clients retry they retry here.
+# Triton's statuses, so that clients retry the calls that they would retry with Triton.
 _STATUS: dict[type[ServeError], grpc.StatusCode] = {
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnknownRegionError: grpc.StatusCode.NOT_FOUND,
@@ -47,18 +47,20 @@ _STATUS: dict[type[ServeError], grpc.StatusCode] = {
     errors.RepositoryError: grpc.StatusCode.INVALID_ARGUMENT,
 }
 
-_MOST_REQUEST_BYTES = 256 << 10         # of a message that is no inference: protobuf makes 20 times as much of it
-_MOST_BYTES = 6000              # of a status, in metadata of 8 KiB
+_MOST_REQUEST_BYTES = 256 << 10         # limit of messages other than inference, which protobuf expands up to 20 times
+_MOST_BYTES = 6000              # limit of a status message, in metadata of 8 KiB
 
 
 def status_of(error: ServeError) -> grpc.StatusCode:
-    """The status of the nearest class in the tree of errors that has one."""
+    """Return the status of an error: that of its nearest base class that has one."""
     return next(_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS)
 
 
 def parsed(message: type[Request], data: bytes, most_bytes: int = _MOST_REQUEST_BYTES) -> Request:
-    """A message from its bytes, which may be compressed. Raises MalformedMessageError, InvalidRequestError and
-    MemoryLimitError."""
+    """Parse a message, which may be compressed.
+
+    Raises MalformedMessageError, InvalidRequestError, MemoryLimitError, or TooLargeError.
+    """
     try:
         data = plain_control(data)
         if len(data) > most_bytes:
@@ -69,24 +71,24 @@ def parsed(message: type[Request], data: bytes, most_bytes: int = _MOST_REQUEST_
 
 
 def described(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
-    """The status that ends a call, and its text. What the client does not learn, and who sends nonsense, is logged."""
+    """Return the status and message that end a call; log unexpected exceptions and malformed messages."""
     if isinstance(error, StatusError):
         return error.code, error.details
-    if not isinstance(error, ServeError):       # our bug: the client learns that much, the log has the rest
+    if not isinstance(error, ServeError):       # a bug of ours: the client gets the class only, the log has the rest
         log.error("a call failed", exc_info=error)
         return grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}"
-    if isinstance(error, MalformedMessageError):        # no client of the protocol sends that
+    if isinstance(error, MalformedMessageError):        # not sent by clients of the protocol
         log.warning("%s: %s", peer, error)
     return status_of(error), _clipped(public_text(error))
 
 
 def _clipped(text: str) -> str:
-    """What fits into the metadata that clients take by default; a name that they sent may be longer."""
+    """Shorten a message to the size of metadata that gRPC clients accept by default."""
     sizes = accumulate(map(_escaped_bytes, text[:_MOST_BYTES]))
     most = sum(size <= _MOST_BYTES for size in sizes)
     return text if most == len(text) else f"{text[:most]} ..."
 
 
 def _escaped_bytes(character: str) -> int:
-    """In gRPC's metadata, where each byte that is no printed character of ASCII becomes three."""
+    """Return the bytes of a character in gRPC metadata, which percent-encodes all but printable ASCII."""
     return 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode(errors="replace"))

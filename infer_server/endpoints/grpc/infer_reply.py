@@ -1,4 +1,4 @@
-"""The reply to a call of ModelInfer that is served without a coroutine."""
+"""Reply to a ModelInfer call that is served without a coroutine."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -57,7 +57,7 @@ class InferReply(ABC):
             self.refuse(code.value[0], details)
 
     def leave(self) -> None:
-        """Cancel the request: the client has gone, or its deadline has passed."""
+        """Cancel the request: the client has disconnected, or its deadline has passed."""
         submitted, self.gone, self.submitted = self.submitted, True, None
         if submitted:
             submitted.cancel()

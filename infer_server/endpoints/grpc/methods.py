@@ -1,4 +1,4 @@
-"""The methods that the gRPC port serves, by path."""
+"""Methods that the gRPC port serves, by path."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ INFER_PATH = f"/{protos.INFERENCE_SERVICE}/ModelInfer"
 
 
 class TakesInfer(Protocol):
-    """Serves ModelInfer without a coroutine: InferCalls."""
+    """Interface of the handler that serves ModelInfer without a coroutine: InferCalls."""
 
     def take(self, reply: InferReply, data: bytes, received_ns: int, remaining_secs: float | None) -> None:
-        """Submit a serialised ModelInferRequest; `reply` is told of whatever comes of it.
+        """Submit a serialised ModelInferRequest; `reply` gets its response or error.
 
         reply.held counts the bytes of `data` if they arrived in pieces; else they are counted here.
         remaining_secs: seconds until the client's deadline; None if it has none.
@@ -25,7 +25,7 @@ class TakesInfer(Protocol):
 
 @dataclass(frozen=True)
 class Methods:
-    """The calls of a gRPC port.
+    """Calls of a gRPC port.
 
     find : returns the call for a path such as "/inference.GRPCInferenceService/ServerLive"; None if there is none.
     infer : takes ModelInfer without a coroutine, for the transports that can; None: `find` serves it.

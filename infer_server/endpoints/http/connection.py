@@ -1,7 +1,7 @@
-"""HTTP/1.1 on an asyncio transport: one request of a connection is answered at a time.
+"""HTTP/1.1 on an asyncio transport; the requests of a connection are answered one at a time.
 
-A request is handed on when all of it is there (reading.py). Those that a client sends before it has its answer
-(pipelining) wait in the order in which they came, and the socket is not read while one waits.
+A request is dispatched when it is complete (reading.py). Pipelined requests wait in order of arrival, and the socket is
+not read while one waits.
 
 https://www.rfc-editor.org/rfc/rfc9112
 """
@@ -21,49 +21,49 @@ from infer_server.endpoints.http.transports import HalfClosed, LargeBody, Outlet
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import MemoryLimitError
 
-_LINGER_SECS = 2.0              # for it to read why its request is not taken
-_SILENCE_SECS = 0.1             # after which a client over asyncio's TLS is taken to send nothing more
-_LOOKING_SECS = 2.0             # between two looks at these; no longer than the shortest
-_MOST_WAITING = 32              # pipelined requests; what comes behind them is parsed when they are answered
-_PARSING_SECS = 0.001           # before the event loop has its turn
+_LINGER_SECS = 2.0              # time for the client to read the last response before the connection is closed
+_SILENCE_SECS = 0.1             # silence after which a client over asyncio's TLS is assumed to send nothing more
+_LOOKING_SECS = 2.0             # interval between checks of the timeouts; no longer than the shortest
+_MOST_WAITING = 32              # pipelined requests; later bytes are parsed when these are answered
+_PARSING_SECS = 0.001           # parsing time before control returns to the event loop
 
 
 class _Waiting(NamedTuple):
-    """A whole request behind another one of its connection."""
+    """Complete request that waits for the response to an earlier one of its connection."""
     request: HttpRequest
     held: OpenCall
     keep_alive: bool
 
 
 class HttpConnection(asyncio.Protocol):
-    """A client's connection."""
+    """HTTP/1.1 connection of a client."""
 
     def __init__(self, handle: Handler, limits: Limits, connections: set[HttpConnection]) -> None:
-        """connections: those that are open; it adds and removes itself."""
+        """Create a connection that adds itself to the set of open connections, and removes itself at its end."""
         self._handle, self._limits, self._connections = handle, limits, connections
         self._loop = asyncio.get_running_loop()
         self._reader = RequestReader(limits, self)
         self._looking_secs = min(_LOOKING_SECS, limits.body_grace_secs)
         self._transport: asyncio.Transport | None = None
-        self._outlet: Outlet | None = None                      # as long as there is a transport
-        self._waiting: deque[_Waiting] = deque()                # what came behind the request that is being answered
-        self._timer: asyncio.TimerHandle | None = None          # while there is a time at which it is closed
-        self._closes_at = math.inf                              # on the loop's clock
+        self._outlet: Outlet | None = None                      # set while there is a transport
+        self._waiting: deque[_Waiting] = deque()                # pipelined requests behind the current one
+        self._timer: asyncio.TimerHandle | None = None          # set while a timeout is running
+        self._closes_at = math.inf                              # timeout, on the loop's clock
         self._peer = ""
         self._keep_alive = True
-        self._has_begun = False                                 # to be answered piece by piece
-        self._chunked = False                                   # these say how long they are
-        self._awaits_go_on = False                              # the client waits for its turn to send a body
-        self._has_ended = False                                 # what comes is no longer looked at
-        self._silence: asyncio.TimerHandle | None = None        # of such a client, behind the last answer
+        self._has_begun = False                                 # a streamed response has begun
+        self._chunked = False                                   # its body is sent in chunked coding
+        self._awaits_go_on = False                              # the client waits for 100 Continue
+        self._has_ended = False                                 # received bytes are discarded
+        self._silence: asyncio.TimerHandle | None = None        # closes a TLS connection after the last response
         self._parses_until = 0.0                                # by time.monotonic()
-        self._half_closed: HalfClosed | None = None             # the client, which may have an answer to come
-        self._refusal: HttpResponse | None = None               # what is said of it behind the answers before it
-        self.exchange: Exchange | None = None                   # that is being answered
+        self._half_closed: HalfClosed | None = None             # set if the client closed its direction
+        self._refusal: HttpResponse | None = None               # error response to send after the pending ones
+        self.exchange: Exchange | None = None                   # exchange being answered
 
     # ---- the transport
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport = cast(asyncio.Transport, transport)      # uvloop's is none by class
+        self._transport = transport = cast(asyncio.Transport, transport)      # uvloop's class does not derive from it
         self._outlet = Outlet(transport, self._limits.inflight, self)
         self._connections.add(self)
         name = transport.get_extra_info("peername")
@@ -82,10 +82,10 @@ class HttpConnection(asyncio.Protocol):
         self._parse_later()
 
     def _parse_later(self) -> None:
-        """Reads no more until what has been received is parsed."""
+        """Pause reading until the received bytes are parsed."""
         if self._reader.has_unparsed and self._transport:
             self._transport.pause_reading()
-            if not self._waiting:               # else behind the last of these
+            if not self._waiting:               # else parsing resumes after the last of these
                 self._loop.call_soon(self._parse_on)
 
     def _parse_on(self) -> None:
@@ -100,10 +100,10 @@ class HttpConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def eof_received(self) -> bool:
-        """Whether the connection goes on: for the answers to what came before the client closed its direction."""
+        """Return True to keep the connection open for the response to a request received before the end of input."""
         exchange, transport = self.exchange, self._transport
         if exchange and transport and exchange.request.version == "1.1" and not self._has_begun and (
-                transport.can_write_eof()):         # TLS has no such end
+                transport.can_write_eof()):         # TLS has no half-closed connections
             self._half_closed = HalfClosed(self._loop, transport)
         return self._half_closed is not None
 
@@ -126,7 +126,7 @@ class HttpConnection(asyncio.Protocol):
             self._outlet.taken()
 
     def close(self) -> None:
-        """Ends it when what was answered is sent."""
+        """Close the connection when all responses have been sent."""
         if self._transport:
             self._transport.close()
 
@@ -195,7 +195,7 @@ class HttpConnection(asyncio.Protocol):
             exchange.fail(error)
 
     def respond(self, exchange: Exchange, response: HttpResponse) -> None:
-        """Sends the response of the exchange, and goes on with what waits behind it."""
+        """Send the response of an exchange and continue with the next pipelined request."""
         outlet = self._open_outlet
         outlet.write(b"".join((response.head(self._keep_alive, version=exchange.request.version),
                                *(() if exchange.request.method == "HEAD" else response.body))))
@@ -203,8 +203,7 @@ class HttpConnection(asyncio.Protocol):
         self._answered(exchange)
 
     def begin(self, content_type: str, chunked: bool) -> None:
-        """Sends the head of a response. chunked: pieces of its body say how long they are; else its end is the end of
-        the connection."""
+        """Send the head of a streamed response. chunked: use chunked coding; else the body ends with the connection."""
         self._has_begun, self._chunked, self._keep_alive = True, chunked, self._keep_alive and chunked
         if self._half_closed:
             self._half_closed.cancel()
@@ -213,7 +212,7 @@ class HttpConnection(asyncio.Protocol):
             self._keep_alive, "Transfer-Encoding: chunked" if chunked else "Cache-Control: no-store"))
 
     def part(self, piece: bytes) -> None:
-        """Sends a piece of a body. A client that does not read them is disconnected."""
+        """Send a piece of a body. A client that does not read is disconnected when the memory limit is reached."""
         try:
             held = self._limits.inflight.begin(self, len(piece))
         except MemoryLimitError:
@@ -224,7 +223,7 @@ class HttpConnection(asyncio.Protocol):
         outlet.sent(held, len(piece))
 
     def end(self, exchange: Exchange) -> None:
-        """Sends the end of a body that came in pieces, and goes on with what waits behind it."""
+        """Send the end of a streamed body and continue with the next pipelined request."""
         outlet = self._open_outlet
         if self._chunked:
             outlet.write(b"0\r\n\r\n")
@@ -237,7 +236,7 @@ class HttpConnection(asyncio.Protocol):
         return self._outlet
 
     def _answered(self, exchange: Exchange) -> None:
-        """The response to an exchange is written: what waits behind it is next."""
+        """Finish an exchange whose response is written, and start the next pipelined request or close."""
         transport = self._transport
         assert transport is not None and exchange is self.exchange
         self.exchange, exchange.left, self._has_begun = None, None, False
@@ -249,7 +248,7 @@ class HttpConnection(asyncio.Protocol):
             self._end()
             return
         if self._waiting:
-            self._loop.call_soon(self._next)        # not from here: a thousand requests would be as many frames
+            self._loop.call_soon(self._next)        # not a direct call: the recursion would be as deep as the queue
         elif self._refusal:
             self._say_last(self._refusal)
         elif self._half_closed:
@@ -264,12 +263,11 @@ class HttpConnection(asyncio.Protocol):
                 self._parse_on()
 
     def _refuse(self, response: HttpResponse) -> None:
-        """Answers what is no request, or too large a one, behind those before it, and closes: where the next one begins
-        is not known."""
+        """Send an error response after the pending ones, and close: the start of the next request is unknown."""
         self._reader.drop()
         if self.exchange or self._waiting:
             self._refusal = response
-        elif not self._has_ended:       # what it came behind was the last that is answered
+        elif not self._has_ended:       # else a response with Connection: close was the last one
             self._say_last(response)
         self._has_ended = True
 
@@ -279,8 +277,10 @@ class HttpConnection(asyncio.Protocol):
             self._end()
 
     def _end(self) -> None:
-        """Nothing more is said, and what the client goes on to send is read for a while, and not looked at: closing
-        before it would reset the connection, and the answer with it."""
+        """Close our direction, and discard what the client sends for a while.
+
+        Closing the socket while bytes arrive would reset the connection, and the client could lose the response.
+        """
         assert self._transport is not None
         self._has_ended = True
         if self._half_closed:
@@ -288,9 +288,9 @@ class HttpConnection(asyncio.Protocol):
             return
         if self._transport.can_write_eof():
             self._transport.write_eof()
-        elif isinstance(self._loop, asyncio.BaseEventLoop):     # whose TLS resets what sends on when it is closed
+        elif isinstance(self._loop, asyncio.BaseEventLoop):     # closing asyncio's TLS resets a client that still sends
             self._silence = self._loop.call_later(_SILENCE_SECS, self.close)
-        else:                                                   # uvloop's says that it ends, and reads on by itself
+        else:                                                   # uvloop's TLS sends its end and reads on by itself
             self._transport.close()
             return
         if self._waiting:
@@ -309,9 +309,9 @@ class HttpConnection(asyncio.Protocol):
         self._waiting.clear()
 
     def watch(self, secs: float | None) -> None:
-        """Closes the connection if nothing more has come in so many seconds; None: whatever it takes.
+        """Close the connection if nothing more is received in `secs` seconds; None disables the timeout.
 
-        One timer looks now and then: to set and cancel one for each piece would cost more than to parse it.
+        One timer checks periodically: setting and cancelling one for each piece would cost more than parsing it.
         """
         self._closes_at = self._loop.time() + secs if secs else math.inf
         if self._timer is None and secs:
@@ -325,7 +325,7 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(refused.response)
             return
         if left <= 0 and is_waiting:
-            left = _LOOKING_SECS            # who has an answer to come waits for us
+            left = _LOOKING_SECS            # the client waits for a response of ours
         if left <= 0 and self._transport:
             self._transport.close()
         elif left < math.inf:

@@ -1,4 +1,4 @@
-"""A request and its response, between a connection and what answers."""
+"""Exchange of a request and its response between a connection and a handler."""
 from __future__ import annotations
 
 import asyncio
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 
 class Handler(Protocol):
-    """Answers a request, now or later, by exchange.respond()."""
+    """Callable that answers a request, now or later, by exchange.respond()."""
 
     def __call__(self, exchange: Exchange) -> None: ...
 
 
 class Connection(Protocol):
-    """Interface of the connection that a request came on: HttpConnection."""
-    exchange: Exchange | None           # that is being answered
+    """Interface of the connection of a request: HttpConnection or RequestStream."""
+    exchange: Exchange | None           # exchange being answered
 
     def respond(self, exchange: Exchange, response: HttpResponse) -> None: ...
 
@@ -43,10 +43,10 @@ class Exchange:
 
     def __init__(self, connection: Connection, request: HttpRequest, held: OpenCall) -> None:
         self.request, self.held, self._connection = request, held, connection
-        self.left: Callable[[], None] | None = None     # called if the client goes away before there is a response
+        self.left: Callable[[], None] | None = None     # called if the client disconnects before the response
 
     def answer_later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine that has the exchange answered; what it raises is the answer."""
+        """Start a coroutine that answers the exchange; an exception of it becomes the response."""
         async def run() -> None:
             try:
                 await work
@@ -58,7 +58,7 @@ class Exchange:
         task.add_done_callback(self._tasks.discard)
 
     def while_present(self, steps: Steps[T]) -> Steps[T]:
-        """Run a generator as long as the client is there. Raises CancelledError: it has gone."""
+        """Run a generator while the client is connected. Raises CancelledError when it has disconnected."""
         while not self.gone:
             try:
                 next(steps)
@@ -69,14 +69,18 @@ class Exchange:
         raise CancelledError("its client has gone")
 
     def when_left(self, withdraw: Callable[[], None]) -> None:
-        """Has `withdraw` called if the client goes away before there is a response. Forgotten when there is one: what
-        was asked, and its answer, would keep each other until the garbage collector comes."""
+        """Have `withdraw` called if the client disconnects before the response.
+
+        The response drops the reference, which would otherwise be a cycle for the garbage collector.
+        """
         if not self.gone:
             self.left = withdraw
 
     def leave(self) -> None:
-        """Note that the client has gone, and drop the body, which is no longer counted: a request that waits for its
-        model keeps the exchange."""
+        """Call the function of `when_left`, and drop the body, whose bytes are no longer counted.
+
+        A request that waits for its model may keep the exchange alive.
+        """
         if self.left:
             self.left()
             self.left = None
@@ -84,7 +88,7 @@ class Exchange:
 
     @property
     def gone(self) -> bool:
-        """True if the client has gone, or has its response."""
+        """True if the client has disconnected or has its response."""
         return self._connection.exchange is not self
 
     def respond(self, response: HttpResponse) -> None:
@@ -92,19 +96,19 @@ class Exchange:
             self._connection.respond(self, response)
 
     def fail(self, error: Exception) -> None:
-        """Responds with an error."""
-        said = self.said(error)
+        """Respond with an error."""
+        message = self.message_of(error)
         self.respond(response_of(error) if isinstance(error, ServeError) else
-                     error_response(HTTPStatus.INTERNAL_SERVER_ERROR, said))
+                     error_response(HTTPStatus.INTERNAL_SERVER_ERROR, message))
 
-    def said(self, error: Exception) -> str:
-        """Return the message of an error for the client: of a bug of ours, only the class; the log has more."""
+    def message_of(self, error: Exception) -> str:
+        """Return the message of an error for the client; for an unexpected exception only its class, and log it."""
         if isinstance(error, ServeError):
             return public_text(error)
         log.error("%s %s failed", self.request.method, self.request.path, exc_info=error)
         return f"internal error: {type(error).__name__}"
 
-    # ---- or a response whose body comes piece by piece: begin(), part() any number of times, end()
+    # ---- streamed responses: begin(), part() any number of times, end()
     def begin(self, content_type: str) -> None:
         if not self.gone:
             self._connection.begin(content_type, chunked=self.request.version == "1.1")

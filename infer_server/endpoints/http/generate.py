@@ -1,8 +1,8 @@
-"""POST of a generation: tensors by their names as plain JSON, answered in one piece or as server-sent events.
+"""Triton's generate extension: tensors as plain JSON members, answered in one piece or as server-sent events.
 
     {"text_input": "Hello", "max_tokens": 5}  ->  {"model_name": "m", "model_version": "1", "text_output": "..."}
 
-A member that is no input of the model is a parameter of the request; of the answer, one of the response.
+A member that is not an input of the model is a parameter of the request. Parameters of the response are members, too.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_generate.md
 https://html.spec.whatwg.org/multipage/server-sent-events.html
@@ -33,13 +33,13 @@ from infer_server.repository.model import Model
 from infer_server.serving import Call, Served
 
 _EVENTS = "text/event-stream; charset=utf-8"
-_PARAMETERS = "parameters"              # a member whose members are inputs and parameters like those beside it
+_PARAMETERS = "parameters"              # optional member that holds further inputs and parameters
 
 
 def generate(exchange: Exchange, model: Model, version: str, front: Front, streamed: bool) -> None:
-    """Submits the generation of an exchange. streamed: every response is an event; else there must be one of them.
+    """Submit the generate request of an exchange. Raises ServeErrors.
 
-    Raises ServeErrors.
+    streamed: send an event for every response; otherwise the model must give exactly one response.
     """
     if len(exchange.request.body) > LARGE_BYTES:
         exchange.answer_later(_generate_large(exchange, model, version, front, streamed))
@@ -48,7 +48,7 @@ def generate(exchange: Exchange, model: Model, version: str, front: Front, strea
 
 
 async def _generate_large(exchange: Exchange, model: Model, version: str, front: Front, streamed: bool) -> None:
-    """Does so for a body that is read in steps."""
+    """Submit a generate request whose body is parsed in steps."""
     steps = exchange.while_present(_read(exchange, model, front))
     call = GenerateCall(exchange, await front.inflight.steps.run(steps), model, version, front)
     if not exchange.gone:
@@ -76,11 +76,11 @@ def _submit(exchange: Exchange, call: GenerateCall, front: Front, streamed: bool
 
 
 class GenerateCall(Call):
-    """A generation; its response is a JSON object as text."""
+    """Generate request; its response is a JSON object as text."""
     protocol = "HTTP"
 
     def __init__(self, exchange: Exchange, body: Any, model: Model, version: str, front: Front) -> None:
-        """body: of the exchange, parsed. Raises InvalidRequestError: it is no such request."""
+        """Read the request from the parsed body of an exchange. Raises InvalidRequestError if it is malformed."""
         request = exchange.request
         self.model, self.version, self.received_ns = model.name, version, request.received_ns
         self._front, self._held, self._headers = front, exchange.held, request.headers
@@ -149,7 +149,7 @@ class GenerateCall(Call):
 
 
 class OneReply(HttpReply):
-    """The answer in one piece, of a model that gives one response."""
+    """Reply to a generate call: the model must give exactly one response."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange)
@@ -159,7 +159,7 @@ class OneReply(HttpReply):
         self._exchange.respond(HttpResponse((response,)))
 
     def part(self, response: bytes, is_last: bool = False) -> None:
-        self._parts = [*self._parts[:1], response]      # two are as wrong as more
+        self._parts = [*self._parts[:1], response]      # end() only needs to know that there are more than one
 
     def end(self) -> None:
         if len(self._parts) != 1:
@@ -169,7 +169,10 @@ class OneReply(HttpReply):
 
 
 class EventsReply(HttpReply):
-    """An event for each response. An error is a status if it is the first, and else the last event."""
+    """Reply to a generate_stream call: an event for each response.
+
+    An error is an HTTP status if no event was sent yet, otherwise the last event.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange)
@@ -189,7 +192,7 @@ class EventsReply(HttpReply):
 
     def fail(self, error: Exception) -> None:
         if self._begun:
-            self.send(error_text(self._exchange.said(error)))
+            self.send(error_text(self._exchange.message_of(error)))
         else:
             super().fail(error)
 
@@ -204,7 +207,7 @@ def _values(value: Any) -> list[Any] | NDArray[Any]:
 
 
 def _shape(spec: TensorSpec, batched: bool, count: int) -> tuple[int, ...]:
-    """Of a tensor with so many elements: the last open extent has all that the others leave, which are 1."""
+    """Return the shape of a tensor with `count` elements: open extents are 1, but the last absorbs the rest."""
     shape = [extent if extent != -1 else 1 for extent in spec.full_shape(batched)]
     fixed = math.prod(shape)
     if count != fixed:

@@ -25,7 +25,7 @@ _MAX_EARLY_PINGS = 100              # less than a second after the one before, b
 
 
 def settings_of(limits: Limits) -> ConnectionSettings:
-    """Return the settings of a connection to the HTTP port: clients may ping, and do not stay if they ask nothing."""
+    """Return the settings of a connection to the HTTP port: pings are allowed, idle connections are closed."""
     return ConnectionSettings(limits.message_bytes, _MAX_STREAMS, IDLE_SECS, keepalive_without_calls=True,
                               min_ping_interval_secs=1.0, max_ping_strikes=_MAX_EARLY_PINGS,
                               min_body_rate=limits.min_body_rate, body_grace_secs=limits.body_grace_secs)
@@ -37,7 +37,7 @@ class Http2Requests(Http2Connection):
     def __init__(self, shared: Shared, handle: Handler, limits: Limits) -> None:
         super().__init__(shared)
         self.handle, self.limits = handle, limits
-        self._headers: tuple[Header, ...] = ()                  # of the last request, and what they say
+        self._headers: tuple[Header, ...] = ()                  # headers of the last request, which _request parses
         self._request = HttpRequest("", "")
 
     def peer_of(self, name: Any) -> str:

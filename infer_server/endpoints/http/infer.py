@@ -1,4 +1,4 @@
-"""POST of an inference: tensors as JSON, or as bytes behind the JSON (the binary tensor data extension).
+"""Inference requests over HTTP: tensors in JSON, or as bytes after the JSON (the binary tensor data extension).
 
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
@@ -19,16 +19,17 @@ from infer_server.batching.request import Arrays, Outputs, Reply, parameters_of
 from infer_server.config.config import ModelConfig
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.http.exchange import Exchange
-from infer_server.endpoints.http.messages import (
-    HttpRequest,
-    HttpResponse,
-    accepted,
-    compressed,
-    json_text,
-)
+from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, accepted, compressed, json_text
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.shared_memory import Place, Regions
-from infer_server.endpoints.tensors import Asked, Output, if_whole, read, rooms, wanted
+from infer_server.endpoints.tensors import (
+    Output,
+    RequestedTensor,
+    checking_inputs,
+    gpu_buffers,
+    read,
+    requested_outputs,
+)
 from infer_server.errors import InvalidRequestError, ServeError, TooLargeError
 from infer_server.gpu_tensors import GpuRoom
 from infer_server.protocol.codec import (
@@ -47,31 +48,30 @@ from infer_server.protocol.wire import KEPT_BYTES, KEPT_FORMS
 from infer_server.repository.model import Model
 from infer_server.serving import Call, Served
 
-_JSON_BYTES = "inference-header-content-length"     # of the body; binary tensors follow
-LITTLE_JSON_BYTES = 16 << 10                        # of outputs, that are written as JSON in little time
+_JSON_BYTES = "inference-header-content-length"     # header: size of the JSON in the body; binary tensors follow it
+LITTLE_JSON_BYTES = 16 << 10                        # outputs up to this size are quickly encoded as JSON
 _NO_VALUES: Mapping[int, Sequence[bytes]] = MappingProxyType({})
-_FEW_TENSORS = 64                                   # of a request, which are told by name if they are too many
+_FEW_TENSORS = 64                                   # up to so many tensors are reported by name if they are too many
 
 
 def infer(exchange: Exchange, model: str, version: str, front: Front, find: Callable[[str, str], Model]) -> None:
-    """Submits the inference of an exchange, which is answered when it is computed. Raises ServeErrors.
+    """Submit the inference request of an exchange, which is answered when it is computed. Raises ServeErrors.
 
-    find: the model of a name and a version, for a body whose tensor nothing but the model describes.
+    find: returns the model of a name and a version.
     """
     request = exchange.request
     size = json_size(request)
     if size > LARGE_BYTES:
         exchange.answer_later(_infer_large(exchange, size, model, version, front, find))
         return
-    said, binary = (_described(find(model, version).config, request.body) if request.headers.get(_JSON_BYTES) == "0"
+    form, binary = (_raw_form(find(model, version).config, request.body) if request.headers.get(_JSON_BYTES) == "0"
                     else _split(request, size, lambda: find(model, version).config))
-    _submit(exchange, HttpCall(request, said, binary, model, version, front, exchange.held))
+    _submit(exchange, HttpCall(request, form, binary, model, version, front, exchange.held))
 
 
 async def _infer_large(exchange: Exchange, size: int, model: str, version: str, front: Front,
                        find: Callable[[str, str], Model]) -> None:
-    """Submit a request with `size` bytes of JSON, which are parsed in steps. Values are converted to the datatypes of
-    their tensors only if those fit the model."""
+    """Submit a request whose `size` bytes of JSON are parsed in steps; values only if the tensors match the model."""
     request, inflight = exchange.request, front.inflight
     if size > front.max_json_bytes:
         raise TooLargeError(f"request JSON size of {size} bytes exceeds the maximum allowed input size of "
@@ -84,7 +84,7 @@ async def _infer_large(exchange: Exchange, size: int, model: str, version: str, 
     fits = True
     try:
         found.signature.fit(call.inputs())
-    except InvalidRequestError:         # submit() raises it, and counts it
+    except InvalidRequestError:         # submit() raises it again and counts it
         fits = False
     if fits:
         await call.read_json(exchange)
@@ -99,7 +99,7 @@ def _submit(exchange: Exchange, call: HttpCall) -> None:
 
 
 class HttpReply(Reply):
-    """What replies to an exchange have in common."""
+    """Base class of replies to an exchange."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -118,20 +118,20 @@ class _InferReply(HttpReply):
 
 
 class HttpCall(Call):
-    """An inference request; its response is an HttpResponse."""
+    """Inference request over HTTP; its response is an HttpResponse."""
     protocol = "HTTP"
-    _lent: Sequence[Place] = ()         # where inputs are read while it is executed; known after contents()
+    _lent: Sequence[Place] = ()         # shared memory that is read during execution; set by contents()
 
-    def __init__(self, request: HttpRequest, said: Form, binary: memoryview, model: str, version: str, front: Front,
+    def __init__(self, request: HttpRequest, form: Form, binary: memoryview, model: str, version: str, front: Front,
                  held: OpenCall) -> None:
-        """said, binary: what the body consists of."""
+        """Take the body of a request in two parts: the JSON, parsed, and the binary tensors."""
         self.model, self.version, self.received_ns = model, version, request.received_ns
         self.front, self._held, self._headers = front, held, request.headers
-        self._read: dict[int, NDArray[Any] | InvalidRequestError] = {}      # of its long JSON, by the input's position
+        self._read: dict[int, NDArray[Any] | InvalidRequestError] = {}      # long JSON arrays, by the input's position
         self._answer_bytes = 0                                              # 0: not known
-        self._said, self._binary = said, binary
-        self.id = self._said.id
-        self.form = self._said if self._said.is_kept else None
+        self._form, self._binary = form, binary
+        self.id = form.id
+        self.form = form if form.is_kept else None
         self._coding = accepted(request.headers) if "accept-encoding" in request.headers else ""
 
     def client(self) -> str:
@@ -141,25 +141,25 @@ class HttpCall(Call):
         return self._headers.items()
 
     def inputs(self) -> Sequence[InputTensor]:
-        return declared_inputs(self._said.inputs, self.model)
+        return declared_inputs(self._form.inputs, self.model)
 
     def outputs(self) -> Iterable[str]:
-        return (tensor.name for tensor in self._said.outputs)
+        return (tensor.name for tensor in self._form.outputs)
 
     def parameters(self) -> Parameters:
-        return self._said.parameters
+        return self._form.parameters
 
     async def read_json(self, exchange: Exchange) -> None:
-        """Reads the long values of its inputs, which contents() takes then."""
+        """Convert the long JSON arrays of the inputs in steps, for contents()."""
         inflight = self.front.inflight
-        for i, (tensor, given) in enumerate(zip(self.inputs(), self._said.inputs, strict=True)):
-            if isinstance(given.data, JsonArray):
-                steps = read_values(tensor, given.data, functools.partial(inflight.hold, self._held))
+        for i, (tensor, member) in enumerate(zip(self.inputs(), self._form.inputs, strict=True)):
+            if isinstance(member.data, JsonArray):
+                steps = read_values(tensor, member.data, functools.partial(inflight.hold, self._held))
                 try:
                     self._read[i] = await inflight.steps.run(exchange.while_present(steps))
                 except InvalidRequestError as error:
                     self._read[i] = error
-        self._said.forget_values()
+        self._form.forget_values()
 
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
         self._answer_bytes = response_bytes
@@ -169,17 +169,17 @@ class HttpCall(Call):
         arrays: dict[str, Any] = {}
         at = 0
         placed: Mapping[int, Any] = {}
-        if references := self._said.references:
+        if references := self._form.references:
             placed, self._lent = read(references, tensors, self.front.regions,
                                       functools.partial(self.front.inflight.hold, self._held), devices)
-        for i, (tensor, given, size) in enumerate(zip(tensors, self._said.inputs, self._said.sizes, strict=True)):
+        for i, (tensor, member, size) in enumerate(zip(tensors, self._form.inputs, self._form.sizes, strict=True)):
             if i in placed:
                 arrays[tensor.name] = from_raw(tensor, raw) if isinstance(raw := placed[i], memoryview) else raw
                 continue
             if size is None:
-                arrays[tensor.name] = self._from_json(i, tensor, given.data)
+                arrays[tensor.name] = self._from_json(i, tensor, member.data)
                 continue
-            if given.data is not None:
+            if member.data is not None:
                 raise InvalidRequestError(f"{tensor}: 'data' and 'binary_data_size' must not both be given")
             if size < 0:
                 raise InvalidRequestError(f"{tensor}: a binary_data_size of {size}")
@@ -204,11 +204,11 @@ class HttpCall(Call):
         return array
 
     def encoder(self, served: Served) -> Callable[[Arrays], HttpResponse | ServeError]:
-        encode = _encoder_of(self._said, served, self.front.regions)
+        encode = _encoder_of(self._form, served, self.front.regions)
         writes_much = not all(encode.binary) and not 0 < self._answer_bytes <= LITTLE_JSON_BYTES
-        self.lengthy, self.rooms = bool(self._coding) or encode.has_places or writes_much, encode.rooms
-        return if_whole(self._lent, functools.partial(_compressed, encode, self._coding)
-                        if self._coding else encode)
+        self.lengthy, self.rooms = bool(self._coding) or encode.has_places or writes_much, encode.gpu_buffers
+        return checking_inputs(self._lent, functools.partial(_compressed, encode, self._coding)
+                               if self._coding else encode)
 
 
 def _compressed(encode: Encoder, coding: str, computed: Arrays) -> HttpResponse | ServeError:
@@ -218,24 +218,24 @@ def _compressed(encode: Encoder, coding: str, computed: Arrays) -> HttpResponse 
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """Makes responses of computed outputs, on an instance's thread."""
+    """Encoder of computed outputs as responses; runs on an instance's thread."""
     served: Served
     outputs: Sequence[Output]
-    binary: Sequence[bool]              # of each of them: as bytes behind the JSON
+    binary: Sequence[bool]              # for each output: True if its bytes follow the JSON
     request_id: str
 
     @functools.cached_property
     def has_places(self) -> bool:
-        """Whether outputs go into shared memory."""
+        """True if an output goes into shared memory."""
         return any(output.place for output in self.outputs)
 
     @functools.cached_property
-    def rooms(self) -> Mapping[str, GpuRoom]:
-        return rooms(self.outputs) if self.has_places else {}
+    def gpu_buffers(self) -> Mapping[str, GpuRoom]:
+        return gpu_buffers(self.outputs) if self.has_places else {}
 
     @functools.cached_property
     def _plain(self) -> frozenset[str]:
-        """The names of the outputs, if all that is said of them follows of their shapes: arrays behind the JSON."""
+        """Names of the outputs if the JSON depends on their shapes only (binary, fixed-size elements), else none."""
         plain = all(self.binary) and not self.has_places and not any(
             output.datatype.name == "BYTES" for output in self.outputs)
         return frozenset(output.spec.name for output in self.outputs) if plain else frozenset()
@@ -264,9 +264,9 @@ class Encoder:
 
     def head(self, described: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any], is_binary: bool,
              values: Mapping[int, Sequence[bytes]] = _NO_VALUES) -> HttpResponse:
-        """A response with its JSON alone.
+        """Return a response with its JSON only.
 
-        is_binary: arrays follow it. values: the text of the `data` of long outputs, in pieces, by their positions.
+        is_binary: arrays follow it. values: `data` of long outputs as pieces of JSON text, by the output's position.
         """
         body: dict[str, Any] = {"id": self.request_id} if self.request_id else {}
         body |= {"model_name": self.served.model, "model_version": str(self.served.version)}
@@ -290,12 +290,11 @@ class Encoder:
 
     def _describe(self, output: Output, raw: bool, array: NDArray[Any],
                   pieces: list[bytes | memoryview], is_long: bool) -> dict[str, Any]:
-        """Return the JSON of an output without the `data` of a long one. pieces: takes its bytes if they follow the
-        JSON."""
+        """Return the JSON of an output, without `data` if it is long; append binary data to `pieces`."""
         one: dict[str, Any] = {"name": output.spec.name, "datatype": output.datatype.name, "shape": array.shape}
         if output.place or raw:
             content = output.place_raw(array)
-            if content is not None:     # of one in shared memory no more is said: clients take parameters for sizes
+            if content is not None:     # outputs in shared memory get no parameters: clients would read them as sizes
                 pieces.append(bytes(content))       # the array is the engine's, for this batch only
                 one["parameters"] = {"binary_data_size": len(pieces[-1])}
         elif not is_long:
@@ -305,7 +304,7 @@ class Encoder:
 
 @functools.lru_cache(KEPT_FORMS)
 def _plain_head(encoder: Encoder, shapes: Sequence[tuple[int, ...]]) -> HttpResponse:
-    """What comes before arrays of these shapes."""
+    """Return the response without the arrays, for outputs of these shapes."""
     return encoder.head([
         {"name": output.spec.name, "datatype": output.datatype.name, "shape": shape,
          "parameters": {"binary_data_size": math.prod(shape) * output.datatype.array.itemsize}}
@@ -313,11 +312,11 @@ def _plain_head(encoder: Encoder, shapes: Sequence[tuple[int, ...]]) -> HttpResp
 
 
 def _encoder_of(form: Form, served: Served, regions: Regions) -> Encoder:
-    """Return what encodes the responses to requests of a form. Raises ServeErrors."""
+    """Return the encoder of responses to requests of a form. Raises ServeErrors."""
     encoder: Encoder | None = form.encoder
     if encoder is None or encoder.served is not served:
         encoder = _encoder(form, served, regions)
-        if not encoder.has_places:      # whose region may be another the next time
+        if not encoder.has_places:      # a region may have been replaced by the next request
             form.encoder = encoder
     return encoder
 
@@ -325,7 +324,7 @@ def _encoder_of(form: Form, served: Served, regions: Regions) -> Encoder:
 def _encoder(form: Form, served: Served, regions: Regions) -> Encoder:
     every = typed(form.parameters, "binary_data_output", bool, False)
     in_bytes = {tensor.name: typed(tensor.parameters, "binary_data", bool, every) for tensor in form.outputs}
-    outputs = wanted(served, [Asked(*tensor.asked()) for tensor in form.outputs], regions)
+    outputs = requested_outputs(served, [RequestedTensor(*tensor.asked()) for tensor in form.outputs], regions)
     binary = tuple(in_bytes.get(spec.name, every) for spec in served.outputs)
     for output, raw in zip(outputs, binary, strict=True):
         if not raw and not output.place and output.datatype.name in NO_JSON:
@@ -337,19 +336,17 @@ def _encoder(form: Form, served: Served, regions: Regions) -> Encoder:
 
 # ---- the message
 def _split(request: HttpRequest, size: int, config: Callable[[], ModelConfig]) -> tuple[Form, memoryview]:
-    """The JSON of a body, which has `size` bytes, and what follows it. config: of its model. Raises
-    InvalidRequestError."""
+    """Split a body into the form of its JSON, of `size` bytes, and the binary data. Raises InvalidRequestError."""
     head = bytes(request.body[:size])
     if _JSON_BYTES in request.headers and size <= KEPT_BYTES:
         return _kept_form(head), memoryview(request.body)[size:]
-    said = as_object(parsed(head), "the request")
-    _check_counts(said, config())
-    return Form(said), memoryview(request.body)[size:]
+    members = as_object(parsed(head), "the request")
+    _check_counts(members, config())
+    return Form(members), memoryview(request.body)[size:]
 
 
 def _check_counts(head: Mapping[str, Any], config: ModelConfig) -> None:
-    """Raises InvalidRequestError: there are many more inputs or outputs than the model has. The message about a few
-    names them."""
+    """Raise InvalidRequestError for many more tensors than the model has; a later check reports few by name."""
     for key, specs in (("inputs", config.inputs), ("outputs", config.outputs)):
         tensors = head.get(key)
         if isinstance(tensors, list) and len(tensors) > max(_FEW_TENSORS, len(specs)):
@@ -357,7 +354,7 @@ def _check_counts(head: Mapping[str, Any], config: ModelConfig) -> None:
 
 
 def json_size(request: HttpRequest) -> int:
-    """Return the number of bytes of JSON that a body begins with. Raises InvalidRequestError: it is none."""
+    """Return the size of the JSON at the start of a body in bytes. Raises InvalidRequestError for a bad header."""
     length = request.headers.get(_JSON_BYTES)
     if length is None:
         return len(request.body)
@@ -376,9 +373,11 @@ def _kept_form(head: bytes) -> Form:
     return Form(as_object(parsed(head), "the request"), is_kept=True)
 
 
-def _described(config: ModelConfig, body: bytes | bytearray) -> tuple[Form, memoryview]:
-    """What a request would say whose body is the model's one input, of one item, and nothing else; and its bytes. The
-    outputs come as bytes, too. Raises InvalidRequestError: the model does not tell the shape."""
+def _raw_form(config: ModelConfig, body: bytes | bytearray) -> tuple[Form, memoryview]:
+    """Return the form and the bytes of a raw binary request, whose body is one item of the model's only input.
+
+    All outputs are returned as binary data. Raises InvalidRequestError if the model does not determine the shape.
+    """
     if len(config.inputs) != 1:
         raise InvalidRequestError("Raw request must only have 1 input (found 1) to be deduced but got "
                                   f"{len(config.inputs)} inputs in '{config.name}' model configuration; say in JSON "

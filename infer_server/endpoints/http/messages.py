@@ -1,4 +1,4 @@
-"""HTTP messages: a request as it was received, a response, and the errors of serving as statuses."""
+"""HTTP requests and responses, and the mapping from ServeErrors to status codes."""
 from __future__ import annotations
 
 import json
@@ -18,10 +18,10 @@ from infer_server.protocol.redaction import public_text
 
 JSON = "application/json"
 _OK = "HTTP/1.1 200 OK"
-_WORTHWHILE_BYTES = 1 << 10     # of a response, to be compressed
-_LEVEL = 1                      # of speed: tensors hardly get smaller with more
+_WORTHWHILE_BYTES = 1 << 10     # smaller responses are not compressed
+_LEVEL = 1                      # zlib's level: higher ones hardly make tensors smaller
 
-# What Triton answers (src/http_server.cc, HttpCodeFromError); 504 for a deadline, which it leaves open.
+# Triton's status codes (src/http_server.cc, HttpCodeFromError), and 504 for a deadline, which Triton does not map.
 _STATUS: dict[type[ServeError], HTTPStatus] = {
     errors.InvalidRequestError: HTTPStatus.BAD_REQUEST,
     errors.ContentTypeError: HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
@@ -49,29 +49,32 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class HttpRequest(NamedTuple):
-    """A whole request. Names of headers are in lower case."""
+    """Complete request. Names of headers are in lower case."""
     method: str
     path: str                               # decoded, without the query
     headers: Mapping[str, str] = _NONE
     body: bytes | bytearray = b""
-    received_ns: int = 0                    # when its first byte came
-    version: str = "1.1"                    # of HTTP
+    received_ns: int = 0                    # time of its first byte, by time.monotonic_ns()
+    version: str = "1.1"                    # HTTP version
 
     def header_bytes(self, name: str) -> bytes:
-        """The value of a header as it came, in whatever encoding; empty if there is none."""
+        """Return the undecoded value of a header; empty if there is none."""
         return self.headers.get(name, "").encode("latin-1")
 
     def json(self) -> Any:
-        """The body as JSON; {} if there is none. Raises InvalidRequestError; TooLargeError: it is a large one, which is
-        to be read in steps."""
+        """Parse the body as JSON; an empty one is {}.
+
+        Raises InvalidRequestError if it is not JSON, TooLargeError for more than LARGE_BYTES, which must be parsed in
+        steps.
+        """
         if len(self.body) > LARGE_BYTES:
             raise errors.TooLargeError(f"a body of {len(self.body)} bytes: {self.path} takes {LARGE_BYTES} of JSON")
         return parsed(self.body) if self.body.strip() else {}
 
 
 class HttpResponse(NamedTuple):
-    """The pieces of a body follow each other."""
-    body: Sequence[bytes | memoryview] = ()
+    """HTTP response."""
+    body: Sequence[bytes | memoryview] = ()         # consecutive pieces
     status: HTTPStatus = HTTPStatus.OK
     content_type: str = JSON
     headers: Mapping[str, str] = _NONE
@@ -84,8 +87,17 @@ class HttpResponse(NamedTuple):
         return count
 
     def head(self, keep_alive: bool, framing: str = "", version: str = "1.1") -> bytes:
-        """What comes before the body. framing: the header that says where the body ends; "": it is here, and this its
-        length. version: its client's, which knows of connections that stay if it asked for one, and is to be told."""
+        """Return the status line and headers.
+
+        Parameters
+        ----------
+        keep_alive : bool
+            False adds "Connection: close".
+        framing : str
+            Header that delimits the body; "" for Content-Length.
+        version : str
+            HTTP version of the client: "1.0" needs "Connection: keep-alive" to keep the connection.
+        """
         status = self.status
         lines = [_OK if status is HTTPStatus.OK else f"HTTP/1.1 {status.value} {status.phrase}",
                  framing or f"Content-Length: {self.body_bytes}"]
@@ -107,7 +119,7 @@ def path_of(target: bytes) -> str:
 
 
 def member(body: Any, name: str, kind: type, default: Any = None) -> Any:
-    """A member of a body's JSON object, which may be left out if it has a default. Raises InvalidRequestError."""
+    """Return a member of a JSON object, or its default if absent. Raises InvalidRequestError for another type."""
     value = body.get(name, default) if isinstance(body, dict) else None
     if type(value) is not kind:
         raise errors.InvalidRequestError(f"expected a JSON object whose '{name}' is of type {kind.__name__}")
@@ -115,7 +127,7 @@ def member(body: Any, name: str, kind: type, default: Any = None) -> Any:
 
 
 def json_text(value: Any) -> bytes:
-    """JSON without spaces, as Triton writes it: scripts look for "state":"READY" in it."""
+    """Encode a value as JSON without spaces, as Triton does: scripts search for "state":"READY"."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
@@ -124,7 +136,7 @@ def json_response(value: Any) -> HttpResponse:
 
 
 def error_text(message: str) -> bytes:
-    """As Triton words an error."""
+    """Encode an error message as Triton does: {"error": message}."""
     return json_text({"error": message})
 
 
@@ -133,19 +145,19 @@ def error_response(status: HTTPStatus, message: str) -> HttpResponse:
 
 
 def response_of(error: ServeError) -> HttpResponse:
-    """The status of the nearest class in the tree of errors that has one, and the message."""
+    """Return the response to an error, with the status of its nearest base class that has one."""
     status = next(_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS)
     return error_response(status, public_text(error))
 
 
 def accepted(headers: Mapping[str, str]) -> str:
-    """The coding that a client wants its response in; "" if it said nothing that is served."""
-    wanted = [part.strip().lower() for part in headers.get("accept-encoding", "").split(",")]
-    return next((part for part in wanted if part in WINDOW), "")
+    """Return the first supported content coding that a client accepts, or ""."""
+    codings = [part.strip().lower() for part in headers.get("accept-encoding", "").split(",")]
+    return next((part for part in codings if part in WINDOW), "")
 
 
 def compressed(response: HttpResponse, coding: str) -> HttpResponse:
-    """The response in that coding ("": as it is), if that is worthwhile."""
+    """Return the response compressed with a coding, or unchanged if the coding is "" or the body is small."""
     if not coding or response.body_bytes < _WORTHWHILE_BYTES:
         return response
     deflater = zlib.compressobj(_LEVEL, wbits=WINDOW[coding])

@@ -1,4 +1,4 @@
-"""What is asked of models and of the repository over HTTP."""
+"""HTTP handlers for models and the model repository."""
 from __future__ import annotations
 
 import base64
@@ -16,14 +16,14 @@ from infer_server.repository.overrides import PREFIX
 from infer_server.workers import StepRunner
 from protos import inference
 
-_BASE64_BYTES = 256 << 10       # decoded at a time; whole groups of four characters
+_BASE64_BYTES = 256 << 10       # characters decoded in one step; a multiple of four
 
 
 class ModelPages:
-    """What answers each path, by the calls that gRPC has too."""
+    """Handlers of the paths of models and the repository; each makes the call that gRPC has, too."""
 
     def __init__(self, models: ModelService, steps: StepRunner) -> None:
-        """steps: reads large bodies, with the files of a model in them."""
+        """Take the calls, and the runner that parses large bodies with the files of a model."""
         self._models, self._steps = models, steps
 
     async def server(self, _: HttpRequest) -> HttpResponse:
@@ -72,20 +72,20 @@ class ModelPages:
 
 
 def _probe(what: str, holds: bool) -> HttpResponse:
-    """Triton's clients read the status and KServe's the body, which Triton leaves empty."""
+    """Return the response to a health probe: Triton's clients read the status, KServe's the body."""
     status = HTTPStatus.OK if holds else HTTPStatus.SERVICE_UNAVAILABLE
     return json_response({what: holds})._replace(status=status)
 
 
 def _set_parameters(parameters: Any, body: Any) -> None:
-    """The member "parameters" of a load or unload, as the messages have them."""
+    """Copy the member "parameters" of a load or unload request to a protobuf map."""
     for name, value in member(body, "parameters", dict, {}).items():
         is_text = name.startswith(PREFIX) and not isinstance(value, bytes)
         set_parameter(parameters[name], _decoded(name, value) if is_text else value)
 
 
 def _read(body: bytes | bytearray) -> Steps[dict[str, Any]]:
-    """Read a large body; the files in it, text in base64, become bytes."""
+    """Parse a large body in steps, decoding the files in it from base64."""
     document = yield from read_members(body, len(body), lambda count: None)     # as large as the body, which is counted
     parameters = member(document, "parameters", dict, {})
     for name, value in parameters.items():
@@ -107,7 +107,7 @@ def _decoded_in_steps(name: str, text: str) -> Steps[bytes]:
 
 
 def _decoded(name: str, text: Any) -> bytes:
-    """A file in JSON is text in base64."""
+    """Decode a file that is base64 text in JSON. Raises InvalidRequestError."""
     try:
         return base64.b64decode(text, validate=True)
     except (TypeError, ValueError) as error:

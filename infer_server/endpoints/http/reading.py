@@ -1,7 +1,7 @@
-"""Requests of HTTP/1.1 out of the pieces that a connection receives: httptools parses, whole requests are handed on.
+"""Incremental reader of HTTP/1.1 requests: parses received bytes with httptools and delivers complete requests.
 
-What their headers and bodies may have is bounded while they come, not when they are there. Bytes count when they have
-arrived; a body that arrives more slowly than the minimum rate is refused (408), as nginx and Apache do.
+Limits on headers and bodies apply while they arrive. Bytes are counted on arrival. A body that arrives more slowly than
+the minimum rate is rejected (408), as nginx and Apache do.
 """
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from infer_server.protocol.parameters import digits
 
 MOST_HEADER_BYTES = 64 << 10
 _MOST_HEADERS = 256
-_SLICE_BYTES = 4 << 10          # parsed at a time: hundreds of requests or chunks, which is a few milliseconds
-_JSON_BYTES = "inference-header-content-length"     # there where a body is not all JSON
-_ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)       # where a client names the server in the request's line
-_KEPT_BYTES = 2048              # of a head
-_SPECIAL = {"transfer-encoding", "expect"}      # headers of requests that come in pieces, or wait
-HEADER_SECS = 10.0              # for a client to say what it wants, once it has begun to
-IDLE_SECS = 120.0               # for it to begin on a connection that stays open, and between the pieces of a body
+_SLICE_BYTES = 4 << 10          # bytes parsed at a time: at most hundreds of requests or chunks, a few milliseconds
+_JSON_BYTES = "inference-header-content-length"     # header of a body that is not all JSON
+_ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)       # origin in an absolute request target
+_KEPT_BYTES = 2048              # maximum size of a head that is cached
+_SPECIAL = {"transfer-encoding", "expect"}      # headers of requests that are not cached
+HEADER_SECS = 10.0              # time to complete the headers of a request
+IDLE_SECS = 120.0               # time to begin a request on an open connection, and between pieces of a body
 
 
 class RefusedError(Exception):
-    """What comes is not taken."""
+    """The received bytes are rejected; `response` is the error response."""
 
     def __init__(self, response: HttpResponse) -> None:
         super().__init__(response.status.phrase)
@@ -44,15 +44,15 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a listening port."""
-    message_bytes: int          # of a body, also when it is decompressed
+    """Limits of a listening port."""
+    message_bytes: int          # maximum size of a body, compressed and decompressed
     inflight: Inflight
-    json_bytes: int = 64 << 20          # of the JSON in a body
-    min_body_rate: int = 500            # bytes per second, on average over each grace period; 0: any
+    json_bytes: int = 64 << 20          # maximum size of the JSON in a body
+    min_body_rate: int = 500            # bytes per second, on average over each grace period; 0: no minimum
     body_grace_secs: float = 10.0
 
     def most_bytes(self, headers: Mapping[str, str]) -> int:
-        """Return the limit of a body with these headers, in bytes: it is JSON unless they say otherwise."""
+        """Return the maximum size in bytes of a body with these headers: the limit for JSON if it is all JSON."""
         return self.message_bytes if _JSON_BYTES in headers else min(self.message_bytes, self.json_bytes)
 
     def check_size(self, headers: Mapping[str, str], count: int) -> None:
@@ -80,7 +80,7 @@ class Limits:
 
 
 async def decompress(exchange: Exchange, coding: str, limits: Limits, handle: Handler) -> None:
-    """Decompress the body of an exchange, and hand it on. coding: its Content-Encoding. Raises ServeErrors."""
+    """Decompress the body of an exchange and dispatch it. coding: its Content-Encoding. Raises ServeErrors."""
     inflight, request, coding = limits.inflight, exchange.request, coding.strip().lower()
     if coding not in ("", "identity"):
         if coding not in WINDOW:
@@ -92,66 +92,71 @@ async def decompress(exchange: Exchange, coding: str, limits: Limits, handle: Ha
 
 
 class Receiver(Client, Protocol):
-    """Whose requests are read."""
+    """Interface of the receiver of parsed requests: HttpConnection."""
 
     def received(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:
-        """A whole request. held: what counts its bytes, to be ended by who takes it."""
+        """Accept a complete request. held: counts its bytes; the receiver ends it."""
 
     def go_on(self) -> None:
-        """The client waits to be told that its body is wanted."""
+        """Send 100 Continue to a client that waits for it."""
 
     def receive_body(self, size: int, begun: Sequence[bytes | bytearray | memoryview]) -> None:
-        """All that comes now is a body of that size, which has begun: to be handed to `end_of_body`, whole. Pieces of
-        it are counted by `body_grew`."""
+        """Receive a large body of `size` bytes, of which `begun` has arrived, without the reader.
+
+        The receiver counts pieces by `body_grew` and passes the complete body to `end_of_body`.
+        """
 
     @property
     def is_full(self) -> bool:
         """True if no more requests are to be parsed until resume()."""
 
     def watch(self, secs: float | None) -> None:
-        """More must come in so many seconds; None: none is awaited."""
+        """Set the timeout for more bytes; None disables it."""
 
 
 @dataclass(slots=True)
 class _Incoming:
-    """A request of which not all has come."""
+    """Request that has not arrived completely."""
     received_ns: int = 0
     url: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
     head_bytes: int = 0
-    unfinished_bytes: int = 0           # received without an end of the headers
-    is_headed: bool = False             # its headers are complete
-    body: bytes | bytearray = b""       # in one piece, however small the pieces are that it came in
+    unfinished_bytes: int = 0           # bytes received before the end of the headers
+    is_headed: bool = False             # the headers are complete
+    body: bytes | bytearray = b""       # the part of the body received so far, contiguous
     body_bytes: int = 0
-    expected_bytes: int = 0             # of the body, as it says
-    most_bytes: int = 0                 # that the body may have
-    counted_bytes: int = 0              # of all of it, in flight
-    held: OpenCall | None = None        # what counts them; once some are counted
-    window_ends: float = 0.0            # of the current grace period, by time.monotonic()
-    window_bytes: int = 0               # of the body that came before it
-    awaited_secs: float = 0.0           # for more of it, after what came last; 0: nothing came that counts
+    expected_bytes: int = 0             # Content-Length
+    most_bytes: int = 0                 # maximum size of the body
+    counted_bytes: int = 0              # bytes counted as in flight
+    held: OpenCall | None = None        # counts them; None until some are counted
+    window_ends: float = 0.0            # end of the current grace period, by time.monotonic()
+    window_bytes: int = 0               # bytes of the body that arrived before the grace period
+    awaited_secs: float = 0.0           # timeout to set after the current bytes; 0: leave it
 
 
 class _Known(NamedTuple):
-    """A request that came whole and alone, in one piece."""
-    head: bytes                         # up to its body
-    size: int                           # with that
+    """Cached request that arrived alone and in one piece."""
+    head: bytes                         # bytes before the body
+    size: int                           # total size, body included
     request: HttpRequest
 
 
 class RequestReader:
-    """Belongs to the event loop."""
+    """Incremental parser of the requests of one connection. Not thread-safe: belongs to the event loop."""
 
     def __init__(self, limits: Limits, receiver: Receiver) -> None:
         self._limits, self._receiver = limits, receiver
         self._parser = httptools.HttpRequestParser(self)
         self._incoming = _Incoming()
-        self._fed = b""                             # what the parser is given, if it begins with a request
-        self._known: _Known | None = None           # the last of these: with the same head, another says the same
+        self._fed = b""                             # bytes being parsed, if a request begins at their start
+        self._known: _Known | None = None           # last cached request: an equal head needs no parsing
         self._unparsed = b""                        # received while the receiver was full
 
     def feed(self, data: bytes) -> None:
-        """Raises RefusedError: the data are no request, or too large a one; where the next one begins is not known."""
+        """Parse received bytes.
+
+        Raises RefusedError if they are not a request or exceed a limit; the start of the next request is unknown then.
+        """
         if self._unparsed:
             self._unparsed += data
             return
@@ -159,7 +164,7 @@ class RequestReader:
         if known and is_between and len(data) == known.size and data.startswith(known.head):
             self._take_again(known, data)
         elif is_between and len(data) >= LARGE_BYTES:
-            head = data.find(b"\r\n\r\n") + 4       # the parser would copy what it is given of a body
+            head = data.find(b"\r\n\r\n") + 4       # the parser would copy the body
             self._feed(data[:head])
             self._go_on(memoryview(data)[head:])
         else:
@@ -189,7 +194,7 @@ class RequestReader:
         self._receiver.received(known.request._replace(body=body, received_ns=time.monotonic_ns()), held, True)
 
     def _remember(self, request: HttpRequest) -> None:
-        """Keeps what has just been parsed, if it is all that was fed, and its body is what follows its head."""
+        """Cache a parsed request if it is all that was fed and its body directly follows its head."""
         fed = self._fed
         end = fed.find(b"\r\n\r\n") + 4
         if (4 <= end <= _KEPT_BYTES and len(fed) - end == len(request.body) and fed.startswith(request.method.encode())
@@ -198,7 +203,7 @@ class RequestReader:
             self._known = _Known(fed[:end], len(fed), request._replace(body=b""))
 
     def _go_on(self, rest: bytes | memoryview) -> None:
-        """With what has come behind the headers: it is parsed, unless a large body begins, or goes on, with it."""
+        """Parse the bytes after the headers, unless they belong to a large body; then the receiver takes it over."""
         incoming = self._incoming
         missing = incoming.expected_bytes - incoming.body_bytes - len(rest)
         if self._unparsed:
@@ -216,7 +221,7 @@ class RequestReader:
             self._incoming.awaited_secs = 0.0
 
     def _feed(self, data: bytes | memoryview) -> None:
-        """Parses in slices, until the receiver is full."""
+        """Parse in slices until the receiver is full."""
         while data:
             if self._receiver.is_full:
                 self._unparsed = bytes(data)
@@ -225,13 +230,13 @@ class RequestReader:
             piece = data if len(data) <= _SLICE_BYTES else memoryview(data)[:_SLICE_BYTES]
             parsed_bytes = self._parse(piece)
             if self._incoming is incoming and not incoming.is_headed:
-                incoming.unfinished_bytes += parsed_bytes   # the parser tells of a header once all of it is there
+                incoming.unfinished_bytes += parsed_bytes   # the parser reports a header only when it is complete
                 if incoming.unfinished_bytes > MOST_HEADER_BYTES:
                     raise _too_long_a_head()
             data = memoryview(data)[parsed_bytes:] if parsed_bytes < len(data) else b""
 
     def _count(self, incoming: _Incoming) -> None:
-        """Counts what has arrived of a request that is not complete. Raises RefusedError."""
+        """Count the bytes of an incomplete request that have arrived. Raises RefusedError."""
         arrived_bytes = incoming.unfinished_bytes + incoming.body_bytes
         if arrived_bytes > incoming.counted_bytes:
             inflight = self._limits.inflight
@@ -244,14 +249,14 @@ class RequestReader:
             incoming.counted_bytes = arrived_bytes
 
     def body_grew(self, count: int) -> None:
-        """Counts bytes of a body that the receiver takes (receive_body). Raises RefusedError."""
+        """Count bytes of a body that the receiver takes (receive_body). Raises RefusedError."""
         self._incoming.body_bytes += count
         self._count(self._incoming)
 
     def too_slow(self, is_waiting: bool) -> RefusedError | None:
         """Return the refusal of a request whose body has arrived too slowly during the last grace period.
 
-        is_waiting: the connection is not read, or an answer is awaited on it: a new period begins.
+        is_waiting: the connection is not read or awaits a response, so that a new period begins.
         """
         incoming, rate, secs = self._incoming, self._limits.min_body_rate, self._limits.body_grace_secs
         now = time.monotonic()
@@ -264,13 +269,13 @@ class RequestReader:
             "(--min-body-rate, --body-grace-secs)")) if is_slow else None
 
     def end_of_body(self, body: bytearray) -> None:
-        """Hands the request on whose body this is. The parser, which has not seen all of it, is done with."""
+        """Deliver the request with this body, and replace the parser, which has not seen all of it."""
         self._incoming.body = body
         self.on_message_complete()
         self._parser = httptools.HttpRequestParser(self)
 
     def _parse(self, data: bytes | memoryview) -> int:
-        """Returns how many bytes were parsed: the parser stops behind a request for another protocol."""
+        """Return the number of bytes parsed: the parser stops after a request for a protocol upgrade."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -286,7 +291,7 @@ class RequestReader:
         return len(data)
 
     def drop(self) -> None:
-        """Forgets the request that is being received."""
+        """Drop the request that is being received."""
         if self._incoming.held:
             self._limits.inflight.end(self._incoming.held)
         self._incoming = _Incoming()
@@ -294,7 +299,7 @@ class RequestReader:
 
     # ---- httptools' callbacks
     def on_message_begin(self) -> None:
-        if self._incoming.held:                 # of blank lines
+        if self._incoming.held:                 # counts blank lines before the request
             self._limits.inflight.end(self._incoming.held)
         self._incoming = _Incoming(time.monotonic_ns(), awaited_secs=HEADER_SECS)
 
@@ -307,10 +312,10 @@ class RequestReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         incoming = self._incoming
-        key, said = name.decode("latin-1").lower(), value.decode("latin-1")
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
         if key == "transfer-encoding" and key in incoming.headers:
-            said = f"{incoming.headers[key]}, {said}"           # lines of one name are one list
-        incoming.headers[key] = said
+            text = f"{incoming.headers[key]}, {text}"           # repeated headers form one list (RFC 9110, 5.3)
+        incoming.headers[key] = text
         incoming.head_bytes += len(name) + len(value)
         if incoming.head_bytes > MOST_HEADER_BYTES:
             raise _too_long_a_head()
@@ -323,7 +328,7 @@ class RequestReader:
         coding, length = headers.get("transfer-encoding", ""), headers.get("content-length", "0")
         if coding.strip().lower() not in ("", "chunked"):
             raise _not_served(f"Transfer-Encoding '{coding}' is not served; send chunked, or none")
-        # Other protocols are not taken up, and HTTP/1.1 goes on, but the parser takes a body for the other protocol's.
+        # Upgrades are ignored, and HTTP/1.1 continues; but the parser would take a body for the other protocol's data.
         if self._parser.should_upgrade() and (coding or length.strip("0") or self._parser.get_method() == b"CONNECT"):
             raise _not_served("no other protocol than HTTP/1.1 is served here; send it without Upgrade")
         self._expect(digits(length) or 0)
@@ -354,7 +359,7 @@ class RequestReader:
         self._receiver.received(request, held, self._parser.should_keep_alive())
 
     def _held(self, incoming: _Incoming) -> OpenCall:
-        """Returns what counts a request that has arrived completely. Raises RefusedError."""
+        """Return the OpenCall of a complete request. Raises RefusedError."""
         inflight, held = self._limits.inflight, incoming.held
         try:
             if held is None:
@@ -368,7 +373,7 @@ class RequestReader:
         return held
 
     def _expect(self, count: int) -> None:
-        """The headers are complete, and announce a body of `count` bytes."""
+        """Prepare for a body of `count` bytes, which complete headers announce. Raises RefusedError."""
         incoming = self._incoming
         self._limits.check_announced(incoming.headers, count)
         incoming.is_headed, incoming.expected_bytes, incoming.awaited_secs = True, count, IDLE_SECS

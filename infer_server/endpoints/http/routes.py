@@ -1,4 +1,4 @@
-"""The paths of KServe's and Triton's HTTP/REST protocol, a line each, and what answers them.
+"""Routes of KServe's and Triton's HTTP/REST protocol, a line each, with their handlers.
 
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
 https://github.com/triton-inference-server/server/tree/main/docs/protocol
@@ -25,8 +25,8 @@ from infer_server.endpoints.status.snapshot import Snapshots
 from infer_server.repository.repository import Repository
 from infer_server.workers import Cached
 
-CHANGE = "CHANGE"               # the method of a route: a POST that changes the server
-Answer = Callable[..., Awaitable[HttpResponse]]     # of a request, and what its path names
+CHANGE = "CHANGE"               # method of a route: a POST that changes the server
+Answer = Callable[..., Awaitable[HttpResponse]]     # called with the request and the groups of the path's pattern
 _MODEL = r"/v2/models/(?P<model>[^/]+)(/versions/(?P<version>[^/]+))?"
 _TRACE = rf"({_MODEL}|/v2)/trace/setting"
 _MEMORY = r"/v2/(?P<kind>system|cuda)sharedmemory(/region/(?P<region>[^/]+))?"
@@ -35,8 +35,10 @@ _CONTROL = r"/v2/repository(/(?P<repository>[^/]+))?/models/(?P<model>[^/]+)"
 
 def server_routes(service: Service, front: Front, repository: Repository, restrictions: Restrictions, hosts: HostCheck,
                   snapshots: Snapshots) -> Handler:
-    """The HTTP port: inference, and all that is asked of the server. hosts: checks calls that change the server.
-    snapshots: the data of the status page."""
+    """Return the handler of the HTTP port: inference and all other calls of the protocol.
+
+    hosts: checks calls that change the server. snapshots: data of the status page.
+    """
     pages = ModelPages(service.models, front.inflight.steps)
     server = ServerPages(service.memory, service.settings)
     routes = _Routes([
@@ -64,7 +66,7 @@ def server_routes(service: Service, front: Front, repository: Repository, restri
 
 
 def _with_inference(front: Front, repository: Repository, restrictions: Restrictions, routes: Handler) -> Handler:
-    """Return what answers inference itself, and hands all else to `routes`."""
+    """Return a handler that answers inference requests and passes all others to `routes`."""
     def _submit(exchange: Exchange, model: str, version: str, how: str) -> None:
         if exchange.gone:
             return
@@ -92,7 +94,7 @@ def _with_inference(front: Front, repository: Repository, restrictions: Restrict
 
 
 def metrics_routes(repository: Repository, metrics: Metrics, cache_secs: float) -> Handler:
-    """The metrics port. cache_secs: how long a page is given out to all who ask."""
+    """Return the handler of the metrics port. cache_secs: time for which a rendered page is reused."""
     text = Cached(lambda: metrics.render(repository.models()), cache_secs)
 
     async def page(_: HttpRequest) -> HttpResponse:
@@ -102,12 +104,21 @@ def metrics_routes(repository: Repository, metrics: Metrics, cache_secs: float) 
 
 
 class _Routes:
-    """Finds what answers a request; HEAD is answered as GET is, without the body."""
+    """Router from requests to handlers; HEAD is answered like GET, without the body."""
 
     def __init__(self, routes: list[tuple[str, str, str, Answer]], restrictions: Restrictions, hosts: HostCheck,
                  otherwise: str = "") -> None:
-        """routes: category, method, pattern of the path, and what answers; the method CHANGE is a POST that changes the
-        server, which `hosts` checks. otherwise: the error for other paths."""
+        """Create a router.
+
+        Parameters
+        ----------
+        routes : list of (category, method, pattern, handler)
+            The method CHANGE is a POST that changes the server, which `hosts` checks.
+        restrictions : Restrictions
+        hosts : HostCheck
+        otherwise : str
+            Error message for other paths.
+        """
         self._routes = [(category, method, re.compile(pattern), answer) for category, method, pattern, answer in routes]
         self._restrictions, self._hosts = restrictions, hosts
         self._otherwise = otherwise
@@ -116,22 +127,22 @@ class _Routes:
     def __call__(self, exchange: Exchange) -> None:
         request, allowed = exchange.request, set[str]()
         method = "GET" if request.method == "HEAD" else request.method
-        for category, wanted, pattern, answer in self._routes:
+        for category, accepted, pattern, answer in self._routes:
             if path := pattern.fullmatch(request.path):
-                changes, wanted = wanted == CHANGE, "POST" if wanted == CHANGE else wanted
-                if wanted == method:
+                changes, accepted = accepted == CHANGE, "POST" if accepted == CHANGE else accepted
+                if accepted == method:
                     self._restrictions.check(category, request.header_bytes)
                     if changes:
                         self._hosts.check(request.headers)
                     self._start(exchange, answer(request, **path.groupdict(default="")))
                     return
-                allowed.add(wanted)
+                allowed.add(accepted)
         exchange.respond(_wrong_method(*sorted(allowed)) if allowed else error_response(
             HTTPStatus.NOT_FOUND, self._otherwise or f"there is no {request.path}"))
 
     def _start(self, exchange: Exchange, answering: Awaitable[HttpResponse]) -> None:
         task = asyncio.ensure_future(_answered(exchange, answering))
-        self._tasks.add(task)                   # the loop itself keeps no task alive
+        self._tasks.add(task)                   # the event loop keeps only weak references to tasks
         task.add_done_callback(self._tasks.discard)
 
 

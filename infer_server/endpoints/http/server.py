@@ -1,4 +1,4 @@
-"""Opens an HTTP port: HTTP/1.1, and HTTP/2 where ngh2 is installed."""
+"""HTTP server of one port: HTTP/1.1, and HTTP/2 if ngh2 is installed."""
 from __future__ import annotations
 
 import asyncio
@@ -17,16 +17,19 @@ if http2.is_installed:
     from infer_server.endpoints.http.http2 import Http2Requests, settings_of
     from infer_server.endpoints.http2.connection import Shared
 
-_BACKLOG = 1024                 # connections that were not accepted yet
+_BACKLOG = 1024                 # maximum number of connections that wait to be accepted
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 async def listen(host: str, port: int, handle: Handler, limits: Limits, tls: Tls | None = None,
                  shares_port: bool = False) -> HttpServer:
-    """Serves HTTP on a port. shares_port: with other processes. Raises OSError if it is taken, or if the certificates
-    are none."""
+    """Serve HTTP on a port.
+
+    shares_port: other processes listen on it, too (SO_REUSEPORT). Raises OSError if the port is in use or the
+    certificates cannot be read.
+    """
     context = tls.context(["h2", "http/1.1"] if http2.is_installed else ["http/1.1"]) if tls else None
-    closing_secs = limits.inflight.send_timeout_secs if tls else None   # an answer may be before the end, unread
+    closing_secs = limits.inflight.send_timeout_secs if tls else None   # the client may still be reading a response
     connections = set[HttpConnection]()
     loop = asyncio.get_running_loop()
     shared = Shared(limits.inflight, settings_of(limits), loop) if http2.is_installed else None
@@ -35,7 +38,7 @@ async def listen(host: str, port: int, handle: Handler, limits: Limits, tls: Tls
         http1 = HttpConnection(handle, limits, connections)
         return FirstBytes(http1, lambda: Http2Requests(shared, handle, limits)) if shared else http1
 
-    if ":" in host:                     # asyncio itself would take :: for IPv6 alone; gRPC takes it for both
+    if ":" in host:                     # for :: asyncio would listen on IPv6 only, gRPC on both
         ipv6 = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=host == "::",
                                     reuse_port=shares_port)
         server = await loop.create_server(connect, sock=ipv6, backlog=_BACKLOG, ssl=context,
@@ -47,16 +50,16 @@ async def listen(host: str, port: int, handle: Handler, limits: Limits, tls: Tls
 
 
 class FirstBytes(asyncio.Protocol):
-    """Finds out which version of HTTP a client speaks, by ALPN or by the first bytes that it sends."""
+    """Protocol that detects the HTTP version of a client by ALPN or its first bytes."""
 
     def __init__(self, http1: HttpConnection, make_http2: Callable[[], Http2Requests]) -> None:
-        """http1: takes the connection unless the client speaks HTTP/2; it limits the time for that."""
+        """Take the HTTP/1.1 connection, whose timeout also limits the detection, and a factory for HTTP/2."""
         self._http1, self._make_http2 = http1, make_http2
         self._begun = b""
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)          # uvloop's is none by class
+        self._transport = cast(asyncio.Transport, transport)          # uvloop's class does not derive from it
         tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
         self._http1.connection_made(transport)
         if tls is not None and tls.selected_alpn_protocol() == "h2":
@@ -73,7 +76,7 @@ class FirstBytes(asyncio.Protocol):
             self._http1.data_received(data)
 
     def _speak_http2(self) -> Http2Requests:
-        self._http1.connection_lost(None)           # it has none any more
+        self._http1.connection_lost(None)           # releases its transport and timer
         connection = self._make_http2()
         self._transport.set_protocol(connection)
         connection.connection_made(self._transport)
@@ -87,10 +90,10 @@ class FirstBytes(asyncio.Protocol):
 
 
 class HttpServer:
-    """A listening port and its connections."""
+    """Listening port and its connections."""
 
     def __init__(self, server: asyncio.Server, connections: set[HttpConnection], shared: Shared | None) -> None:
-        """shared: has the connections over HTTP/2; None if they are not served."""
+        """Take the open connections over HTTP/1.1, and those over HTTP/2 (`shared`; None if it is not served)."""
         self._server, self._connections, self._shared = server, connections, shared
 
     @property
@@ -103,13 +106,13 @@ class HttpServer:
         return bool(self._connections) or self._shared is not None and bool(self._shared.connections)
 
     async def send_away(self) -> None:
-        """Have clients over HTTP/2 open other connections, and wait until they know."""
+        """Send GOAWAY to HTTP/2 clients, so that they reconnect, and wait until it is delivered."""
         if shared := self._shared:
             shared.drain()
             await shared.drained()
 
     def close(self) -> None:
-        """Listens no more, and ends the connections once what was answered on them is sent."""
+        """Stop listening, and close the connections when their responses have been sent."""
         self._server.close()
         for connection in [*self._connections, *(self._shared.connections if self._shared else ())]:
             connection.close()

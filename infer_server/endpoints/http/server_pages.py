@@ -1,4 +1,4 @@
-"""What is asked of the server itself over HTTP: shared memory, the log, tracing, and the status page at /."""
+"""HTTP handlers for shared memory, the log and trace settings, and the status page at /."""
 from __future__ import annotations
 
 from base64 import b64decode
@@ -17,7 +17,7 @@ from infer_server.protocol.protobuf_json import to_json
 from protos import inference
 
 Answer = Callable[[HttpRequest], Awaitable[HttpResponse]]
-# Only the page's own files run and are fetched: text of others in the page, however it came there, does nothing.
+# The browser runs and fetches only the page's own files, so that injected text cannot execute.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
                                "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -28,7 +28,7 @@ _FILES = {"/": ("page.html", "text/html; charset=utf-8"), "/status/page.css": ("
 
 
 class ServerPages:
-    """What answers each path, by the calls that gRPC has too."""
+    """Handlers of the paths of the server itself; each makes the call that gRPC has, too."""
 
     def __init__(self, memory: MemoryService, settings: SettingsService) -> None:
         self._memory, self._settings = memory, settings
@@ -79,7 +79,7 @@ class ServerPages:
 
     async def set_trace(self, request: HttpRequest, model: str, version: str) -> HttpResponse:
         asked = inference.TraceSettingRequest(model_name=model)
-        for name, value in _settings(request).items():          # null: it is said no longer
+        for name, value in _settings(request).items():          # null clears a setting
             values = value if isinstance(value, list) else [] if value is None else [value]
             asked.settings[name].value.extend(map(str, values))
         return await self._trace(asked)
@@ -117,7 +117,7 @@ def _settings(request: HttpRequest) -> dict[str, Any]:
 
 
 def status_pages(snapshots: Snapshots) -> dict[str, Answer]:
-    """Return what answers each path of the page."""
+    """Return the handler of each path of the status page."""
     folder = files("infer_server.endpoints.status").joinpath("static")
     pages: dict[str, Answer] = {path: partial(_static, HttpResponse(
         (folder.joinpath(name).read_bytes(),), HTTPStatus.OK, content_type, _HEADERS))

@@ -1,5 +1,5 @@
-"""What an HTTP connection's transport does beside reading and writing pieces: it takes a large body, finds out whether
-a client is there that sends no more, and ends the connection of one that does not read."""
+"""Transport helpers of HTTP/1.1 connections: zero-copy receive of large bodies, probing of half-closed clients, and
+timeouts of clients that do not read."""
 from __future__ import annotations
 
 import asyncio
@@ -9,23 +9,23 @@ from typing import Protocol
 
 from infer_server.endpoints.inflight import Client, Inflight, OpenCall
 
-LARGE_BYTES = 64 << 10          # that are yet to come
-_FIRST_SECS = 0.1               # an answer that is as quick comes alone; every next wait is twice as long
+LARGE_BYTES = 64 << 10          # a body is large if at least this many bytes are still to come
+_FIRST_SECS = 0.1               # delay of the first interim response; every next delay is twice as long
 _INTERIM = b"HTTP/1.1 102 Processing\r\n\r\n"
 
-# A bytearray of whatever its memory holds: to zero it first costs as much as a copy.
+# Creates an uninitialised bytearray: zeroing it would cost as much as a copy.
 _bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _bytearray.argtypes, _bytearray.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
 
 
 class Owner(Protocol):
-    """Whose transport it borrows: HttpConnection."""
+    """Interface of the connection whose transport a LargeBody uses: HttpConnection."""
 
     def body_grows(self, count: int) -> bool:
-        """`count` more bytes of it have come. False: it is not taken, and what comes next is the owner's."""
+        """Count `count` received bytes; return False if the body is rejected and the owner has the transport again."""
 
     def body_received(self, body: bytearray) -> None:
-        """All of it has. The transport is to be taken back."""
+        """Accept the complete body and take the transport back."""
 
     def eof_received(self) -> bool: ...
 
@@ -35,12 +35,14 @@ class Owner(Protocol):
 
 
 class LargeBody(asyncio.BufferedProtocol):
-    """A large body of a request: the socket writes it where it stays, and no piece of it is copied or parsed. Has a
-    connection's transport until the body is whole. Then it forgets the body: uvloop's transport may go on
-    referring to it, for as long as the connection lives."""
+    """Protocol that receives a large body directly into its final buffer, without copies or parsing.
+
+    It has the connection's transport until the body is complete. Then it drops the body, because uvloop's transport may
+    keep a reference to the protocol while the connection is open.
+    """
 
     def __init__(self, owner: Owner, size: int, begun: Sequence[bytes | bytearray | memoryview]) -> None:
-        """begun: what has come of its bytes."""
+        """Prepare for a body of `size` bytes, of which the pieces `begun` have arrived."""
         self._owner = owner
         self._body: bytearray = _bytearray(None, size)
         self._missing = memoryview(self._body)
@@ -60,7 +62,7 @@ class LargeBody(asyncio.BufferedProtocol):
             self._owner.body_received(body)
 
     def eof_received(self) -> bool:
-        return self._owner.eof_received()           # what came before the body may have an answer to come
+        return self._owner.eof_received()           # an earlier request may still await its response
 
     def connection_lost(self, reason: Exception | None) -> None:
         self._owner.connection_lost(reason)
@@ -70,11 +72,11 @@ class LargeBody(asyncio.BufferedProtocol):
 
 
 class HalfClosed:
-    """Asks a client that has closed its direction, and has an answer to come, whether it is there, until that begins:
-    to TCP one that says that it sends no more looks like one that has gone.
+    """Probe of a client that has closed its sending direction and awaits a response.
 
-    It is sent interim responses, which clients of HTTP/1.1 pass over. Who has gone resets the connection at the first,
-    and the next one finds that out. https://www.rfc-editor.org/rfc/rfc9110#section-15.2
+    TCP cannot distinguish it from a client that has disconnected. Interim responses (102 Processing) are sent until the
+    response begins; HTTP/1.1 clients ignore them. A client that has disconnected resets the connection at the first,
+    and the next write detects that. https://www.rfc-editor.org/rfc/rfc9110#section-15.2
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
@@ -83,7 +85,7 @@ class HalfClosed:
         self._timer = loop.call_later(self._secs, self._ask)
 
     def cancel(self) -> None:
-        """To be called when its answer begins, or it has gone."""
+        """Stop probing: the response begins, or the client has disconnected."""
         self._timer.cancel()
 
     def _ask(self) -> None:
@@ -93,29 +95,31 @@ class HalfClosed:
 
 
 class Outlet:
-    """What is written to a client, and is held until the socket has taken it: for so long as a client may take to read
-    an answer, however small it is, for a client may ask for any number of them."""
+    """Writer that counts responses as held until the socket has accepted them.
+
+    It disconnects a client that does not read within the send timeout, even if responses are small: a client may send
+    any number of requests.
+    """
 
     def __init__(self, transport: asyncio.Transport, inflight: Inflight, client: Client) -> None:
-        """client: whose transport it is."""
         self._transport, self._inflight, self._client = transport, inflight, client
         self._loop = asyncio.get_running_loop()
-        self._sending: list[OpenCall] = []                      # written, and not yet taken
+        self._sending: list[OpenCall] = []                      # written but not accepted by the socket
         self._written_bytes = 0
-        self._unread: asyncio.TimerHandle | None = None         # while there are some of these
-        transport.set_write_buffer_limits(high=0)       # so that resume_writing says when all has been taken
+        self._unread: asyncio.TimerHandle | None = None         # send timeout, set while there are such calls
+        transport.set_write_buffer_limits(high=0)       # resume_writing is called when the buffer is empty
 
     def write(self, data: bytes) -> None:
         self._written_bytes += len(data)
         if len(data) > LARGE_BYTES and not self._transport.can_write_eof():
-            # TLS does not tell of what it has handed on to the socket's own buffer. While that is full it hands on
-            # nothing more, and tells of the last byte.
+            # A TLS transport does not report bytes that it has passed to the socket's buffer. The last byte is written
+            # separately: it stays in the write buffer while the socket's is full.
             self._transport.write(memoryview(data)[:-1])
             data = data[-1:]
         self._transport.write(data)
 
     def sent(self, held: OpenCall, body_bytes: int) -> None:
-        """All of an answer, or of a piece of one, was written: it is held until the socket has taken it."""
+        """Keep the bytes of a written response or piece counted until the socket has accepted them."""
         if self._transport.get_write_buffer_size():
             self._sending.append(held)
             self._inflight.answered(held, body_bytes)
@@ -125,7 +129,7 @@ class Outlet:
             self._inflight.end(held)
 
     def taken(self) -> None:
-        """The socket has taken all that was written, or takes nothing more."""
+        """Release all calls: the socket has accepted everything, or is closed."""
         if self._unread:
             self._unread.cancel()
             self._unread = None
@@ -137,9 +141,9 @@ class Outlet:
         self._unread = self._loop.call_later(self._inflight.send_timeout_secs, self._look, self._written_bytes)
 
     def _look(self, due_bytes: int) -> None:
-        """due_bytes: how many were written by when the client was given its time."""
+        """Disconnect the client if it has not read the first `due_bytes`, written before the timeout started."""
         if self._written_bytes - self._transport.get_write_buffer_size() >= due_bytes:
-            self._await_reader()                        # for what was written since
-        elif not any(held.timer for held in self._sending):     # it, too, would end the connection
+            self._await_reader()                        # wait for the bytes written since
+        elif not any(held.timer for held in self._sending):     # else that timer disconnects the client
             self._inflight.warn_of(self._client.peer())
             self._client.disconnect()

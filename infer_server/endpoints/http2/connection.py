@@ -1,8 +1,7 @@
-"""A client's connection: HTTP/2 by libnghttp2 over an asyncio transport.
+"""HTTP/2 connection of a client: libnghttp2 over an asyncio transport.
 
-Answers of one iteration of the event loop are written together. What a client has not read stays in libnghttp2, bounded
-by the windows that the client grants, and is counted until its stream has ended; the transport gets no more than it has
-room for.
+Responses of one iteration of the event loop are written together. Unsent data stay in libnghttp2, are sent as the
+client's flow-control windows permit, and are counted until their stream has ended; the transport's buffer is bounded.
 """
 from __future__ import annotations
 
@@ -38,40 +37,40 @@ from protos.http2 import (
 
 log = logging.getLogger(__name__)
 
-_WINDOW_BYTES = 1 << 20             # of a stream: the bytes that may arrive before they are acknowledged
-_RECEIVE_BYTES = 256 << 10          # read from a socket at a time
-WRITE_BYTES = 256 << 10            # handed to the transport at a time, and the most that it keeps
-_GOAWAY_SECS = 1.0                  # for a client to acknowledge the notice of a shutdown
-_LINGER_SECS = 1.0                  # for a client to close a connection that has ended
-_LEAVING_SECS = 2.0                 # for all clients to do so
-_NOTICE = b"shutdown"               # the data of the PING that follows it
+_WINDOW_BYTES = 1 << 20             # flow-control window of a stream
+_RECEIVE_BYTES = 256 << 10          # maximum bytes read from a socket at a time
+WRITE_BYTES = 256 << 10            # maximum bytes passed to the transport at a time, and of its buffer
+_GOAWAY_SECS = 1.0                  # time for a client to acknowledge the shutdown notice
+_LINGER_SECS = 1.0                  # time for a client to close a connection that has ended
+_LEAVING_SECS = 2.0                 # time for all clients to acknowledge
+_NOTICE = b"shutdown"               # data of the PING that follows the shutdown notice
 
 
 @dataclass
 class Shared:
-    """What the connections of a port have in common."""
+    """State that the connections of a port share."""
     inflight: Inflight
     settings: ConnectionSettings
     loop: asyncio.AbstractEventLoop
     connections: set[Http2Connection] = field(default_factory=set)
     is_draining: bool = False           # new connections are closed at once
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    # One for all connections: what is read is consumed before anything else is.
+    # One buffer serves all connections, because received bytes are consumed before the next read.
     buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
 
     def drain(self) -> None:
-        """Have all clients send their next requests elsewhere."""
+        """Send GOAWAY to all clients, so that they send their next requests to other servers."""
         self.is_draining = True
         for connection in list(self.connections):
             connection.drain()
 
     async def drained(self) -> None:
-        """Wait until all clients know, at most _LEAVING_SECS."""
+        """Wait until all clients have been told, at most _LEAVING_SECS."""
         await wait_until(lambda: all(connection.has_gone_away for connection in self.connections), _LEAVING_SECS)
 
 
 class Sending:
-    """Sends something on a connection, where its stream may have been reset and the connection may be ending."""
+    """Context manager for sends that may fail because the stream was reset or the connection is ending."""
 
     def __init__(self, connection: Http2Connection) -> None:
         self._connection = connection
@@ -85,7 +84,7 @@ class Sending:
 
 
 class Http2Connection(asyncio.BufferedProtocol):
-    """Belongs to the event loop."""
+    """HTTP/2 connection, whose streams a subclass serves. Not thread-safe: belongs to the event loop."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
@@ -95,16 +94,16 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._http2 = http2 = server_connection(settings.max_streams, _WINDOW_BYTES)
         self._receive_data, self._events = http2.receive_data, http2.events
         self._transport: asyncio.Transport | None = None
-        self.streams: dict[int, Stream] = {}                   # that are open, by number
+        self.streams: dict[int, Stream] = {}                   # open streams by number
         self._flushing = False                                  # a flush is scheduled
-        self._paused = False                                    # the transport has no room
-        self._resets: list[int] = []                            # streams that end when their trailers are sent
-        self._uncounted: list[Counted] = []                     # of which bytes have arrived in this iteration
-        self._writers: dict[int, Writer] = {}                   # that wait until their data are sent
+        self._paused = False                                    # the transport's buffer is full
+        self._resets: list[int] = []                            # streams to reset when their trailers are sent
+        self._uncounted: list[Counted] = []                     # streams that received bytes in this iteration
+        self._writers: dict[int, Writer] = {}                   # streams that wait until their data are sent
         self._limits = Limits(self, settings)
         self._draining = False
-        self.has_gone_away = False                              # the client knows which of its calls are served
-        self._lingers = False                                   # what arrives is no longer looked at
+        self.has_gone_away = False                              # the final GOAWAY has been sent
+        self._lingers = False                                   # received bytes are discarded
 
     # ---- the transport
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -120,7 +119,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._limits.start()
         if self._shared.is_draining:
             self.has_gone_away = True
-            self.close()                        # with a GOAWAY that says that no request was read
+            self.close()                        # its GOAWAY tells the client that no request was processed
         else:
             self.flush()
 
@@ -340,7 +339,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.flush()
 
     def close(self) -> None:
-        """End the connection, and all calls on it, when what is with the transport has been sent."""
+        """Close the connection, which ends all its calls, when the transport's buffer has been sent."""
         if self._transport:
             with suppress(NGH2Error):           # it is terminating already
                 self._http2.terminate_connection()
@@ -352,13 +351,13 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def ping(self) -> None:
-        """Ask the client for a sign of life."""
+        """Send a PING."""
         with Sending(self):
             self._http2.ping()
         self.flush()
 
     def end_for_pings(self) -> None:
-        """End the connection of a client that pings too often."""
+        """Close the connection of a client that pings too often."""
         log.info("%s pings too often: its connection is closed", self.peer)
         with Sending(self):
             self._http2.send_goaway(ErrorCode.ENHANCE_YOUR_CALM, debug_data=b"too_many_pings")
@@ -366,6 +365,6 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._limits.later("strikes", 0.0, self._close_transport)
 
     def abort(self) -> None:
-        """End the connection at once."""
+        """Abort the connection at once."""
         if self._transport:
             self._transport.abort()

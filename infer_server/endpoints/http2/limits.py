@@ -1,4 +1,4 @@
-"""Limits on the time of a connection: keepalive, age, pings, messages that arrive slowly, answers that are not read."""
+"""Timeouts of an HTTP/2 connection: keepalive, age, pings, slow messages, unread responses."""
 from __future__ import annotations
 
 import asyncio
@@ -12,19 +12,19 @@ from infer_server.endpoints.http2.streams import Stream
 from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import SlowMessageError
 
-_HANDSHAKE_SECS = 20.0              # for a client to begin
-_IDLE_PING_SECS = 7200.0            # between a client's pings where no call is open
+_HANDSHAKE_SECS = 20.0              # time for a client to send its SETTINGS
+_IDLE_PING_SECS = 7200.0            # minimum interval of a client's pings while no call is open
 
 
 class Limited(Protocol):
-    """The connection that is limited."""
+    """Interface of the connection: Http2Connection."""
     loop: asyncio.AbstractEventLoop
     inflight: Inflight
     peer: str
 
     @property
     def streams(self) -> Mapping[int, Stream]:
-        """The open streams by number."""
+        """Open streams by number."""
 
     def ping(self) -> None: ...
 
@@ -38,17 +38,17 @@ class Limited(Protocol):
 
 
 class Limits:
-    """The timers of a connection, which stop() cancels."""
+    """Timers of a connection; stop() cancels them."""
 
     def __init__(self, connection: Limited, settings: ConnectionSettings) -> None:
         self._connection, self._settings = connection, settings
         self._loop = connection.loop
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._last_ping = -math.inf                 # of the client
+        self._last_ping = -math.inf                 # time of the client's last ping
         self._strikes = 0
         self._last_received = 0.0
-        self._pings = 0                             # of ours, since data were sent last
-        self._partial: dict[int, int] = {}          # bytes of partial messages, at the last look, by stream
+        self._pings = 0                             # our pings since data were last sent
+        self._partial: dict[int, int] = {}          # bytes of partial messages at the last check, by stream
 
     def start(self) -> None:
         settings = self._settings
@@ -67,20 +67,20 @@ class Limits:
         self._timers.clear()
 
     def later(self, name: str, secs: float, callback: Callable[[], None]) -> None:
-        """Call `callback` in so many seconds, unless the connection ends before."""
+        """Call `callback` in `secs` seconds unless the connection ends before."""
         self._timers[name] = self._loop.call_later(secs, callback)
 
     def _cancel(self, name: str) -> None:
         if timer := self._timers.pop(name, None):
             timer.cancel()
 
-    # ---- what the connection tells
+    # ---- events of the connection
     def received(self) -> None:
         """Note that bytes have arrived."""
         self._last_received = self._loop.time()
 
     def sent(self) -> None:
-        """Note that data are sent: pings are allowed again."""
+        """Note that data were sent, which permits pings again."""
         self._strikes, self._last_ping, self._pings = 0, -math.inf, 0
 
     def on_settings(self) -> None:
@@ -113,7 +113,7 @@ class Limits:
                     self._keep_alive)
 
     def _end_idle(self) -> None:
-        """Close the connection if its client has asked nothing for a while."""
+        """Close the connection if it has been idle for `idle_secs`."""
         idle_secs = self._settings.idle_secs
         silence = 0.0 if self._connection.streams else self._loop.time() - self._last_received
         if silence >= idle_secs:
@@ -127,12 +127,12 @@ class Limits:
             self.later("grace", self._settings.max_age_grace_secs, self._connection.close)
 
     def watch_unread(self) -> None:
-        """To be called while answers wait to be read."""
+        """Start the send timeout unless it runs; to be called while responses wait to be read."""
         if "unread" not in self._timers:
             self.later("unread", self._connection.inflight.send_timeout_secs, self._look_for_unread)
 
     def _look_for_unread(self) -> None:
-        """Close the connection if its client has not read an answer in time."""
+        """Abort the connection if its client has not read a response in time."""
         del self._timers["unread"]
         timeout = self._connection.inflight.send_timeout_secs
         answered = [call.answered_at for call in self._connection.streams.values() if call.answered_at]
@@ -143,7 +143,7 @@ class Limits:
             self.later("unread", timeout - waited, self._look_for_unread)
 
     def watch_partial(self) -> None:
-        """To be called while a message arrives in pieces."""
+        """Start checking the minimum rate unless it runs; to be called while a message arrives in pieces."""
         if "partial" not in self._timers and self._settings.min_body_rate:
             self._partial = {}
             self.later("partial", self._settings.body_grace_secs, self._look_at_partial)

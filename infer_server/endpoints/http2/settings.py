@@ -5,12 +5,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_FOREVER_MS = (1 << 31) - 1         # as gRPC's C core says it
+_FOREVER_MS = (1 << 31) - 1         # gRPC's value for no limit
 
 
 @dataclass(frozen=True)
 class ConnectionSettings:
-    """Times are seconds. The defaults are those of gRPC's C core.
+    """Settings of a connection. Times are in seconds; defaults are those of gRPC's C core.
 
     References
     ----------
@@ -18,19 +18,19 @@ class ConnectionSettings:
     https://github.com/grpc/proposal/blob/master/A9-server-side-conn-mgt.md
     """
     max_message_bytes: int
-    max_streams: int = 10_000                   # that a client may have open
-    idle_secs: float = math.inf                 # without an open stream, after which the connection is closed
-    keepalive_secs: float = 7200.0              # of silence, after which the client is pinged
-    keepalive_timeout_secs: float = 20.0        # for it to answer, or be disconnected
-    keepalive_without_calls: bool = False       # pings also where no call is open
-    max_pings_without_data: int = 2             # in a row; 0: any number
-    min_ping_interval_secs: float = 300.0       # between a client's pings
-    max_ping_strikes: int = 2                   # pings too early before a client is disconnected; 0: any number
-    max_age_secs: float = math.inf              # after which a connection is drained
-    max_age_grace_secs: float = math.inf        # for its calls to end after that
-    min_body_rate: int = 500                    # bytes per second of a message that arrives in pieces; 0: any
-    body_grace_secs: float = 10.0               # that the rate is an average over
-    compresses: bool = False                    # answers that become smaller are sent as gzip
+    max_streams: int = 10_000                   # maximum number of open streams
+    idle_secs: float = math.inf                 # time without open streams after which the connection is closed
+    keepalive_secs: float = 7200.0              # silence after which the client is pinged
+    keepalive_timeout_secs: float = 20.0        # time to answer a ping before the connection is aborted
+    keepalive_without_calls: bool = False       # send and permit pings while no call is open
+    max_pings_without_data: int = 2             # maximum consecutive pings of ours; 0: unlimited
+    min_ping_interval_secs: float = 300.0       # minimum interval of a client's pings
+    max_ping_strikes: int = 2                   # early pings before a client is disconnected; 0: unlimited
+    max_age_secs: float = math.inf              # age after which a connection is drained
+    max_age_grace_secs: float = math.inf        # time for its calls to end after that
+    min_body_rate: int = 500                    # minimum bytes per second of a message in pieces; 0: none
+    body_grace_secs: float = 10.0               # period over which the rate is averaged
+    compresses: bool = False                    # send responses as gzip if that is smaller
 
 
 def settings_of(channel: Mapping[str, int], max_message_bytes: int, min_body_rate: int, body_grace_secs: float

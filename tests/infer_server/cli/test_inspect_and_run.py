@@ -193,4 +193,4 @@ def test_a_time_that_is_none_is_a_usage_error(workshop: Workshop, seconds: str) 
 @pytest.mark.parametrize("command", [inspect_engine.main, run_engine.main])
 def test_a_file_that_is_no_plan_is_refused(command, workshop: Workshop) -> None:
     assert command([workshop.path("m.onnx")]) == 2
-    assert "no engine plan" in workshop.capture.readouterr().err
+    assert "not an engine plan" in workshop.capture.readouterr().err

@@ -1,8 +1,8 @@
-"""Ends TCP connections of this process, and sees what they carried, from outside of the library that owns them.
+"""Control of TCP connections that gRPC owns: closes them and reads their byte counts from outside the library.
 
-gRPC for Python has no way to close a connection, or to stop listening and go on answering; when it stops, it ends with
-CANCELLED what it has not handed out yet, and no client repeats that. A client whose connection closes, or is refused,
-gets UNAVAILABLE, and asks another server.
+gRPC for Python cannot close a connection, or stop listening while it serves open calls. When it stops, calls that were
+not dispatched yet end with CANCELLED, which clients do not retry. A client whose connection is closed or refused gets
+UNAVAILABLE and tries another server.
 """
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from infer_server.process import resident_bytes
 
 log = logging.getLogger(__name__)
 
-_DESCRIPTORS = "/dev/fd"            # of this process; Linux and macOS have it
-_TCP_INFO = 11                      # <linux/tcp.h>; where it means something else, it is too short
+_DESCRIPTORS = "/dev/fd"            # descriptors of this process, on Linux and macOS
+_TCP_INFO = 11                      # <linux/tcp.h>; on other systems the option's value is too short to be unpacked
 _BYTES_RECEIVED = struct.Struct("=128xQ")   # the field tcpi_bytes_received of struct tcp_info
 _LOOKING_SECS = 0.25
-_LOOKS = 20                                 # at what is received, before memory is taken for something else's
-_TRACKED_SHARE = 1 / 8                      # of the limit of bytes in flight, of memory that nothing explains
-_HELD_SHARE = 3 / 4                         # that messages on their way may hold
-_CALL_BYTES = 300                           # of headers and frames beside a message
+_LOOKS = 20                                 # checks after which unexplained memory is attributed to other causes
+_TRACKED_SHARE = 1 / 8                      # unexplained memory, as a share of the limit, from which bytes are tracked
+_HELD_SHARE = 3 / 4                         # share of the limit that partial messages may hold
+_CALL_BYTES = 300                           # bytes of headers and frames of a message
 
 
 def stop_listening(port: int) -> None:
-    """Refuses new connections to a port of this process from now on.
+    """Refuse new connections to a port of this process.
 
-    The listening socket is not shut down, which its owner would take for a failure: it closes, as another socket, which
-    nobody can reach, takes its descriptor.
+    Shutting the listening socket down would look like a failure to its owner. Instead its descriptor is replaced by an
+    unreachable socket, which closes it.
     """
     for descriptor, listener in _sockets(port):
         if _listens(listener):
@@ -43,35 +43,34 @@ def stop_listening(port: int) -> None:
 
 
 def disconnect(port: int, peer: str = "") -> None:
-    """Ends the connections to a port of this process: all, or those of one peer as gRPC writes it."""
+    """Close the connections to a port of this process: all, or those of one peer in gRPC's notation."""
     for _, connection in _sockets(port):
         if not _listens(connection) and (not peer or unquote(peer) == _peer(connection)):
-            with suppress(OSError):             # its other end was faster
+            with suppress(OSError):             # the client has closed it already
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 def is_connected(port: int) -> bool:
-    """Whether anybody is connected to a port of this process."""
+    """Return True if a client is connected to a port of this process."""
     return any(not _listens(end) for _, end in _sockets(port))
 
 
 class PartialMessages:
-    """Ends connections whose unfinished messages hold too much memory.
+    """Limiter of the memory of partially received messages. Not thread-safe: belongs to the event loop.
 
-    gRPC's core keeps a message until it is complete, and tells nobody: a client that announces 200 MB on each of many
-    streams fills the memory of the machine. So the bytes that a connection has received are compared with those of the
-    messages that came of it, as soon as the process has more memory than requests and models explain. Where they exceed
-    three quarters of the limit of bytes in flight together, the connections with the most are ended. Belongs to the
-    event loop.
+    gRPC's core buffers a message until it is complete without reporting it: a client that sends parts of large messages
+    on many streams could fill the machine's memory. When the process uses more memory than requests and models explain,
+    the bytes that each connection has received are compared with the messages delivered from it. If the differences
+    exceed three quarters of the limit of bytes in flight, the connections with the most are closed.
     """
 
     def __init__(self, port: int, inflight: Inflight) -> None:
         self._port, self._inflight = port, inflight
         self._loop = asyncio.get_running_loop()
-        self._floor_bytes = resident_bytes()            # of the process, as far as it is explained
-        self._received: dict[str, int] = {}             # by peer, when it was looked at last; {}: not tracked
-        self._pending: dict[str, int] = {}              # received since tracking began, and not delivered
-        self._looks = 0                                 # since then
+        self._floor_bytes = resident_bytes()            # resident memory that is explained
+        self._received: dict[str, int] = {}             # bytes by peer at the last check; {}: not tracked
+        self._pending: dict[str, int] = {}              # bytes by peer since tracking began that were not delivered
+        self._looks = 0                                 # checks since tracking began
         self._looking = self._loop.call_later(_LOOKING_SECS, self._look)
 
     def close(self) -> None:
@@ -79,7 +78,7 @@ class PartialMessages:
         self._inflight.on_message = None
 
     def delivered(self, client: Client, count: int) -> None:
-        """To be called when a message of `count` bytes is complete."""
+        """Note that a message of `count` bytes is complete."""
         peer = unquote(client.peer())
         if peer in self._pending:
             self._pending[peer] -= count + _CALL_BYTES
@@ -96,7 +95,7 @@ class PartialMessages:
         left = sum(self._pending.values())
         if left <= _HELD_SHARE * most:
             if self._looks >= _LOOKS and left < _TRACKED_SHARE * most:
-                self._floor_bytes = unexplained         # it is something else's: a model was loaded
+                self._floor_bytes = unexplained         # other causes: a model was loaded
             return
         for peer in sorted(self._pending, key=self._pending.__getitem__, reverse=True):
             if left <= _HELD_SHARE * most:
@@ -116,7 +115,7 @@ class PartialMessages:
 
 
 def _received_bytes(port: int) -> Iterator[tuple[str, int]]:
-    """The connections to a port, by their peers, and the bytes that each has received since it began."""
+    """Yield the peer and the total received bytes of each connection to a port."""
     for _, end in _sockets(port):
         with suppress(OSError, struct.error):
             if not _listens(end):
@@ -125,10 +124,10 @@ def _received_bytes(port: int) -> Iterator[tuple[str, int]]:
 
 
 def _sockets(port: int) -> Iterator[tuple[int, socket.socket]]:
-    """The TCP sockets of a local port: the descriptor, and a duplicate of it that lives for its turn.
+    """Yield the descriptor of each TCP socket of a local port, and a duplicate that is valid during the iteration.
 
-    A duplicate, because another thread may close the original, and open something else in its place, at any time. None
-    are found where the system has no such folder, or this process no descriptor left to look with.
+    A duplicate is needed because another thread may close the original and reuse its number at any time. Yields nothing
+    if the system has no such folder or the process has no free descriptor.
     """
     names: list[str] = []
     with suppress(OSError):
@@ -141,7 +140,7 @@ def _sockets(port: int) -> Iterator[tuple[int, socket.socket]]:
 
 
 def _duplicate(descriptor: int) -> socket.socket:
-    """Raises OSError: it is no socket."""
+    """Return a duplicate of a socket's descriptor. Raises OSError if it is not a socket."""
     duplicate = os.dup(descriptor)
     try:
         return socket.socket(fileno=duplicate)
@@ -155,10 +154,10 @@ def _listens(end: socket.socket) -> bool:
 
 
 def _peer(connection: socket.socket) -> str:
-    """The other end as gRPC writes it: ipv4:127.0.0.1:5000, ipv6:[::1]:5000; nothing if it has gone."""
+    """Return the peer in gRPC's notation: ipv4:127.0.0.1:5000, ipv6:[::1]:5000; "" if it has disconnected."""
     try:
         address, port = connection.getpeername()[:2]
     except OSError:
         return ""
-    address = address.removeprefix("::ffff:")           # IPv4 on a socket for both
+    address = address.removeprefix("::ffff:")           # IPv4 address on a dual-stack socket
     return f"ipv6:[{address}]:{port}" if ":" in address else f"ipv4:{address}:{port}"

@@ -19,7 +19,7 @@ from infer_server.endpoints.tls import Tls
 
 
 def _concerns_us(record: logging.LogRecord) -> bool:
-    """Return False for gRPC's complaint about a client that went away while its answer was being sent."""
+    """Return False for gRPC's log record of a client that disconnected during its response."""
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 
@@ -27,25 +27,31 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_concerns_us)
 
 
 class GrpcioServer:
-    """A gRPC port. listen() once, then close() once, on one event loop."""
+    """gRPC port on grpc.aio. Call listen() once, then close() once, on one event loop."""
 
     def __init__(self, methods: Methods, inflight: Inflight, max_message_bytes: int, channel: Mapping[str, int],
                  shares_port: bool = False) -> None:
-        """
+        """Create the server without opening the port.
+
         Parameters
         ----------
-        methods : the calls that are served.
-        inflight : counts the bytes of messages.
-        max_message_bytes : the largest message; larger ones get RESOURCE_EXHAUSTED.
-        channel : settings of gRPC's C core, by name.
-        shares_port : True if other processes of this server listen on the port.
+        methods : Methods
+            Calls that are served.
+        inflight : Inflight
+            Counts the bytes of messages.
+        max_message_bytes : int
+            Maximum size of a message; larger ones get RESOURCE_EXHAUSTED.
+        channel : mapping of str to int
+            Channel arguments of gRPC's C core by name.
+        shares_port : bool
+            True if other processes of this server listen on the port.
         """
         self._inflight, self._port = inflight, 0
         self._partial: connections.PartialMessages | None = None
         self._server = grpc.aio.server(options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),
-            ("grpc.per_message_decompression", 0),      # it has no limit: see compression
+            ("grpc.per_message_decompression", 0),      # it has no limit: see compression.py
             ("grpc.so_reuseport", int(shares_port)),    # by default two servers may listen on a port
             *channel.items(),
         ])
@@ -96,7 +102,7 @@ class GrpcioServer:
 
 
 class Behind:
-    """A server for the frontend workers of this machine: it has a Unix socket that only they find, and no port."""
+    """Server for the frontend workers of this machine, on a Unix socket in a private folder instead of a port."""
 
     def __init__(self, server: GrpcioServer) -> None:
         self._server, self._folder = server, ""
@@ -114,7 +120,7 @@ class Behind:
 
 
 class Handlers(grpc.GenericRpcHandler):    # type: ignore[misc]     # grpc has no types
-    """The handlers of all calls. They take bytes: gRPC takes what a deserialiser raises for a fault of the server."""
+    """Handlers of all calls, on bytes: gRPC would report an exception of a deserialiser as a fault of the server."""
 
     def __init__(self, methods: Methods, disconnect: Callable[[str], None]) -> None:
         self._methods, self._disconnect = methods, disconnect
@@ -142,13 +148,13 @@ class Handlers(grpc.GenericRpcHandler):    # type: ignore[misc]     # grpc has n
             return
         except Exception as error:
             code, details = described(error, context.peer())
-        # gRPC keeps what abort() raises: neither the request nor the frames of the error shall hang on to that.
+        # gRPC keeps the exception of abort(), which must not reference the request or the frames of the error.
         await context.abort(code, details)
         raise AssertionError("abort() returned")
 
 
 class _Context:
-    """A CallContext on grpc.aio's."""
+    """CallContext that wraps grpc.aio's context."""
 
     def __init__(self, context: grpc.aio.ServicerContext, disconnect: Callable[[str], None]) -> None:
         self._context, self._disconnect = context, disconnect
@@ -173,7 +179,7 @@ class _Context:
 
 
 class _UnaryContext(_Context):
-    """The context of a call with one message, which has arrived, and one answer, which its handler returns."""
+    """Context of a unary call: its message has arrived, and its handler returns the response."""
 
     def __init__(self, context: grpc.aio.ServicerContext, disconnect: Callable[[str], None], data: bytes) -> None:
         super().__init__(context, disconnect)

@@ -1,4 +1,4 @@
-"""The calls on a connection: ModelInfer as an object without a coroutine, all others as a coroutine each."""
+"""Calls on a connection: ModelInfer as an object without a coroutine, all others as a coroutine each."""
 from __future__ import annotations
 
 import asyncio
@@ -19,7 +19,7 @@ from protos.grpc_framing import PREFIX_BYTES, MessageReader, MessageTooLargeErro
 
 
 class Carrier(Protocol):
-    """The connection that a call came by: GrpcConnection."""
+    """Interface of the connection of a call: GrpcConnection."""
     loop: asyncio.AbstractEventLoop
     inflight: Inflight
     max_message_bytes: int
@@ -29,28 +29,28 @@ class Carrier(Protocol):
         """Let the client send `size` more bytes."""
 
     def count_soon(self, call: InferCall) -> None:
-        """Have `call.count` called when the events of this iteration have been handled."""
+        """Have `call.count` called after the events of this iteration of the event loop."""
 
     def watch_partial(self) -> None:
-        """To be called while a message arrives in pieces."""
+        """Check the minimum rate while a message arrives in pieces."""
 
     def answer(self, stream: int, response: bytes, head: RequestHead) -> None:
-        """Send the only message of a call, and its success."""
+        """Send the only response of a call and the status OK."""
 
     def start(self, stream: int, head: RequestHead) -> None:
-        """Send the headers of an answer of several messages."""
+        """Send the headers of a streamed response."""
 
     def write_message(self, stream: int, message: bytes, head: RequestHead, call: CoroutineCall) -> bool:
-        """Send a message. False: there is no room; `call.sent` is called when it has been sent."""
+        """Send a message; return False if it was only buffered, so that `call.sent` is called when it is sent."""
 
     def finish(self, stream: int, code: int, details: str, ended: bool) -> None:
         """Send the status of a call whose headers have been sent."""
 
     def refuse(self, stream: int, code: int, details: str, ended: bool) -> None:
-        """Send the status of a call that has no answer."""
+        """Send the status of a call without a response."""
 
     def reset_when_sent(self, stream: int) -> None:
-        """End a stream whose client has not sent everything, when its trailers have been sent."""
+        """Reset a stream whose client has not sent everything, after its trailers have been sent."""
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
 
@@ -58,11 +58,11 @@ class Carrier(Protocol):
         """Send at the end of this iteration of the event loop."""
 
     def abort(self) -> None:
-        """End the connection at once."""
+        """Abort the connection at once."""
 
 
 class InferCall(InferReply):
-    """A call of ModelInfer."""
+    """ModelInfer call of a connection."""
     __slots__ = ("_connection", "_stream", "_head", "_calls", "_reader", "_uncounted", "_taken", "_timer", "_ended",
                  "answered_at", "is_partial", "partial_bytes")
 
@@ -201,7 +201,7 @@ class InferCall(InferReply):
 
 
 class CoroutineCall:
-    """A call that a coroutine serves; a CallContext."""
+    """Call that a coroutine serves; implements CallContext."""
 
     def __init__(self, connection: Carrier, stream: int, head: RequestHead, serve: Serve) -> None:
         self._connection, self._stream, self._head = connection, stream, head

@@ -1,4 +1,4 @@
-"""A client's connection to the gRPC port: the calls are the streams of an HTTP/2 connection.
+"""Connection of a client to the gRPC port: an HTTP/2 connection, in which each stream is a call.
 
 References
 ----------
@@ -27,13 +27,13 @@ from protos.http2 import Header, NGH2Error
 
 
 class GrpcConnection(Http2Connection):
-    """Belongs to the event loop."""
+    """HTTP/2 connection whose streams are gRPC calls. Not thread-safe: belongs to the event loop."""
 
     def __init__(self, shared: Shared, methods: Methods) -> None:
         super().__init__(shared)
         self._methods = methods
         self.max_message_bytes = shared.settings.max_message_bytes
-        self._headers: tuple[Header, ...] = ()                  # of the last call, and what they say
+        self._headers: tuple[Header, ...] = ()                  # headers of the last call, which _head parses
         self._head = RequestHead(())
 
     def peer_of(self, name: Any) -> str:

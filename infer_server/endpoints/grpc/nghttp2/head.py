@@ -1,4 +1,4 @@
-"""The headers of a call over HTTP/2, and those of its answer."""
+"""HTTP/2 headers of a gRPC call and its response."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from protos.http2 import Header
 
 _CONTENT_TYPE = b"application/grpc"
 _CODINGS = (b"", b"identity", b"gzip", b"deflate")
-# Headers that are gRPC's own: a call does not see them among its metadata.
+# Headers of gRPC itself, which are not part of a call's metadata.
 _RESERVED = frozenset((b"te", b"content-type", b"grpc-timeout", b"grpc-encoding", b"grpc-accept-encoding"))
 
 START = ((b":status", b"200"), (b"content-type", _CONTENT_TYPE), (b"grpc-accept-encoding", b"identity, deflate, gzip"))
@@ -22,11 +22,11 @@ INTERNAL, UNIMPLEMENTED = 13, 12
 
 @dataclass
 class RequestHead:
-    """The headers of a call.
+    """Headers of a call.
 
-    http_status : the status to refuse the call with where it is no gRPC call; 0 if it is one.
-    code, details : the gRPC status to refuse it with; code is 0 if it can be served.
-    remaining_secs : seconds until the deadline; None if it has none.
+    http_status : HTTP status of the error response if it is not a gRPC call, else 0.
+    code, details : gRPC status of the error response; code is 0 if the call can be served.
+    remaining_secs : seconds until the deadline; None if there is none.
     """
     headers: tuple[Header, ...] = field(repr=False)
     path: str = ""
@@ -40,7 +40,7 @@ class RequestHead:
 
     @cached_property
     def metadata(self) -> tuple[tuple[str, Any], ...]:
-        """The metadata of the call; values whose names end with -bin are bytes."""
+        """Metadata of the call; values whose names end with -bin are bytes."""
         return tuple(_pairs(self.headers))
 
 

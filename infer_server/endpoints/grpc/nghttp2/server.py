@@ -12,22 +12,27 @@ from infer_server.endpoints.http2.settings import ConnectionSettings
 from infer_server.endpoints.inflight import Inflight
 from infer_server.endpoints.tls import Tls
 
-_BACKLOG = 1024                 # connections that were not accepted yet
-_CLOSING_SECS = 5.0             # for clients to take what was sent, when the port closes
+_BACKLOG = 1024                 # maximum number of connections that wait to be accepted
+_CLOSING_SECS = 5.0             # time for clients to read pending responses when the port closes
 
 
 class Nghttp2Server:
-    """A gRPC port. listen() once, then close() once, on one event loop."""
+    """gRPC port on libnghttp2. Call listen() once, then close() once, on one event loop."""
 
     def __init__(self, methods: Methods, inflight: Inflight, settings: ConnectionSettings,
                  shares_port: bool = False) -> None:
-        """
+        """Create the server without opening the port.
+
         Parameters
         ----------
-        methods : the calls that are served.
-        inflight : counts the bytes of messages.
-        settings : limits of a connection.
-        shares_port : True if other processes of this server listen on the port.
+        methods : Methods
+            Calls that are served.
+        inflight : Inflight
+            Counts the bytes of messages.
+        settings : ConnectionSettings
+            Limits of a connection.
+        shares_port : bool
+            True if other processes of this server listen on the port.
         """
         self._shared = Shared(inflight, settings, asyncio.get_running_loop())
         self._methods, self._shares_port = methods, shares_port
@@ -36,7 +41,7 @@ class Nghttp2Server:
     async def listen(self, host: str, port: int, tls: Tls | None) -> int:
         """Open the port; returns its number, which is chosen if `port` is 0. Raises OSError."""
         options: dict[str, Any] = {"backlog": _BACKLOG, "ssl": tls.context(["h2"]) if tls else None}
-        if ":" in host:                 # asyncio itself takes :: for IPv6 alone
+        if ":" in host:                 # for :: asyncio would listen on IPv6 only
             options["sock"] = socket.create_server((host, port), family=socket.AF_INET6,
                                                    dualstack_ipv6=host == "::", reuse_port=self._shares_port)
         else:

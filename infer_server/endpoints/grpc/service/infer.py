@@ -13,7 +13,14 @@ from infer_server.endpoints.grpc.compression import plain
 from infer_server.endpoints.grpc.context import CallContext, Client, HasHeaders
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.shared_memory import Place
-from infer_server.endpoints.tensors import Asked, Output, if_whole, read, rooms, wanted
+from infer_server.endpoints.tensors import (
+    Output,
+    RequestedTensor,
+    checking_inputs,
+    gpu_buffers,
+    read,
+    requested_outputs,
+)
 from infer_server.errors import ServeError
 from infer_server.protocol.codec import InputTensor, declared_inputs, decode_inputs, encode_raw, object_bytes
 from infer_server.protocol.parameters import NONE, Parameters, from_messages, set_parameter
@@ -100,10 +107,10 @@ class GrpcCall(Call):
     def encoder(self, served: Served) -> Callable[[Arrays], bytes | ServeError]:
         form = self._message.form
         if not form.outputs_have_parameters:
-            return if_whole(self._shared_inputs, GrpcEncoder(served, self.id))
-        outputs = wanted(served, [_requested(tensor) for tensor in form.header.outputs], self._front.regions)
-        self.lengthy, self.rooms = any(output.place for output in outputs), rooms(outputs)
-        return if_whole(self._shared_inputs, functools.partial(_encode_requested, served, outputs, self.id))
+            return checking_inputs(self._shared_inputs, GrpcEncoder(served, self.id))
+        outputs = requested_outputs(served, [_requested(tensor) for tensor in form.header.outputs], self._front.regions)
+        self.lengthy, self.rooms = any(output.place for output in outputs), gpu_buffers(outputs)
+        return checking_inputs(self._shared_inputs, functools.partial(_encode_requested, served, outputs, self.id))
 
 
 class GrpcEncoder:
@@ -135,8 +142,8 @@ class GrpcEncoder:
         return [prefix + raw[at:at + size] for at in range(0, len(raw), size)]
 
 
-def _requested(tensor: Any) -> Asked:
-    return Asked(tensor.name, from_messages(tensor.parameters) if tensor.parameters else NONE)
+def _requested(tensor: Any) -> RequestedTensor:
+    return RequestedTensor(tensor.name, from_messages(tensor.parameters) if tensor.parameters else NONE)
 
 
 @functools.lru_cache(maxsize=4096)
