@@ -16,7 +16,7 @@ from typing import Any
 
 from engines.backends import backend_of
 from engines.backends.base import Chosen, Progress, Session
-from engines.capacity import bytes_of, memory_limit
+from engines.compiler.max_batch import DEFAULT_MAX_BATCH, fitting, usual_max_batch
 from engines.errors import ConfigError, did_you_mean
 from engines.faults import faults_named
 from engines.frontend.inputs import Value, is_size
@@ -37,9 +37,6 @@ from engines.plan.plan import GeneralKernel, IoTensor, Plan
 from engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
-DEFAULT_MAX_BATCH, MOST_SMALL = 32, 1024    # default maximum batch; models whose activations fit L2 get up to the 2nd
-SMALL_BYTES = 1 << 20       # activations of a batch that fit the L2 cache
-MEMORY_SHARE = 0.25         # share of this machine's memory that the tensors of one node may take by default
 TRIAL_BATCH = 4             # maximum batch of the plans that calibration runs
 Ranges = Mapping[str, tuple[float, float]]
 Shapes = Mapping[str, tuple[int | None, ...]]       # of inputs; None: the batch
@@ -368,37 +365,6 @@ class Builder:
 
 def _has_batch(graph: Graph) -> bool:
     return any(graph.shape(name)[:1] == (BATCH,) for name in graph.inputs)
-
-
-def usual_max_batch(graph: Graph, is_open: bool) -> int:
-    """Return the default maximum batch: what fits into memory, and more if all tensors stay in the L2 cache.
-
-    Larger batches run in slices. is_open: the model has open extents, so that items may be larger at other shapes and
-    the limit is not raised.
-    """
-    if graph.dependence:
-        return DEFAULT_MAX_BATCH
-    items = fitting(graph, DEFAULT_MAX_BATCH)
-    if items == DEFAULT_MAX_BATCH and not is_open:
-        small = sum(_of_an_item(graph).values())
-        while items < MOST_SMALL and 2 * items * small <= SMALL_BYTES:
-            items *= 2
-    return items
-
-
-def fitting(graph: Graph, most: int) -> int:
-    """Return `most`, halved until the tensors of each node fit into MEMORY_SHARE of the memory."""
-    batched, room, items = _of_an_item(graph), int(MEMORY_SHARE * memory_limit()), most
-    for node in graph.nodes:        # each node separately, so that a template's guards hold whenever all are small
-        size = sum(batched.get(name, 0) for name in {*node.inputs, *node.outputs})
-        while items > 1 and items * size > room:
-            items //= 2
-    return items
-
-
-def _of_an_item(graph: Graph) -> dict[str, int]:
-    """Return the bytes of one item of each tensor with a batch axis."""
-    return {name: bytes_of(kind) for name, kind in graph.types.items() if kind.shape[:1] == (BATCH,)}
 
 
 def io_tensors(graph: Graph, names: Sequence[str]) -> tuple[IoTensor, ...]:

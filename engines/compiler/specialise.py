@@ -180,7 +180,7 @@ class Specialiser:
     def _is_right(self, plan: Plan, extents: Extents) -> bool:
         """Return True if a template's plan agrees with the general version made for these extents only."""
         alone = self._alone(extents)
-        if alone and agree(plan, alone, self.first or Engine(self._plan), self._part.options.precision):
+        if alone and agree(plan, alone, self.first or Engine(self._plan)):
             return True
         log.warning("%s: what was found for other extents does not hold for %s, so each is compiled alone from now on",
                     self._plan.name, dict(extents))

@@ -23,8 +23,9 @@ from calibration.table import read_table, write_tensorrt
 from calibration.workflow import Calibration
 from engines.backends import known_targets
 from engines.compiler.build import EngineBuild, build_engine
-from engines.compiler.builder import DEFAULT_MAX_BATCH, BuildConfig, Profile
+from engines.compiler.builder import BuildConfig, Profile
 from engines.compiler.engine_cache import SIZE_VARIABLE, USUAL_GIB, EngineCache, usual_folder
+from engines.compiler.max_batch import DEFAULT_MAX_BATCH
 from engines.compiler.ranges import Notify
 from engines.compiler.specialise import graph_at
 from engines.errors import ConfigError

@@ -317,5 +317,7 @@ def test_plans_agree_that_compute_the_same_and_no_others() -> None:
 
     plan, other, third = (built(scaled(factor)) for factor in (1.5, 1.51, 1.5))
     for precision, alike in (("fp32", False), ("int8", True)):
-        assert agree(plan, third, Engine(plan), precision)
-        assert agree(plan, other, Engine(other), precision) == alike
+        steps = tuple(dataclasses.replace(step, precision=precision) for step in plan.machine.steps)
+        made = plan.with_machine(steps=steps)
+        assert agree(made, third, Engine(made))
+        assert agree(made, other, Engine(other)) == alike
