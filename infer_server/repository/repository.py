@@ -243,6 +243,8 @@ class Repository:
             fingerprint = prints[source.version]
             if (before := ready.get(source.version)) and before.matches(fingerprint):
                 self._versions[name][source.version] = before.with_policy(source.message)
+                if before.model:
+                    before.model.loaded_ns = time.monotonic_ns()        # a use: others are evicted first
                 log.info("model '%s' version %d did not change and stays loaded", name, source.version)
                 continue
             try:

@@ -11,7 +11,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from engines import build_engine, capacity
-from engines.compiler import builder
+from engines.compiler import max_batch
 from engines.ir.graph import Array
 from infer_server.backend import load_plan
 from tests.engines.compiler.open_models import attention_net, by_onnx_runtime, pairs_net, random
@@ -77,7 +77,7 @@ def test_a_batch_that_is_too_large_for_memory_at_a_shape_does_not_keep_one_item_
     build_engine(model, timing=False, cache=False, max_batch=256).save(tmp_path / "large" / "1" / "model.plan")
     (tmp_path / "large" / "config.pbtxt").write_text(
         f'max_batch_size: 256 parameters {{ key: "specialise" value: {{ string_value: "{specialise}" }} }}')
-    for module in (builder, capacity):
+    for module in (max_batch, capacity):
         monkeypatch.setattr(module, "memory_limit", lambda: 100_000_000)
     with serving(tmp_path, load_plan) as server, triton.InferenceServerClient(server.address) as client:
         for items in (1, 40):       # of 1 MB, in and out

@@ -9,7 +9,7 @@ import pytest
 
 from engines import build_engine
 from engines.backends.llvm.codegen.isa import isa_named
-from engines.compiler import builder as builders
+from engines.compiler import max_batch
 from engines.compiler.builder import BuildConfig, Builder
 from engines.compiler.specialise import Specialiser
 from engines.errors import InputError
@@ -102,7 +102,7 @@ def test_a_watched_tensor_is_shown_whole_and_its_memory_serves_others_then(targe
 
 
 def test_a_build_says_that_fewer_large_items_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builders, "memory_limit", lambda: 16_000)
+    monkeypatch.setattr(max_batch, "memory_limit", lambda: 16_000)
     model = small_model([node("Relu", "x", "y")], {"x": ["N", 100]}, ["y"])
     notice = ("items are large for this machine's memory: a plan takes 4 at once, not 32, and runs more in slices; "
               "--max-batch sets how many")
@@ -133,7 +133,7 @@ def test_fewer_items_that_are_large_share_a_batch_and_more_are_run_in_slices(
         monkeypatch: pytest.MonkeyPatch, asked: int | None, specialise: str) -> None:
     """By an engine and by its contexts, by specialisations and by general versions, whoever says how many a plan takes
     of the usual shape."""
-    monkeypatch.setattr(builders, "memory_limit", lambda: 160_000_000)
+    monkeypatch.setattr(max_batch, "memory_limit", lambda: 160_000_000)
     model = small_model([node("Conv", "x w", "c", pads=[1, 1, 1, 1]), node("Relu", "c", "y")],
                         {"x": ["N", 1, "H", "W"]}, ["y"], {"w": random(2, 1, 3, 3)})
     plan = build_engine(model, timing=False, cache=False, max_batch=asked, opt_batch=16).plan
