@@ -144,7 +144,7 @@ class Engine(OfPlan):
         """Bytes of the buffers of one context."""
         return self._loaded.arena_bytes
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Bytes of the constants and of the buffers of one context."""
         machine = self.plan.machine
