@@ -45,7 +45,7 @@ class InferenceClient:
         return self._call(pb.ServerLiveResponse, pb.ServerLiveRequest(), timeout).live
 
     def is_server_ready(self, *, timeout: float | None = None) -> bool:
-        """Whether all models are ready; False too while the server drains."""
+        """Return True if all models are ready; False also while the server drains."""
         return self._call(pb.ServerReadyResponse, pb.ServerReadyRequest(), timeout).ready
 
     def is_model_ready(self, model: str, version: str = "", *, timeout: float | None = None) -> bool:

@@ -1,9 +1,9 @@
-"""What a call can fail with. The message is the server's, after the address and the call that it answers."""
+"""Errors of calls. The message is the server's, after the address and the call that it answers."""
 from __future__ import annotations
 
 
 class ClientError(Exception):
-    """The root: catch this to catch every failure of a call."""
+    """Base class: catch this to catch every failure of a call."""
 
 
 class ServerUnavailableError(ClientError):

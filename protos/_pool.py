@@ -32,7 +32,7 @@ class Method:
 
 @functools.cache
 def pool() -> descriptor_pool.DescriptorPool:
-    """Of all that protos/*.proto define."""
+    """Return the pool of all descriptors that protos/*.proto define."""
     made = descriptor_pool.DescriptorPool()
     files = descriptor_pb2.FileDescriptorSet.FromString(resources.files("protos").joinpath(DESCRIPTORS).read_bytes())
     for file in files.file:             # dependencies come first
@@ -41,7 +41,7 @@ def pool() -> descriptor_pool.DescriptorPool:
 
 
 def definitions(proto: str) -> Mapping[str, Any]:
-    """What the file `proto` ("health.proto") defines at its top level: message classes, enums and their values."""
+    """Return the message classes, enums and enum values at the top level of a file, as "health.proto"."""
     file = pool().FindFileByName(proto)
     found: dict[str, Any] = {}
     for name, message in file.message_types_by_name.items():

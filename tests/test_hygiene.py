@@ -61,3 +61,24 @@ def test_every_module_says_what_it_holds() -> None:
     silent = [str(path.relative_to(ROOT)) for path in modules()
               if not path.name.startswith("_") and not ast.get_docstring(ast.parse(path.read_text()))]
     assert not silent
+
+
+# Openings that need the line above a docstring to be understood.
+SUBJECTLESS = re.compile(r"(Of|The same|What|Where|Its|Those|Whether|That|Likewise|Also|Nor|As|How)\b")
+
+
+def docstrings(path: Path) -> list[tuple[int, str]]:
+    """Return the line and the text of each docstring of a module."""
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [(getattr(node, "lineno", 1), text) for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, nodes) and (text := ast.get_docstring(node))]
+
+
+def test_docstrings_of_the_product_begin_with_a_verb_or_a_noun() -> None:
+    assert not [f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}" for path in modules()
+                for line, text in docstrings(path) if SUBJECTLESS.match(text)]
+
+
+@pytest.mark.parametrize("text", ["Of each item.", "Whether it fits.", "What a person reads.", "As Engine.run."])
+def test_a_docstring_without_a_subject_is_noticed(text: str) -> None:
+    assert SUBJECTLESS.match(text) and not SUBJECTLESS.match(f"Return it. {text}") and not SUBJECTLESS.match("Assert")

@@ -41,7 +41,7 @@ class Options:
 
     @property
     def urls(self) -> list[str]:
-        """Of the one server, or the two."""
+        """Return the address of the server, or of both servers."""
         return [self.url, *filter(None, [self.against])]
 
 

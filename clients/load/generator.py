@@ -28,7 +28,7 @@ WINDOWS_IN_DURATION = 10
 
 @dataclass(frozen=True)
 class Timing:
-    """How long to measure at most, and how long to warm up before, in seconds."""
+    """Seconds to warm up, and to measure at most after that."""
     warmup: float
     duration: float
 

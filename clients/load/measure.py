@@ -1,4 +1,4 @@
-"""What the client saw: every request's times, and their summary over an interval.
+"""Client-side measurements: the times of every request, and their summary over an interval.
 
 Latency counts from the moment at which a request was due, not from that at which it was sent: otherwise a stall would
 delay the requests that should have met it, and hide itself ("coordinated omission"). In a closed loop the two are one.
@@ -124,7 +124,7 @@ class LoadWindow:
 
 
 def is_stable(windows: Sequence[LoadWindow], throughput_is_given: bool = False) -> bool:
-    """Whether throughput and mean latency of the last three windows are within 10 % of their means.
+    """Return True if throughput and mean latency of the last three windows are within 10 % of their means.
 
     In an open loop the schedule gives the throughput: its scatter says nothing about the server, and is left out.
     """

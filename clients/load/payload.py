@@ -42,7 +42,7 @@ def prepare(metadata: pb.ModelMetadataResponse, batch: int, *, data: Mapping[str
 
 
 def request_bytes(feeds: Sequence[Mapping[str, Array]]) -> int:
-    """Of the tensors of the first of some requests that are alike."""
+    """Return the bytes of the tensors of one request; all requests are of one size."""
     return sum(len(encode(array)) for array in feeds[0].values()) or 1
 
 

@@ -110,7 +110,7 @@ def write_csv(report: Report, path: Path) -> None:
 
 
 def table(report: Report) -> str:
-    """What a person reads: of each server a line a level, then what went wrong; and the two beside each other."""
+    """Return the report as text: a line for each level of a server, its errors, and a comparison of two servers."""
     header = ["load", "infer/s", *PERCENTILES, "queue", "input", "infer", "output", "batch", "errors", "measured"]
     texts = []
     for each in report.all:

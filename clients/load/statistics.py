@@ -22,7 +22,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class ServerSplit:
-    """Where a request's time went in the server (means, ms), and how it was batched."""
+    """Mean times of a request in the server (ms) and the sizes of its batches."""
     queue_ms: float
     compute_input_ms: float
     compute_infer_ms: float
@@ -33,7 +33,7 @@ class ServerSplit:
 
 
 def read(statistics: Iterable[pb.ModelStatistics]) -> Reading:
-    """The sum of the entries of a ModelStatistics response."""
+    """Return the sum of the entries of a ModelStatistics response."""
     entries = list(statistics)
     durations = {phase: [getattr(entry.inference_stats, phase) for entry in entries] for phase in PHASES}
     batches: Counter[int] = Counter()
@@ -47,7 +47,7 @@ def read(statistics: Iterable[pb.ModelStatistics]) -> Reading:
 
 
 def difference(before: Reading, after: Reading) -> ServerSplit | None:
-    """What happened between two readings; None when nothing was executed."""
+    """Return the statistics between two readings; None if nothing was executed."""
     executions = after.executions - before.executions
     if not executions:
         return None

@@ -46,7 +46,7 @@ class Target:
             self._read_statistics, partial(observe, load)))
 
     def report(self, against: Report | None = None) -> Report:
-        """Of the loads that it was measured under."""
+        """Return the report of all loads so far."""
         options = self._options
         return Report(options.model, options.version, self.url, options.batch, options.duration, options.warmup,
                       options.seed, options.goal_ms, self._levels, against)

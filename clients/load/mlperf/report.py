@@ -1,4 +1,4 @@
-"""What was measured under a scenario, as a table and as JSON.
+"""Reports of MLPerf scenarios, as a table and as JSON.
 
 JSON: {"model", "scenario", "servers": [{"url", "metric", "value", "runs": [run, ...]}, ...]}, where a run is
 

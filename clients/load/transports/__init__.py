@@ -13,13 +13,13 @@ _NAMES_OF_GRPC = ("dns:", "unix:", "unix-abstract:")    # https://grpc.github.io
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """The scheme and the address of "host:port", which is gRPC, as what gRPC itself resolves, or "scheme://host:port"."""
+    """Return the scheme and the address of "scheme://host:port"; "host:port" and names of gRPC are "grpc"."""
     scheme, separator, address = url.partition("://")
     return ("grpc", url) if not separator or is_name_of_grpc(url) else (scheme, address)
 
 
 def is_name_of_grpc(address: str) -> bool:
-    """Whether it is not HOST:PORT but what gRPC resolves: "unix:/run/server.sock", "dns:///host:port"."""
+    """Return True for a name that gRPC resolves: "unix:/run/server.sock", "dns:///host:port"."""
     return address.startswith(_NAMES_OF_GRPC)
 
 

@@ -1,4 +1,4 @@
-"""What a load test needs of a way to a server: its account of a model, and requests that are ready to be sent."""
+"""Interface of the transports of a load test: metadata and statistics of a model, and requests that are ready to send."""
 from __future__ import annotations
 
 import asyncio
@@ -37,7 +37,7 @@ class Slots:
 
 
 class Transport(ABC):
-    """For one event loop. What is no part of the load raises a ClientError."""
+    """Transport of one event loop. Calls that are not part of the load raise ClientError."""
     most_in_flight: int | None = None       # requests; None: as many as are sent
 
     @abstractmethod
