@@ -1,4 +1,4 @@
-"""Interface of the transports of a load test: metadata and statistics of a model, and requests that are ready to send."""
+"""Interface of the transports of a load test: a model's metadata and statistics, and requests ready to be sent."""
 from __future__ import annotations
 
 import asyncio
