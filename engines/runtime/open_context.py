@@ -33,7 +33,7 @@ class OpenContext:
     def __init__(self, engine: EngineOfShapes, cpus: Sequence[int] | None) -> None:
         self._engine, self._cpus = engine, cpus
         self._contexts: WeakKeyDictionary[Engine, ExecutionContext] = WeakKeyDictionary()
-        self._idle = IdleMemory[Engine](self._contexts.pop)
+        self._idle = IdleMemory[Engine](self._free)
         self._now = self.at(engine.usual_shapes())
 
     def at(self, shapes: Shapes) -> ExecutionContext | StagedContext:
@@ -55,6 +55,10 @@ class OpenContext:
             self._idle.use(engine, engine.arena_bytes)
         self._now = context
         return context
+
+    def _free(self, engine: Engine) -> None:
+        """Drop the context of a specialisation; there is none if its memory could not be allocated."""
+        self._contexts.pop(engine, None)
 
     @property
     def plan(self) -> Plan:

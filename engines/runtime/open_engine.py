@@ -277,7 +277,7 @@ class OpenEngine(OfPlan):
             return self._specialised(key)
         if self.part.general and not self.policy.segment:
             with self._lock:
-                frequent = self._demand.count(key) >= self.policy.uses
+                frequent = self._demand.count_run(key) >= self.policy.uses
             if frequent:
                 self._order(key)
             return self._general_version(key)

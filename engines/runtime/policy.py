@@ -49,11 +49,11 @@ class Demand:
     """Statistics of requested shapes. Not thread-safe: the owner holds a lock.
 
     once    the last shapes that have come only once
-    met     number of runs by the general version for each shape
+    runs    number of runs by the general version for each shape
     """
     most: int
     once: deque[Hashable] = field(default_factory=lambda: deque(maxlen=ONCE))
-    met: Counter[Hashable] = field(default_factory=Counter)
+    runs: Counter[Hashable] = field(default_factory=Counter)
     _met: set[Hashable] = field(default_factory=set)
 
     def is_new(self, key: Hashable) -> bool:
@@ -67,12 +67,12 @@ class Demand:
         self.once.append(key)
         return True
 
-    def count(self, key: Hashable) -> int:
-        """Count a use of the general version; return how many there have been of this shape."""
-        if len(self.met) > REMEMBERED * self.most:
-            self.met.clear()
-        self.met[key] += 1
-        return self.met[key]
+    def count_run(self, key: Hashable) -> int:
+        """Count a run by the general version; return the number of runs of this shape."""
+        if len(self.runs) > REMEMBERED * self.most:
+            self.runs.clear()
+        self.runs[key] += 1
+        return self.runs[key]
 
     def again(self, key: Hashable) -> None:
         """Note that a known shape was requested again."""

@@ -156,7 +156,7 @@ def compression(target: Target) -> None:
 
 
 def health_probe(target: Target) -> None:
-    """What grpc_health_probe and the probes of Kubernetes ask."""
+    """Make the calls of grpc_health_probe and of Kubernetes' probes."""
     with channel_to(target) as channel:
         path = "/grpc.health.v1.Health/"
         check = channel.unary_unary(path + "Check", health.HealthCheckRequest.SerializeToString,

@@ -62,7 +62,7 @@ def census(match: str = "*", target: str = "") -> dict[str, Verdict]:
 
 
 def counts(verdicts: dict[str, Verdict]) -> str:
-    """What docs/benchmarks/operators.md has: the counts, and the families that do not pass."""
+    """Return the section of docs/benchmarks/operators.md: the counts, and the families that do not pass."""
     found, total = Counter(verdict.outcome for verdict in verdicts.values()), len(verdicts)
     passing = sum(found[outcome] for outcome in PASSING)
     rows = [("pass", passing), *((f"... {outcome}", found[outcome]) for outcome in PASSING),

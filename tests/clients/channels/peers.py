@@ -1,4 +1,4 @@
-"""What channels are tested with: clients of both kinds behind one interface, a scripted server, and a proxy."""
+"""Peers of the channel tests: clients of both kinds behind one interface, a scripted server, and a proxy."""
 from __future__ import annotations
 
 import asyncio

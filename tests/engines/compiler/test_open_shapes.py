@@ -23,7 +23,7 @@ from engines.backends.llvm.kernels.contraction.tiled import Tile
 from engines.backends.llvm.session import LlvmSession
 from engines.compiler.build import EngineBuild
 from engines.compiler.specialise import Specialiser, graph_at, relower
-from engines.errors import ConfigError, InputError, ModelError, PlanCorruptError, PlanTargetError
+from engines.errors import ConfigError, InputError, ModelError, PlanCorruptError, PlanError, PlanTargetError
 from engines.ir.graph import Array
 from engines.lowering.lower import lower
 from engines.lowering.problems.convolution import Contraction
@@ -443,7 +443,7 @@ def test_specialisations_are_kept_on_the_disk(tmp_path: Path, monkeypatch: pytes
 
 
 def test_contexts_of_many_shapes_take_the_memory_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies there of another shape changes no result, and a result that is kept is not written to."""
+    """Values that another shape left there change no result, and no later run writes to a result that is kept."""
     monkeypatch.setattr(policy_module, "IDLE_BYTES", 0)
     engine = OpenEngine(plan := built(attention_net()).plan, lambda: Specialiser(plan), policy=Policy("off"))
     context = engine.create_context()
@@ -529,3 +529,22 @@ def test_of_a_cache_that_grows_no_specialisation_is_made_before_a_length_comes_a
     assert lengths == [20, 21, 22, 23]
     engine.run(step(31))
     assert engine.specialised[-1] == {"P": 31}
+
+
+def test_a_context_for_which_there_is_no_memory_does_not_fail_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_module, "IDLE_BYTES", 0)
+    plan = built(pairs_net()).plan
+    context = OpenEngine(plan, lambda: Specialiser(plan), policy=Policy("off")).create_context()
+
+    def shapes(count: int) -> dict[str, tuple[int, ...]]:
+        return {name: array.shape for name, array in rows(count, count).items()}
+
+    def refuses(self: Engine, cpus: object = None) -> Any:
+        raise PlanError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "create_context", refuses)
+        with pytest.raises(PlanError):
+            context.at(shapes(3))
+    for count in range(4, 12):
+        context.at(shapes(count))

@@ -62,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 def generate(server: RunningServer, model: str, body: Any, how: str = "generate") -> tuple[int, str, str]:
-    """Its status, content type and body, through a client that knows chunks, or over HTTP/2."""
+    """Return the status, content type and body of a response, by a client of chunked HTTP/1.1 or of HTTP/2."""
     if plain.version == "HTTP/2":
         head, _, text = ask(server, post(f"/v2/models/{model}/{how}", json.dumps(body).encode())).partition(
             b"\r\n\r\n")
