@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 
 from infer_server.endpoints.http.exchange import Exchange, Handler
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse
-from infer_server.endpoints.http.reading import HEADER_SECS, IDLE_SECS, Limits, RefusedError, RequestReader, decompress
+from infer_server.endpoints.http.reading import HEADER_SECS, IDLE_SECS, Limits, RefusedError, RequestReader, dispatch
 from infer_server.endpoints.http.transports import HalfClosed, LargeBody, Outlet
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import MemoryLimitError
@@ -185,14 +185,8 @@ class HttpConnection(asyncio.Protocol):
     # ---- a request
     def _take(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:
         self._keep_alive = keep_alive
-        self.exchange = exchange = Exchange(self, request, held)
-        try:
-            if coding := request.headers.get("content-encoding", ""):
-                exchange.answer_later(decompress(exchange, coding, self._limits, self._handle))
-            else:
-                self._handle(exchange)
-        except Exception as error:
-            exchange.fail(error)
+        self.exchange = Exchange(self, request, held)
+        dispatch(self.exchange, self._limits, self._handle)
 
     def respond(self, exchange: Exchange, response: HttpResponse) -> None:
         """Send the response of an exchange and continue with the next pipelined request."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from infer_server.endpoints.http.exchange import Exchange, Handler
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, path_of, response_of
-from infer_server.endpoints.http.reading import IDLE_SECS, Limits, RefusedError, decompress
+from infer_server.endpoints.http.reading import IDLE_SECS, Limits, RefusedError, dispatch
 from infer_server.endpoints.http2.connection import Http2Connection, Sending, Shared
 from infer_server.endpoints.http2.settings import ConnectionSettings
 from infer_server.endpoints.inflight import OpenCall
@@ -168,14 +168,8 @@ class RequestStream:
     def _take(self, held: OpenCall) -> None:
         connection, self.is_partial = self._connection, False
         request, self._body = self._request._replace(body=self._body), b""
-        self.exchange = exchange = Exchange(self, request, held)
-        try:
-            if coding := request.headers.get("content-encoding", ""):
-                exchange.answer_later(decompress(exchange, coding, connection.limits, connection.handle))
-            else:
-                connection.handle(exchange)
-        except Exception as error:
-            exchange.fail(error)
+        self.exchange = Exchange(self, request, held)
+        dispatch(self.exchange, connection.limits, connection.handle)
 
     def fail(self, error: Exception) -> None:
         assert isinstance(error, ServeError)

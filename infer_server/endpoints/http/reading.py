@@ -1,7 +1,6 @@
 """Incremental reader of HTTP/1.1 requests: parses received bytes with httptools and delivers complete requests.
 
-Limits on headers and bodies apply while they arrive. Bytes are counted on arrival. A body that arrives more slowly than
-the minimum rate is rejected (408), as nginx and Apache do.
+Limits apply and bytes count as they arrive. A body below the minimum rate is rejected (408), as by nginx and Apache.
 """
 from __future__ import annotations
 
@@ -79,7 +78,18 @@ class Limits:
             raise RefusedError(response_of(error)) from error
 
 
-async def decompress(exchange: Exchange, coding: str, limits: Limits, handle: Handler) -> None:
+def dispatch(exchange: Exchange, limits: Limits, handle: Handler) -> None:
+    """Handle a request, after decompressing its body if it is encoded. Errors become its response."""
+    try:
+        if coding := exchange.request.headers.get("content-encoding", ""):
+            exchange.answer_later(_decompress(exchange, coding, limits, handle))
+        else:
+            handle(exchange)
+    except Exception as error:
+        exchange.fail(error)
+
+
+async def _decompress(exchange: Exchange, coding: str, limits: Limits, handle: Handler) -> None:
     """Decompress the body of an exchange and dispatch it. coding: its Content-Encoding. Raises ServeErrors."""
     inflight, request, coding = limits.inflight, exchange.request, coding.strip().lower()
     if coding not in ("", "identity"):
