@@ -128,8 +128,15 @@ class Inflight:
         if self.held_bytes + count > self.max_bytes:
             raise self._no_room(count)
 
-    def receive(self, call: OpenCall, count: int) -> None:
-        """Count bytes that have arrived of a request that is not complete. Raises MemoryLimitError."""
+    def receive(self, call: OpenCall, count: int, is_complete: bool = False) -> None:
+        """Count bytes of a request that have arrived. Raises MemoryLimitError.
+
+        is_complete: these are the last bytes, which the limit of partial requests does not concern.
+        """
+        if is_complete:
+            self.complete(call)
+            self.hold(call, count)
+            return
         if self.partial_bytes + count > self.max_partial_bytes:
             raise MemoryLimitError(
                 f"requests that have not arrived completely hold {self.partial_bytes >> 20} MiB of the "

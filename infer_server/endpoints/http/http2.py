@@ -144,7 +144,7 @@ class RequestStream:
             if self._held is None:
                 self._held = inflight.begin(self, 0)
             if size:
-                inflight.receive(self._held, size)
+                inflight.receive(self._held, size, is_last)
                 self.partial_bytes += size
                 self._append(data)
                 connection.limits.check_size(self._request.headers, len(self._body))
@@ -178,6 +178,8 @@ class RequestStream:
     def _refuse(self, response: HttpResponse) -> None:
         """Answer a request that has not arrived completely."""
         self._refused, self.is_partial, self._body = True, False, b""
+        if self._held:                                          # the client need not close the stream to free the body
+            self._connection.inflight.end(self._held)
         self.answered_at = self._connection.loop.time()
         self._connection.respond(self._stream, response, False, self._ended)
 

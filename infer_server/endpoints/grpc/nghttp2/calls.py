@@ -109,12 +109,12 @@ class InferCall(InferReply):
         except MessageTooLargeError as error:
             self.fail(MemoryLimitError(str(error)))
             return
-        if messages and self.count():
+        if messages and self.count(is_complete=True):
             self._reader, self.is_partial = None, False
             self._connection.inflight.complete(self._held())
             self._take(*messages[0])
 
-    def count(self) -> bool:
+    def count(self, is_complete: bool = False) -> bool:
         """Count the bytes that have arrived, and let the client send as many more. False: the call has failed."""
         size, self._uncounted = self._uncounted, 0
         if size:
@@ -125,7 +125,7 @@ class InferCall(InferReply):
                 if not self.gone:
                     if self.held is None:
                         self.held = inflight.begin(self, 0)
-                    inflight.receive(self.held, size)
+                    inflight.receive(self.held, size, is_complete)
             except MemoryLimitError as error:
                 self.fail(error)
         return not self.gone
@@ -188,6 +188,8 @@ class InferCall(InferReply):
 
     def _refuse(self, code: int, details: str) -> None:
         self.answered_at = self._connection.loop.time()
+        if self.held and self.is_partial:                       # the client need not close the stream to free the message
+            self._connection.inflight.end(self.held)
         self._reader, self.is_partial = None, False
         self._connection.refuse(self._stream, code, details, self._ended)
 

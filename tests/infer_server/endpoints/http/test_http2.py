@@ -192,6 +192,17 @@ def test_partial_bodies_leave_room_for_whole_requests(limited: RunningServer) ->
     assert has_let_go(limited)
 
 
+def test_partial_bodies_at_their_limit_leave_room_for_whole_requests(limited: RunningServer) -> None:
+    with Http2Client(limited.ports.http) as greedy, Http2Client(limited.ports.http) as other:
+        large = (b"inference-header-content-length", b"9")
+        for _ in range(2):
+            greedy.request(fields(INFER, b"POST", large), bytes(3 * MIB), ended=False)
+        if limited.server._options.workers == 1:            # fronts count for themselves
+            eventually(lambda: limited.server._inflight.partial_bytes == 6 * MIB)
+        assert is_served(other)
+    assert has_let_go(limited)
+
+
 def test_streams_are_bounded_in_number(client: Http2Client) -> None:
     client.until(http2.SettingsReceived)
     assert max(client.http2.remote_settings.values()) and http2_requests._MAX_STREAMS in (
