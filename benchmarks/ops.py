@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def chosen(options: argparse.Namespace) -> list[tuple[Problem, str]]:
-    """The problems and precisions that the options ask for, what takes least time first."""
+    """Return the problems and precisions that the options select, least effort first."""
     return [(problem, precision) for problem in problems() for precision in options.precision
             if problem.kind in options.classes and options.match in problem.name]
 
@@ -74,7 +74,7 @@ def measured(problem: Problem, precision: str, folder: Path, counter: Counter, s
 
 
 def measure(options: argparse.Namespace, counter: Counter, known: Sequence[Case]) -> Iterator[Case]:
-    """The chosen cases that are not known yet, one after the other, until the time is over."""
+    """Measure the selected cases that are not in `known`, until the time limit."""
     have = {(case.model, case.precision) for case in known}
     missing = [pair for pair in chosen(options) if (pair[0].name, pair[1]) not in have]
     end = time.monotonic() + 60 * options.minutes

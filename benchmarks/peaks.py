@@ -20,12 +20,12 @@ SECTION = "peaks"
 
 
 def section(counter: Counter) -> str:
-    """The measured peaks as a section of docs/benchmarks."""
+    """Measure the peaks and return a section of docs/benchmarks."""
     return table(measure_peaks(), measure_peaks(counter.read) if counter.unit == "cycles" else None)
 
 
 def table(peaks: Peaks, counted: Peaks | None) -> str:
-    """`counted`: what was measured for a cycle; None if the machine does not count them."""
+    """Return the section for the peaks. counted: peaks per cycle, or None if the machine has no cycle counter."""
     rates = _rates(peaks)
     if counted:
         each, how = _rates(counted), "counted by the machine"
@@ -41,7 +41,7 @@ def table(peaks: Peaks, counted: Peaks | None) -> str:
 
 
 def _rates(peaks: Peaks) -> dict[str, float]:
-    """{what: how much of it in a unit of the clock}"""
+    """Return the rate of each quantity per unit of the clock."""
     macs = {f"{name} multiply-accumulates": rate for name, rate in peaks.macs_per_second.items()}
     return macs | {f"bytes read from {level.name}": level.bytes_per_second for level in peaks.levels}
 

@@ -54,8 +54,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _loaded(paths: Sequence[Path]) -> tuple[list[Engine], Graph]:
-    """The engines, and the graph that one of them was lowered from. Of a plan with open extents the engine is its
-    specialisation for the shapes of the other plan, or its first one where the other has open extents, too."""
+    """Return the engines, and the graph that one of them was lowered from.
+
+    A plan with dynamic shapes is specialised for the other plan's shapes, or for its usual shapes if both are dynamic.
+    """
     loaded: list[AnyEngine] = [load_engine(path, cache=False) for path in paths]
     fixed = next((engine for engine in loaded if isinstance(engine, Engine)), None)
     shapes = {io.name: io.shape_of(1) for io in fixed.inputs} if fixed else None
@@ -77,7 +79,7 @@ def _pairs(before: Path, after: Path) -> Iterator[tuple[str, tuple[Path, Path]]]
 
 
 def compared(engines: Sequence[Engine], graph: Graph, batch: int, clock: WorkClock, seconds: float) -> str:
-    """The row of a table."""
+    """Measure both engines and return a row of the table."""
     contexts = [engine.create_context() for engine in engines]
     feed = next(generated(engines[0].inputs, graph, batch).batches(batch))
     results = [_run(engine, context, feed, batch) for engine, context in zip(engines, contexts, strict=True)]
@@ -97,7 +99,7 @@ def _run(engine: Engine, context: ExecutionContext, feed: Mapping[str, Array], b
 
 
 def _steps(engines: Sequence[Engine], batch: int) -> Iterator[str]:
-    """A line for each step that has another tactic in the second plan, those that changed most first."""
+    """Yield a line for each step whose tactic differs between the plans, largest change of time first."""
     profiles = [engine.create_context().profile(batch, PROFILES) for engine in engines]
     pairs: list[tuple[tuple[Step, float], tuple[Step, float]]] = list(zip(*profiles, strict=True)) if len(
         {len(profile) for profile in profiles}) == 1 else []

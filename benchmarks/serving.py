@@ -60,7 +60,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(plan: Path, options: argparse.Namespace) -> Iterator[Ports]:
-    """An infer-server whose model is ready; `plan` is <repository>/<model>/<version>/model.plan."""
+    """Run an infer-server on `plan`, <repository>/<model>/<version>/model.plan; yields its ports when it is ready."""
     grpc, http, metrics = (free_port() for _ in range(3))
     process = subprocess.Popen(
         [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", plan.parents[2],
@@ -132,7 +132,7 @@ def measure(plan: Path, options: argparse.Namespace, folder: Path) -> list[Point
 
 
 def section(points: list[Point], options: argparse.Namespace) -> str:
-    """The result as a section of docs/benchmarks."""
+    """Return the result as a section of docs/benchmarks."""
     header = ["concurrency", "served, infer/s", "p50, ms", "p99, ms", "mean batch", "run-engine, infer/s", "ratio"]
     rows: list[list[Cell]] = [[p.concurrency, p.served, p.p50_ms, p.p99_ms, p.mean_batch, p.engine,
                                f"{median(p.ratios):.0%} ({p.ratios[0]:.0%} to {p.ratios[-1]:.0%})"] for p in points]

@@ -61,7 +61,7 @@ class Check:
 
 
 def random_feed(engine: Engine, batch: int, seed: int) -> dict[str, Array]:
-    """Standard normal floats, small integers."""
+    """Return random inputs: standard normal floats, and integers that are 0 or 1."""
     random = np.random.default_rng(seed)
     feed = {}
     for io in engine.inputs:
@@ -73,7 +73,7 @@ def random_feed(engine: Engine, batch: int, seed: int) -> dict[str, Array]:
 
 
 def ready(engine: Engine) -> ExecutionContext:
-    """A context that has run once at batch 1."""
+    """Create a context and run it once at batch 1."""
     context = engine.create_context()
     fill(context, random_feed(engine, 1, seed=0), 1)
     context.execute(1)
@@ -178,7 +178,7 @@ def speed_section(options: argparse.Namespace, plan: Plan) -> str:
 
 
 def check_section(options: argparse.Namespace, plan: Plan) -> str:
-    """The check's result as a section of docs/benchmarks."""
+    """Run the check and return its result as a section of docs/benchmarks."""
     found = check(Engine(plan), Engine(plan, options.threads), options.requests, options.batch)
     return (
         f"## Every byte: {plan.name}, {plan.precision}, {options.threads} threads\n\n`{options.command}`\n\n"

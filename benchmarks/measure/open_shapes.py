@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _inputs(inputs: Iterable[IoTensor], batch: int, extents: dict[str, int]) -> Iterable[tuple[str, Array]]:
-    """Normal floats; of integers, masks are ones, types of tokens too, all others tokens."""
+    """Yield an array for each input: ones for masks and token types, else normal floats or random tokens."""
     random = np.random.default_rng(0)
     for io in inputs:
         shape = io.shape_of(batch, extents)

@@ -12,7 +12,7 @@ COLOURS = {OPENVINO: "tab:blue", ORT: "tab:orange"}
 
 
 def write_chart(cases: Sequence[Case], path: Path) -> None:
-    """A PNG: horizontal bars, a pair a case, their quartiles as lines; those left of 1 are faster than ours."""
+    """Write a PNG of a bar for each case and peer, with quartiles as lines; a peer left of 1 is faster than ours."""
     from matplotlib.figure import Figure  # not pyplot: no display, no global state
 
     figure = Figure(figsize=(9, 1.2 + 0.5 * len(cases)), layout="constrained")

@@ -43,7 +43,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str
 
 
 def machine() -> str:
-    """The processor's name and how many cores this process may use."""
+    """Return the processor's name and the number of cores that this process may use."""
     names = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{names[0] if names else platform.processor() or platform.machine()}, {cores} cores"

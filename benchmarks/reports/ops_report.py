@@ -30,7 +30,7 @@ def report(cases: Sequence[Case]) -> str:
 
 
 def every_case(cases: Sequence[Case]) -> str:
-    """A Markdown table with a line for each case."""
+    """Return a Markdown table with a row for each case."""
     header = ["problem", "precision", "ours", "unit"]
     rows: list[list[Cell]] = [[case.model, case.precision, case.ours.cost, case.unit] for case in cases]
     for peer in PEERS:
@@ -49,7 +49,7 @@ def worklist(cases: Sequence[Case]) -> str:
 
 
 def slower(cases: Sequence[Case]) -> list[Case]:
-    """The cases in which we failed, or a peer is faster; the worst first."""
+    """Return the cases in which our build failed or a peer is faster, worst ratio first."""
     return sorted((case for case in cases if _least(case) < WANTED), key=_least)
 
 
@@ -64,7 +64,7 @@ def _summary(cases: Sequence[Case]) -> str:
 
 
 def _spread(group: Sequence[Case], peer: str) -> list[Cell]:
-    """The geometric mean of the ratios, the least, and how many are below 1."""
+    """Return the geometric mean of the ratios, the smallest, and the number below 1."""
     ratios = [ratio.median for case in group if (ratio := _ratio(case, peer))]
     if not ratios:
         return ["-", "-", "-"]
@@ -82,7 +82,7 @@ def _ratio(case: Case, peer: str) -> Ratio | None:
 
 
 def _least(case: Case) -> float:
-    """The smaller of the two ratios; 0 where ours failed."""
+    """Return the smaller ratio of the two peers, or 0 if our build failed."""
     if not case.ours.turns:
         return 0.0
     return min((ratio.median for peer in PEERS if (ratio := _ratio(case, peer))), default=WANTED)
@@ -90,5 +90,5 @@ def _least(case: Case) -> float:
 
 @cache
 def _kinds() -> dict[str, str]:
-    """{name of a problem: its class}"""
+    """Return the class of each problem by its name."""
     return {problem.name: problem.kind for problem in problems()}

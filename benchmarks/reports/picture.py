@@ -32,7 +32,7 @@ def write_summary(cases: Sequence[Case], command: str, path: Path) -> None:
 
 
 def _peers(case: Case) -> dict[str, dict[str, Any]]:
-    """The fastest build of each peer that ran."""
+    """Return the fastest build of each peer that ran."""
     found = {}
     for runtime in (OPENVINO, ORT):
         if (row := case.fastest(runtime)) and (ratio := case.ratio(row)):

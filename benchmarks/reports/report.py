@@ -41,7 +41,7 @@ def summary(cases: Sequence[Case]) -> str:
 
 
 def means(cases: Sequence[Case]) -> str:
-    """A Markdown table of geometric means: a line for each precision, batch and number of threads."""
+    """Return a Markdown table of geometric means by precision, batch and number of threads."""
     groups: dict[tuple[str, int, int], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.precision, case.batch, case.threads), []).append(case)

@@ -1,9 +1,9 @@
-"""The peers' own INT8 quantisers, each run in a process of its own:
+"""INT8 quantisers of the peers, each run in a process of its own.
 
     python -m benchmarks.runtimes.quantisers NAME MODEL.onnx ITEMS.npz OUTPUT
 
-ITEMS.npz holds calibration items as `save_items` writes them. A process of its own, because these start threads that a
-cycle counter opened later would not see, change global settings, and may fail or crash on a model.
+ITEMS.npz holds calibration items as `save_items` writes them. The process isolates what quantisers do: they start
+threads that a cycle counter opened later would not see, change global settings, and may crash on a model.
 """
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _nncf_transformer(model: Path, items: Sequence[Feed], output: Path) -> None:
 
 
 def _ort(model: Path, items: Sequence[Feed], output: Path, operators: Sequence[str] | None = None) -> None:
-    """Static Q/DQ, percentile ranges, weights per channel, after the pre-processing that its documentation asks for."""
+    """Quantise by ONNX Runtime: static Q/DQ, percentile ranges and weights per channel, after its pre-processing."""
     import onnx
     from onnxruntime import quantization as ort
     from onnxruntime.quantization.shape_inference import quant_pre_process

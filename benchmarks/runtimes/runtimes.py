@@ -31,7 +31,7 @@ class Session(Protocol):
         """One inference of what was placed, and nothing else."""
 
     def outputs(self) -> list[Array]:
-        """Copies of what the last inference gave, in the model's order."""
+        """Return copies of the last inference's outputs, in the model's order."""
 
 
 class Ours:
@@ -127,7 +127,7 @@ def versions() -> dict[str, str]:
 
 
 def _symbolic_extents(model: Path, feed: Feed) -> dict[str, int]:
-    """{name of a symbolic extent of an input: what it is in the feed}"""
+    """Return the value in the feed of each symbolic dimension of the inputs, by name."""
     import onnx
     return {dim.dim_param: extent
             for value in onnx.load(model, load_external_data=False).graph.input if value.name in feed

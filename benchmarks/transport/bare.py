@@ -72,7 +72,7 @@ def _one_item(model: str, metadata: inference.ModelMetadataResponse) -> inferenc
 
 
 def _over_http(request: inference.ModelInferRequest) -> tuple[dict[str, str], bytes]:
-    """The headers and the body of the same request, tensors as bytes both ways."""
+    """Return the headers and body of the request over HTTP, with binary tensors in both directions."""
     head = json.dumps({"parameters": {"binary_data_output": True}, "inputs": [
         {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape),
          "parameters": {"binary_data_size": len(content)}}
@@ -82,7 +82,7 @@ def _over_http(request: inference.ModelInferRequest) -> tuple[dict[str, str], by
 
 @contextmanager
 def _in_shared_memory(request: inference.ModelInferRequest, ask: Ask) -> Iterator[None]:
-    """Moves a request's inputs into system shared memory, each after the other, which the server then knows."""
+    """Move a request's inputs into one system shared-memory region, registered with the server."""
     contents = list(request.raw_input_contents)
     request.ClearField("raw_input_contents")
     memory = SharedMemory(create=True, size=sum(map(len, contents)))

@@ -84,7 +84,7 @@ def path_of(case: Case) -> str:
 
 
 def over_http(case: Case) -> tuple[dict[str, str], bytes]:
-    """The headers and the body of a request."""
+    """Return the headers and body of the case's request over HTTP."""
     shape = [1, *SHAPES[case.model]]
     if case.as_json:
         return {"Content-Type": "application/json"}, json.dumps({"inputs": [
@@ -98,7 +98,7 @@ def over_http(case: Case) -> tuple[dict[str, str], bytes]:
 
 
 def over_grpc(case: Case) -> bytes:
-    """A request."""
+    """Return the case's serialised ModelInferRequest."""
     shape = [1, *SHAPES[case.model]]
     content = np.ones(shape, np.float32).tobytes()
     request = inference.ModelInferRequest(model_name=case.model)

@@ -27,7 +27,7 @@ class Connections:
             self._received[connection] = b""
 
     def run(self, seconds: float) -> Ended:
-        """Keeps the requests in flight for so long; what has ended meanwhile."""
+        """Keep the requests in flight for `seconds`, and return counts and latencies of those that ended."""
         ended = Ended()
         for connection in self._received:
             if connection not in self._begun:

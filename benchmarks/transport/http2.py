@@ -59,7 +59,7 @@ class Connection:
         self.ended = Ended()
 
     def run(self, seconds: float) -> Ended:
-        """Keeps the calls in flight for so long; what has ended meanwhile."""
+        """Keep the calls in flight for `seconds`, and return counts and latencies of those that ended."""
         self.ended = Ended()
         while len(self._streams) < self._at_a_time:
             self._begin()
@@ -70,7 +70,7 @@ class Connection:
         return self.ended
 
     def close(self) -> None:
-        """Waits for the calls that are in flight."""
+        """Wait for the calls that are in flight, then close the connection."""
         self._asking = False
         while self._streams:
             self._turn()
@@ -92,7 +92,7 @@ class Connection:
         self._next_id += 2
 
     def _push(self, number: int) -> None:
-        """Sends of a message what the windows let through."""
+        """Queue the part of a message that the flow-control windows allow."""
         stream, size = self._streams[number], len(self._message)
         while stream.sent < size and (count := min(size - stream.sent, self._max_frame, self._window,
                                                    stream.window)) > 0:
@@ -171,7 +171,7 @@ def _frame(kind: int, flags: int, number: int, payload: bytes) -> bytes:
 
 
 def _header_blocks(path: str) -> tuple[bytes, bytes]:
-    """The header block of a connection's first request, whose fields stay in the server's table; that of the others."""
+    """Return the header block of the first request, whose fields enter the HPACK table, and that of later ones."""
     named = [(_PATH, path), (_AUTHORITY, "localhost"), (_CONTENT_TYPE, "application/grpc")]
     unnamed = [("te", "trailers"), ("user-agent", "grpc-c/46.0.0 (linux; chttp2)"),
                ("grpc-accept-encoding", "identity, deflate, gzip")]

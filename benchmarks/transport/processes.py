@@ -60,7 +60,7 @@ def _wait_until_ready(name: str, ports: Ports, process: subprocess.Popen[bytes])
 
 
 def _family(pid: int) -> list[int]:
-    """A process and its descendants."""
+    """Return the ids of a process and its descendants."""
     parents = {}
     for path in Path("/proc").iterdir():
         if path.name.isdecimal():

@@ -1,5 +1,6 @@
-"""Architectures as ONNX models with seeded random weights: what the compiler is tested and measured on. These are CNNs;
-workloads.py has what the field's suites have, of any kind.
+"""CNN architectures as ONNX models with seeded random weights, for tests and measurements of the compiler.
+
+`workloads.py` adds the models of public benchmark suites, of any kind.
 
     from benchmarks.zoo import TINY, ZOO, images
     model = ZOO["resnet50"]()                           # full size: width 1, 224x224, 1000 classes, opset 17, batch "N"

@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def trial(verb: str, folder: Folder, limit: float, *arguments: object) -> str:
-    """A part of a trial, in a process of its own; why it did not end well, or ""."""
+    """Run a part of a trial in its own process, and return the reason for a failure, or ""."""
     command = ("-m", "benchmarks.zoo.trial", verb, folder.name, folder.precision, folder.root, *arguments)
     try:
         subprocess.run([sys.executable, *map(str, command)], check=True, timeout=limit, stdout=sys.stderr)
@@ -68,7 +68,7 @@ def trial(verb: str, folder: Folder, limit: float, *arguments: object) -> str:
 
 
 def build(folder: Folder, options: argparse.Namespace) -> Facts:
-    """The facts of a plan, made if there is none."""
+    """Return the facts of a plan, which is built first if there is none."""
     facts = folder.read()
     if facts is None or facts.failure:
         if why := trial("built", folder, options.limit, *["by-cost"] * options.no_timing):
@@ -79,7 +79,7 @@ def build(folder: Folder, options: argparse.Namespace) -> Facts:
 
 
 def time(folder: Folder, facts: Facts, options: argparse.Namespace) -> Facts:
-    """The facts with the times beside those peers, as far as they are missing."""
+    """Measure the missing times against the peers, and return the facts with them."""
     for peer in options.beside or PEERS:
         for kind in BUILDS[folder.precision]:
             known = facts.beside.get(peer, {}).get(kind)
@@ -103,13 +103,13 @@ def row(facts: Facts) -> list[Cell]:
 
 
 def fastest(facts: Facts, peer: str) -> Beside:
-    """A peer's times by that build of it which took the least beside ours; none where no build has any."""
+    """Return the times of the peer's build with the least median ratio to ours; empty if none was timed."""
     finished = [beside for beside in facts.beside.get(peer, {}).values() if beside.ours]
     return min(finished, key=lambda beside: median(beside.ratios), default=Beside())
 
 
 def ratio(facts: Facts, peer: str) -> str:
-    """The peer's time over ours, turn by turn: the median and the quartiles; and which of its builds have no times."""
+    """Return the median and quartiles of the peer's time over ours in each turn, and the builds that failed."""
     builds, best = facts.beside.get(peer, {}), fastest(facts, peer)
     failures = "; ".join(f"{kind}: {beside.failure}" for kind, beside in builds.items() if beside.failure)
     if not best.ours:

@@ -19,11 +19,10 @@ PROBES = 4          # items of other inputs than pictures on which statistics ar
 
 
 def architecture(*, size: int, channels: int = 3, batched: bool = True) -> Callable[[Describe], Architecture]:
-    """Makes a description (Net, image) -> output or {name: output} a function that builds the model:
+    """Turn a description (Net, image) -> output or {name: output} into a function that builds the model.
 
-    (width=1.0, size=size, classes=1000, opset=17, batch="N", seed=0, **options of the description) -> ModelProto
-
-    Not batched: it takes one picture at a time.
+    The function is (width=1.0, size=size, classes=1000, opset=17, batch="N", seed=0, **options of the description)
+    -> ModelProto. With batched=False its model takes one picture at a time.
     """
     several: str | int = "N" if batched else 1
 

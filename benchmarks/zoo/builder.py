@@ -112,7 +112,7 @@ class Net:
 
     def ops(self, op: str, *inputs: Tensor | str, shapes: Sequence[tuple[int, ...]], name: str = "",
             **attrs: Any) -> list[Tensor]:
-        """A node of len(shapes) outputs."""
+        """Add a node with len(shapes) outputs."""
         path = "/" + "/".join([*self._scope, *([name] if name else []), op])
         self._uses[path] += 1
         path += f"_{self._uses[path] - 1}" if self._uses[path] > 1 else ""
@@ -122,7 +122,7 @@ class Net:
         return [Tensor(output, shape) for output, shape in zip(names, shapes, strict=True)]
 
     def constant(self, value: NDArray[Any], name: str = "") -> str:
-        """The name of a new initialiser."""
+        """Add an initialiser and return its name."""
         full = ".".join([*self._scope, name]) if name else f"onnx::Const_{len(self._initializers)}"
         if full in self._initializers:
             raise ValueError(f"{self.name}: two initialisers named '{full}'")
@@ -136,7 +136,7 @@ class Net:
         return self.constant(np.array(value, np.float32))
 
     def model(self, outputs: dict[str, Tensor]) -> onnx.ModelProto:
-        """The finished model; BatchNormalization statistics are still 0 and 1."""
+        """Return the finished model, whose BatchNormalization statistics are still 0 and 1."""
         for public, tensor in outputs.items():
             self._nodes.append(helper.make_node("Identity", [tensor.name], [public], name=f"/{public}"))
         results = [self._value(public, tensor) for public, tensor in outputs.items()]
@@ -155,7 +155,7 @@ class Net:
     # ---- layers with weights
     def conv(self, x: Tensor, out: int, kernel: Kernel, *, stride: int = 1, pads: Pads | None = None, groups: int = 1,
              dilation: int = 1, bias: bool = False, name: str) -> Tensor:
-        """pads None keeps the extents at stride 1."""
+        """Add a Conv with random weights; pads=None keeps the extents at stride 1."""
         rows, cols = pair(kernel)
         if pads is None:
             pads = (dilation * (rows // 2), dilation * (cols // 2))
@@ -208,7 +208,7 @@ class Net:
                            shape=(out,), alpha=1.0, beta=1.0, transB=1)
 
     def draw(self, *shape: int) -> NDArray[np.float32]:
-        """Standard normal numbers."""
+        """Draw standard normal numbers."""
         return self._random.standard_normal(shape, np.float32)
 
     def _he(self, shape: tuple[int, ...], fan_in: int) -> NDArray[np.float32]:
@@ -216,7 +216,7 @@ class Net:
 
     # ---- pointwise
     def act(self, x: Tensor, kind: Activation) -> Tensor:
-        """An activation by its name; hard-swish and its like in the ways exporters write them."""
+        """Add an activation by its name; the hard ones have a name for each form that exporters write."""
         match kind:
             case None:
                 return x
@@ -291,7 +291,7 @@ class Net:
         return self.op("GlobalAveragePool", x, shape=(x.channels, 1, 1))
 
     def mean(self, x: Tensor, *, keepdims: bool) -> Tensor:
-        """The mean over rows and columns as ReduceMean, which is what newer exporters write."""
+        """Add the mean over rows and columns as ReduceMean, as newer exporters do."""
         shape = (x.channels, 1, 1) if keepdims else (x.channels,)
         if self.opset < 18:
             return self.op("ReduceMean", x, shape=shape, axes=[2, 3], keepdims=int(keepdims))
@@ -310,7 +310,7 @@ class Net:
         return self.op("Pad", x, self.integers(*amounts), self.scalar(value), shape=shape, mode="constant")
 
     def resize(self, x: Tensor, scale: int, mode: str = "nearest") -> Tensor:
-        """mode "nearest" as PyTorch exports it, or "linear" with half pixels."""
+        """Resize by a factor: mode "nearest" as PyTorch exports it, or "linear" with half pixels."""
         shape = (x.channels, x.shape[1] * scale, x.shape[2] * scale)
         scales = self.constant(np.array([1, 1, scale, scale], np.float32))
         if self.opset < 10:
@@ -352,11 +352,11 @@ class Net:
         return self.op("Reshape", x, self.integers(batch, *shape), shape=shape)
 
     def transpose(self, x: Tensor, *order: int) -> Tensor:
-        """The axes in another order; the batch, axis 0, stays in front."""
+        """Permute the axes; the batch, axis 0, stays in front."""
         return self.op("Transpose", x, shape=tuple(x.shape[axis - 1] for axis in order), perm=[0, *order])
 
     def channel_shuffle(self, x: Tensor, groups: int) -> Tensor:
-        """[groups, channels / groups] transposed (Zhang et al. 2018)."""
+        """Transpose the channels as [groups, channels / groups] (Zhang et al. 2018)."""
         channels, rows, cols = x.shape
         x = self.transpose(self.reshape(x, groups, channels // groups, rows, cols), 2, 1, 3, 4)
         return self.reshape(x, channels, rows, cols)
@@ -377,7 +377,7 @@ class Net:
     # ---- small compositions that several families share
     def squeeze_excite(self, x: Tensor, squeezed: int, *, act: str = "relu", gate: str = "sigmoid",
                        name: str) -> Tensor:
-        """Hu et al. 2018: x * gate(W2 act(W1 mean(x)))"""
+        """Add squeeze-and-excite, x * gate(W2 act(W1 mean(x))) (Hu et al. 2018)."""
         with self.scope(name):
             y = self.act(self.conv(self.global_avg_pool(x), squeezed, 1, bias=True, name="fc1"), act)
             return self.mul(x, self.act(self.conv(y, x.channels, 1, bias=True, name="fc2"), gate))

@@ -14,8 +14,10 @@ ERRORS_ONLY = 3
 
 def run_onnx(model: onnx.ModelProto | Path, feeds: Mapping[str, NDArray[Any]], *,
              outputs: list[str] | None = None, optimised: bool = True) -> dict[str, NDArray[Any]]:
-    """{output name: value}, by one thread in float32. `outputs` None: all of the model's; optimised: as is its default,
-    else node by node as the model has them."""
+    """Run a model by ONNX Runtime on one thread and return its outputs by name.
+
+    outputs: names of the outputs, or None for all. optimised: with ONNX Runtime's graph optimisations.
+    """
     options = onnxruntime.SessionOptions()
     if not optimised:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -1,5 +1,8 @@
-"""DLRM (Naumov et al. 2019) as it is trained on Criteo's Kaggle data: bags of embeddings, a bottom and a top MLP, and
-the products of all pairs of features between them. Tables are cut at 100,000 rows."""
+"""DLRM (Naumov et al. 2019) as it is trained on Criteo's Kaggle data.
+
+Bags of embeddings, a bottom and a top MLP, and the products of all pairs of features between them. Tables have at most
+100,000 rows.
+"""
 from __future__ import annotations
 
 from collections.abc import Sequence

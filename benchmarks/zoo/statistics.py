@@ -42,7 +42,7 @@ def measure(model: onnx.ModelProto, feeds: Mapping[str, NDArray[Any]]) -> dict[s
 
 
 def _normalise_by_batch(probe: onnx.ModelProto, node: onnx.NodeProto) -> tuple[str, str]:
-    """Adds `node` with the statistics of its own input; returns the names of mean and variance, float32 [channels]."""
+    """Add `node` with its input's statistics, and return the names of mean and variance, float32 [channels]."""
     x, gamma, beta = node.input[:3]
     prefix = node.output[0]
 

@@ -1,5 +1,6 @@
-"""One workload in one precision: built, compared with ONNX Runtime, and timed beside its peers, each in a process of
-its own, so that what a large model leaves in memory meets no other.
+"""Build of one workload in one precision, its comparison with ONNX Runtime, and its times against the peers.
+
+Each part runs in its own process, so that memory which a large model keeps does not affect the next.
 
     python -m benchmarks.zoo.trial built NAME PRECISION FOLDER [by-cost]    # model, plan, Q/DQ model, facts
     python -m benchmarks.zoo.trial timed NAME PRECISION FOLDER PEER BUILD SECONDS TURNS      # adds the times beside one
@@ -132,8 +133,11 @@ def _built(precision: str, folder: Folder, by_cost: bool) -> EngineBuild:
 
 
 def compared(expected: Sequence[Array], found: Sequence[Array]) -> tuple[float, float]:
-    """The worst relative error and the least SQNR of all outputs; infinitely bad where shapes differ. Rows of indices
-    (boxes that are kept) err by the share that is nowhere in the other, for what scores alike comes in any order."""
+    """Return the largest relative error and the least SQNR in dB of all outputs, or (inf, -inf) if shapes differ.
+
+    The error of integer outputs (indices of selected boxes) is the share of expected rows that were not found, in any
+    order, because boxes with equal scores have none.
+    """
     errors, decibels = [0.0], [np.inf]
     for a, b in zip(expected, found, strict=True):
         if a.shape != b.shape:

@@ -11,7 +11,7 @@ LOUDEST = 20.0          # where the convolutions' activations are cut
 
 @network
 def deep_speech2(net: Net, steps: int = 300, bands: int = 161, hidden: int = 800, layers: int = 5) -> Tensor:
-    """A spectrogram -> the probabilities of letters at each second step: convolutions, then GRUs both ways."""
+    """Map a spectrogram to letter probabilities at each second step, by convolutions and bidirectional GRUs."""
     x = net.feed("spectrogram", 1, bands, steps)
     for index, (kernel, stride, pads) in enumerate((((41, 11), (2, 2), (20, 5)), ((21, 11), (2, 1), (10, 5)))):
         x = _strided(net, x, net.scaled(32), kernel, stride, pads, f"conv{index}")
@@ -29,7 +29,7 @@ def deep_speech2(net: Net, steps: int = 300, bands: int = 161, hidden: int = 800
 
 def _strided(net: Net, x: Tensor, out: int, kernel: tuple[int, int], stride: tuple[int, int], pads: tuple[int, int],
              name: str) -> Tensor:
-    """A convolution of another stride along rows than along columns."""
+    """Add a convolution with a stride for each axis."""
     with net.scope(name):
         fan_in = x.channels * kernel[0] * kernel[1]
         weight = net.constant(net.draw(out, x.channels, *kernel) * (2 / fan_in) ** 0.5, "weight")
@@ -40,7 +40,7 @@ def _strided(net: Net, x: Tensor, out: int, kernel: tuple[int, int], stride: tup
 
 
 def dense(net: Net, x: Tensor, out: int, name: str) -> Tensor:
-    """x W + b at each step."""
+    """Compute x W + b at each step."""
     with net.scope(name):
         weight = net.constant(net.draw(x.shape[-1], out) / x.shape[-1] ** 0.5, "weight")
         y = net.op("MatMul", x, weight, shape=(*x.shape[:-1], out))
@@ -49,7 +49,7 @@ def dense(net: Net, x: Tensor, out: int, name: str) -> Tensor:
 
 @network
 def rnnt_decoder(net: Net, features: int = 1024, hidden: int = 320, joint: int = 512) -> dict[str, Tensor]:
-    """A frame of the encoder and the last letter, with the states of two LSTMs -> the next letter, and new states."""
+    """Map an encoder frame, the last letter and the states of two LSTMs to the next letter's logits and new states."""
     frame = net.feed("frame", 1, features)
     table = net.constant(net.draw(LETTERS, hidden) * 0.5, "embedding")
     x = net.op("Gather", table, net.feed("letter", 1, below=LETTERS), shape=(1, hidden), axis=0)
@@ -65,5 +65,5 @@ def rnnt_decoder(net: Net, features: int = 1024, hidden: int = 320, joint: int =
 
 
 def _before(net: Net, state: Tensor) -> Tensor:
-    """[batch, hidden] -> [1, batch, hidden]"""
+    """Reshape [batch, hidden] to [1, batch, hidden]."""
     return net.op("Unsqueeze", state, net.integers(0), shape=state.shape)

@@ -1,8 +1,10 @@
-"""Transformers as exporters write them, tiny: sentence encoders (Devlin et al. 2019), ViT (Dosovitskiy et al. 2021),
-and a text recogniser of convolutions and attention (Du et al. 2022, SVTR).
+"""Tiny transformers in the forms that exporters write.
 
-Each knob is a way of writing the same thing that some exporter has: a layer norm as one operator or as its arithmetic,
-GELU by erf or by tanh, a mask by arithmetic or by Where, q, k and v as three products or as one.
+Sentence encoders (Devlin et al. 2019), ViT (Dosovitskiy et al. 2021), and a text recogniser of convolutions and
+attention (SVTR, Du et al. 2022).
+
+Options choose between equivalent forms of exporters: a layer norm as one operator or as its arithmetic, GELU by erf or
+by tanh, a mask by arithmetic or by Where, q, k and v as three products or as one.
 """
 from __future__ import annotations
 
@@ -176,14 +178,14 @@ def sentence_encoder(*, style: Style = Style(), opset: int = 17, batch: str | in
 
 
 def with_integer_inputs(model: onnx.ModelProto, names: Sequence[str], shape: Sequence[str | int]) -> onnx.ModelProto:
-    """The model with int64 inputs of these names in place of its image."""
+    """Replace the model's image by int64 inputs of these names."""
     del model.graph.input[:]
     model.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.INT64, shape) for name in names)
     return model
 
 
 def tokens(model: onnx.ModelProto, count: int, seed: int = 0) -> dict[str, NDArray[Any]]:
-    """Feeds of `count` sentences of different lengths."""
+    """Return inputs of `count` sentences of different lengths."""
     random = np.random.default_rng(seed)
     length = model.graph.input[0].type.tensor_type.shape.dim[1].dim_value
     mask = (np.arange(length) < random.integers(2, length + 1, (count, 1))).astype(np.int64)

@@ -55,7 +55,7 @@ def super_resolution(net: Net, x: Tensor, scale: int = 2) -> Tensor:
 
 @architecture(size=64)
 def decoder(net: Net, x: Tensor) -> Tensor:
-    """An autoencoder: strided convolutions down, transposed ones of 4x4 and of 3x3 with output padding up."""
+    """Build an autoencoder: strided convolutions down, transposed ones up (4x4, and 3x3 with output padding)."""
     x = net.conv_bn_act(net.conv_bn_act(x, net.scaled(32), 3, stride=2, name="down0"), net.scaled(64), 3, stride=2,
                         name="down1")
     x = net.bn_act(net.conv_transpose(x, net.scaled(32), 4, pads=1, name="up0"), name="up0_bn")

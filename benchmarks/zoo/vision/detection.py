@@ -8,7 +8,7 @@ from benchmarks.zoo.vision.resnet import RESIDUAL_GAIN
 
 
 def _rows_of_anchors(net: Net, x: Tensor) -> Tensor:
-    """[values, rows, cols] -> [rows * cols, values]"""
+    """Reshape [values, rows, cols] to [rows * cols, values]."""
     return net.transpose(net.reshape(x, x.channels, x.shape[1] * x.shape[2]), 2, 1)
 
 
@@ -61,7 +61,7 @@ def _pyramid_pool(net: Net, x: Tensor, out: int, name: str, *, serial: bool) -> 
 
 @architecture(size=640)
 def yolo_v5(net: Net, x: Tensor, focus: bool = True) -> dict[str, Tensor]:
-    """The nano size. `focus`: the stem slices pixels into channels (up to v5.0), else it is a 6x6 convolution."""
+    """Build YOLOv5n. focus: the stem slices pixels into channels (up to v5.0), else it is a 6x6 convolution."""
     widths = [net.scaled(c) for c in (16, 32, 64, 128, 256)]
     if focus:
         halves = [net.slice(x, 2, start, step=2) for start in (0, 1)]

@@ -62,7 +62,7 @@ def _pyramid(net: Net, stages: list[Tensor]) -> list[Tensor]:
 
 
 def _proposed(net: Net, x: Tensor, side: int, count: int) -> Tensor:
-    """The boxes [count, 4] of this level that are likeliest to hold something."""
+    """Return the `count` boxes of a pyramid level with the highest objectness, [count, 4]."""
     y = net.act(net.conv(x, x.channels, 3, bias=True, name="conv"), "relu")
     places = ANCHORS * x.shape[1] * x.shape[2]
     scores, offsets = (net.reshape(net.transpose(net.conv(y, ANCHORS * values, 1, bias=True, name=name), 2, 3, 1),
@@ -96,7 +96,7 @@ def _best(net: Net, scores: Tensor, count: int) -> Tensor:
 
 
 def _kept(net: Net, boxes: Tensor, scores: Tensor, most: int) -> Tensor:
-    """The boxes that NonMaxSuppression leaves, however many they are."""
+    """Return the indices of the boxes that NonMaxSuppression keeps; their number depends on the data."""
     each = net.op("Unsqueeze", boxes, net.integers(0), shape=boxes.shape)
     weights = net.op("Unsqueeze", scores, net.integers(0, 1), shape=())
     kept = net.op("NonMaxSuppression", each, weights, net.integers(most), net.scalar(OVERLAP),

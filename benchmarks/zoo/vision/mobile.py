@@ -1,5 +1,8 @@
-"""Depthwise-separable networks: MobileNet v1-v3 (Howard et al. 2017, 2019; Sandler et al. 2018), EfficientNet (Tan and
-Le 2019), ShuffleNet v1 and v2 (Zhang et al. 2018; Ma et al. 2018)."""
+"""Depthwise-separable networks.
+
+MobileNet v1-v3 (Howard et al. 2017, 2019; Sandler et al. 2018), EfficientNet (Tan and Le 2019), ShuffleNet v1 and v2
+(Zhang et al. 2018; Ma et al. 2018).
+"""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +15,7 @@ RESIDUAL_GAIN = 0.5
 
 def inverted_residual(net: Net, x: Tensor, out: int, *, kernel: int = 3, stride: int = 1, expanded: int, act: str,
                       squeezed: int = 0, gate: str = "sigmoid", inner_act: str = "relu") -> Tensor:
-    """x + project(excite(depthwise(expand(x))))"""
+    """Add an inverted residual block, x + project(excite(depthwise(expand(x))))."""
     y = x
     if expanded != x.channels:
         y = net.conv_bn_act(y, expanded, 1, act=act, name="expand")
@@ -64,7 +67,7 @@ def mobilenet_v2(net: Net, x: Tensor) -> Tensor:
 @architecture(size=224)
 def mobilenet_v3(net: Net, x: Tensor, hardswish: str = "hardswish_by_hardsigmoid",
                  hardsigmoid: str = "hardsigmoid") -> Tensor:
-    """The small one. `hardswish`, `hardsigmoid`: how they are written (Net.act)."""
+    """Build MobileNetV3-Small. hardswish, hardsigmoid: the forms of these activations (Net.act)."""
     x = net.conv_bn_act(x, net.scaled(16), 3, stride=2, act=hardswish, name="features.0")
     table = ((3, 16, 16, True, "relu", 2), (3, 72, 24, False, "relu", 2), (3, 88, 24, False, "relu", 1),
              (5, 96, 40, True, hardswish, 2), (5, 240, 40, True, hardswish, 1), (5, 240, 40, True, hardswish, 1),
@@ -126,7 +129,7 @@ def efficientnet_v2(net: Net, x: Tensor) -> Tensor:
 
 @architecture(size=224)
 def shufflenet_v1(net: Net, x: Tensor, groups: int = 4) -> Tensor:
-    """Grouped 1x1 convolutions around a channel shuffle; strided units concatenate an average pool."""
+    """Build ShuffleNet v1: grouped 1x1 convolutions around a channel shuffle; strided units append an average pool."""
     def unit(x: Tensor, out: int, stride: int, first: bool) -> Tensor:
         middle = out // 4
         produced = out - x.channels if stride == 2 else out

@@ -32,7 +32,7 @@ def odd_channels(net: Net, x: Tensor) -> Tensor:
 
 @architecture(size=32)
 def activations(net: Net, x: Tensor, kinds: tuple[str, ...] = ACTIVATIONS) -> Tensor:
-    """A convolution behind every kind of activation."""
+    """Build a chain of convolutions, each followed by another kind of activation."""
     for kind in kinds:
         x = net.conv_bn_act(x, net.scaled(16), 3, act=kind, name=kind)
     return net.classify(x)

@@ -16,7 +16,7 @@ def _shortcut(net: Net, x: Tensor, out: int, stride: int, pooled: bool) -> Tenso
 
 
 def basic_block(net: Net, x: Tensor, out: int, stride: int) -> Tensor:
-    """relu(shortcut(x) + 3x3(relu(3x3(x))))"""
+    """Add relu(shortcut(x) + 3x3(relu(3x3(x))))."""
     y = net.conv_bn_act(x, out, 3, stride=stride, name="conv1")
     y = net.conv_bn(y, out, 3, gain=RESIDUAL_GAIN, name="conv2")
     return net.act(net.add(y, _shortcut(net, x, out, stride, pooled=False)), "relu")
@@ -24,7 +24,7 @@ def basic_block(net: Net, x: Tensor, out: int, stride: int) -> Tensor:
 
 def bottleneck(net: Net, x: Tensor, middle: int, out: int, stride: int, *, groups: int = 1,
                excite: int = 0, pooled_shortcut: bool = False) -> Tensor:
-    """relu(shortcut(x) + 1x1(relu(3x3(relu(1x1(x))))))"""
+    """Add relu(shortcut(x) + 1x1(relu(3x3(relu(1x1(x)))))), with `excite` by squeeze-and-excite."""
     y = net.conv_bn_act(x, middle, 1, name="conv1")
     y = net.conv_bn_act(y, middle, 3, stride=stride, groups=groups, name="conv2")
     if excite:
@@ -47,7 +47,7 @@ def _basic(net: Net, x: Tensor, depths: tuple[int, ...]) -> Tensor:
 
 
 def pyramid_base(net: Net, x: Tensor, depths: tuple[int, ...]) -> list[Tensor]:
-    """The last features of each stage of bottlenecks."""
+    """Return the last features of each stage of bottlenecks."""
     x, stages = stem(net, x), []
     for stage, depth in enumerate(depths):
         for block in range(depth):
@@ -116,7 +116,7 @@ def preact_resnet18(net: Net, x: Tensor) -> Tensor:
 
 @architecture(size=224)
 def regnet_y(net: Net, x: Tensor) -> Tensor:
-    """Groups of 8 channels, squeeze-and-excite."""
+    """Build RegNetY with groups of 8 channels and squeeze-and-excite."""
     group = 8
     x = net.conv_bn_act(x, net.scaled(32), 3, stride=2, name="stem")
     for stage, (out, depth) in enumerate(((48, 1), (104, 3), (208, 6), (440, 2))):

@@ -1,5 +1,6 @@
-"""Single shot detectors (Liu et al. 2016): on ResNet-34 for pictures of 1200 x 1200, as MLPerf's servers run it, and on
-MobileNet v1 for 300 x 300, as its small devices do.
+"""Single shot detectors (Liu et al. 2016) of the MLPerf suites.
+
+ResNet-34 on pictures of 1200 x 1200 (data centre), and MobileNet v1 on pictures of 300 x 300 (edge).
 
 Heads at six scales give offsets to anchors and scores; boxes are decoded, and (nms) NonMaxSuppression keeps the best.
 """

@@ -1,5 +1,7 @@
-"""3D U-Net (Cicek et al. 2016) as MLPerf segments kidneys with it: instance norms, strided convolutions down,
-transposed ones up."""
+"""3D U-Net (Cicek et al. 2016) as in MLPerf's kidney segmentation.
+
+Instance norms, strided convolutions down, and transposed ones up.
+"""
 from __future__ import annotations
 
 import math
