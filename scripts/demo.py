@@ -70,7 +70,7 @@ def tool(name: str) -> str:
 
 
 def run(*command: str | Path | float) -> str:
-    """Standard output of an installed command; prints the command first. Raises DemoError if it fails."""
+    """Print and run an installed command, and return its standard output. Raises DemoError if it fails."""
     words = [str(word) for word in command]
     print(f"$ {shlex.join(words)}", flush=True)
     done = subprocess.run([tool(words[0]), *words[1:]], capture_output=True, text=True)
@@ -199,7 +199,7 @@ def summary(engines: dict[str, Measured], mean_batch: float, load: list[dict[str
 
 
 def demo(work: Path, results: Path, seconds: float) -> str:
-    """The summary of a run that went well. Raises DemoError at the first step that did not."""
+    """Run the demo and return its summary. Raises DemoError at the first step that fails."""
     images, labels = test_images()
     repository = work / "models"
     version = repository / MODEL / "1"          # no config.pbtxt: the server completes it from the plan

@@ -38,7 +38,7 @@ PATHS = ["/", "/v2", "/v2/health/ready", f"/v2/models/{MODEL}", f"/v2/models/{MO
 
 
 def infer_message(rng: random.Random) -> bytes:
-    """A valid request, with parameters of all kinds."""
+    """Return a request with random parameters of all kinds."""
     request = inference.ModelInferRequest(model_name=MODEL, id=str(rng.random()))
     rows = rng.randint(1, 4)
     tensor = request.inputs.add(name="x", datatype="FP32", shape=[rows, 4])
@@ -58,7 +58,7 @@ def infer_message(rng: random.Random) -> bytes:
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """The data with up to four faults."""
+    """Return the data with up to four random faults."""
     changed = bytearray(data)
     for _ in range(rng.randint(0, 4)):
         at = rng.randrange(len(changed) + 1)
@@ -100,7 +100,7 @@ async def over_grpc(channel: grpc.aio.Channel, messages: int, rng: random.Random
 
 
 def http_message(rng: random.Random) -> bytes:
-    """A valid request over HTTP/1.1, whole."""
+    """Return a complete HTTP/1.1 request with random route and parameters."""
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4],
               "data": [1, 2, 3, rng.choice((4, "4", None, [4], 1e400))]}
     body = json.dumps({"inputs": [tensor], "key": "/k", "byte_size": 64, "log_info": True, "parameters": {
@@ -134,8 +134,11 @@ async def over_http(port: int, messages: int, rng: random.Random, seen: Counter[
 
 
 async def _read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """All that is answered. A server waits for the rest of what lost its end, until it is told that there is none; who
-    says so at once has gone, and gets no answer."""
+    """Return all that the server answers.
+
+    The server waits for the rest of a truncated request. After MORE_SECS without an end the write side is closed; a
+    client that closes it at once counts as gone, and gets no answer.
+    """
     reading = asyncio.ensure_future(reader.read())
     await asyncio.wait([reading], timeout=MORE_SECS)
     if not reading.done():
@@ -144,7 +147,7 @@ async def _read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> b
 
 
 async def fuzz(grpc_address: str, http_port: int, messages: int, seed: int) -> Counter[str]:
-    """What was answered, counted; keys that begin with "failure" are failures."""
+    """Send the messages and return counts of the answers; keys that begin with "failure" are failures."""
     seen: Counter[str] = Counter()
     async with grpc.aio.insecure_channel(grpc_address) as channel:
         each = -(-messages // (2 * AT_A_TIME))

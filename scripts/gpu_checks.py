@@ -25,8 +25,11 @@ Part = Callable[[str], Found]   # of an architecture
 
 @dataclass(frozen=True)
 class Check:
-    """what: the command's help. columns: of the table, how each is read from what was found. right: whether that is as
-    it should be."""
+    """Check of emulated GPUs with a command line, JSON results and a Markdown table.
+
+    what: help text of the command. columns: functions from a result to each column of the table. right: returns True
+    if a result is as expected.
+    """
     what: str
     targets: Sequence[str]
     columns: Mapping[str, Callable[[Found], object]]
@@ -34,7 +37,7 @@ class Check:
 
     def main(self, subjects: Callable[[argparse.Namespace], Mapping[str, Part]],
              ask: Callable[[argparse.ArgumentParser], object]) -> int:
-        """Does what is missing. subjects: by name, of the options that `ask` has added to the command's."""
+        """Run the checks that have no result. subjects: returns them by name from the options; `ask` adds options."""
         parser = argparse.ArgumentParser(description=self.what, formatter_class=argparse.RawDescriptionHelpFormatter)
         ask(parser)
         parser.add_argument("--results", type=Path, required=True, metavar="FILE.json")

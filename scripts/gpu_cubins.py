@@ -23,7 +23,7 @@ PRODUCTS = ("IDP", "IMMA", "HMMA", "IGMMA", "HGMMA", "FFMA", "LDL", "STL")
 
 
 def found_of(plan: Plan, target: str) -> Found:
-    """What the assembler says of its kernels, and what is in the machine code where the disassembler knows it."""
+    """Assemble a plan's kernels; report registers, spills and, if they can be disassembled, instruction counts."""
     ptx = [code for one in relower(plan, target).within() for code in one.machine.code[-1:]]
     cubins, reports = zip(*(report_of(code.decode(), gpu_named(target)) for code in ptx), strict=True)
     spills = [int(number) for report in reports for pair in

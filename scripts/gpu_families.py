@@ -1,5 +1,6 @@
-"""Every family of kernels on the emulated GPUs: in each precision, by every tactic that the tuner may take, a problem's
-result is the reference's; integers bit for bit.
+"""Comparison of every kernel family on the emulated GPUs with the reference.
+
+Each problem runs in each precision and by every tactic that the tuner may choose; integers must be equal bit for bit.
 
     python -m scripts.gpu_families --results families.json
     python -m scripts.gpu_families --results families.json --targets sm_70 --match attention

@@ -39,8 +39,10 @@ def inputs_of(plan: Plan) -> dict[str, Array]:
 
 
 def compared(plan: Plan, target: str) -> Found:
-    """How far the outputs are from those of the CPU; of BF16 one that sums in float32, as GPUs do: vdpbf16ps rounds
-    otherwise."""
+    """Return the error of the outputs relative to those of the CPU.
+
+    BF16 is compared with the portable CPU target, which sums in float32 as GPUs do; vdpbf16ps rounds differently.
+    """
     inputs = inputs_of(plan)
     theirs = Engine(relower(plan, "portable") if plan.precision == "bf16" else plan).run(inputs)
     there = relower(plan, target)

@@ -53,7 +53,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def literal(name: str, value: str) -> bytes:
-    """A header field without indexing and without compression."""
+    """Encode a header field without indexing and without compression."""
     return b"\0" + b"".join(_length(len(text)) + text.encode() for text in (name, value))
 
 
@@ -74,7 +74,7 @@ def fields_of(port: Port, path: str) -> tuple[tuple[str, str], ...]:
 
 
 def request_block(port: Port, path: str = "") -> bytes:
-    """The headers of an inference, or of a request for another path."""
+    """Return the header block of an inference, or of a request for another path."""
     return b"".join(literal(*each) for each in fields_of(port, path or port.infer))
 
 
@@ -111,7 +111,7 @@ def priority_storm(port: Port) -> Pieces:
 
 
 def header_bomb(port: Port) -> Pieces:
-    """An entry of 4000 bytes in HPACK's table, and 16,000 references to it in one block (64 MB)."""
+    """Yield blocks that add a 4000-byte entry to HPACK's table and refer to it 10,000 times (40 MB each)."""
     entry = b"\x40" + _length(1) + b"a" + _length(4000) + b"b" * 4000
     for stream in range(1, 21, 2):
         yield frame(_HEADERS, _END_HEADERS | _END_STREAM, stream, request_block(port) + entry + b"\xbe" * 10_000)
@@ -124,7 +124,7 @@ def many_streams(port: Port) -> Pieces:
 
 
 def zero_windows(port: Port) -> Pieces:
-    """Calls whose answers may never be sent."""
+    """Yield calls on a connection whose window of 0 lets no answer through."""
     yield frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, 0))
     block = request_block(port, port.live)
     for first in range(1, 10_000, 1000):
@@ -149,7 +149,7 @@ def goaways(port: Port) -> Pieces:
 
 
 def slow_bodies(port: Port) -> Pieces:
-    """Requests of which a byte comes now and then."""
+    """Yield the bodies of 200 requests byte by byte."""
     streams = range(1, 401, 2)
     yield b"".join(frame(_HEADERS, _END_HEADERS, stream, request_block(port)) for stream in streams)
     for _ in range(20):
@@ -183,7 +183,7 @@ def attack(address: tuple[str, int], pieces: Pieces, linger_secs: float = 3.0) -
 
 
 def exchange(port: Port, message: bytes) -> bytes:
-    """The bytes of a connection with three requests."""
+    """Return the bytes that a client sends on a connection with three requests."""
     client = client_connection(1 << 20)
     sent = client.data_to_send()
     for path in (port.live, port.infer, port.live):

@@ -75,7 +75,7 @@ def add_front(parser: argparse.ArgumentParser) -> None:
 
 
 def front(given: argparse.Namespace) -> tuple[str, ...]:
-    """The server's options that these are."""
+    """Return the server's options for the front and the workers."""
     return "--grpc-front", given.grpc_front, "--workers", given.workers
 
 
@@ -106,7 +106,7 @@ def request(model: str, values: int) -> bytes:
 
 
 async def offer(channel: grpc.aio.Channel, model: str, rate: float, seconds: float, deadline: float) -> Counter[str]:
-    """Sends requests at a rate, whatever becomes of them; how they ended."""
+    """Send requests at a fixed rate without waiting for answers, and count their statuses."""
     call, ended, data = channel.unary_unary(INFER), Counter[str](), request(model, 4)
 
     async def one() -> None:
@@ -202,7 +202,7 @@ async def slow_readers(options: argparse.Namespace) -> None:
 
 
 async def cancel(options: argparse.Namespace) -> None:
-    """Requests that wait behind a slow one are cancelled all at once, by the end of their connection."""
+    """Withdraw all queued requests, newest first, as at the end of a connection, and print the time."""
     batcher = Batcher("m", BatchPolicy(8), QueuePolicy(), lambda *_: None)
     loop = asyncio.get_running_loop()
     requests = [Request({}, 1, (), lambda _: b"", loop.create_future()) for _ in range(options.count)]
@@ -215,7 +215,7 @@ async def cancel(options: argparse.Namespace) -> None:
 
 
 async def models(options: argparse.Namespace) -> None:
-    """A repository of many models is loaded, listed and looked at every second."""
+    """Load and list a repository of many models that is polled every second, and print the costs."""
     with tempfile.TemporaryDirectory() as folder:
         for i in range(options.count):
             write_model(Path(folder), f"m{i}")
@@ -235,7 +235,7 @@ async def models(options: argparse.Namespace) -> None:
 
 
 async def connections(options: argparse.Namespace) -> None:
-    """Connections that have greeted and say nothing more, while one client goes on asking."""
+    """Open many idle connections of each protocol while one client sends requests, and print memory and statuses."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     greetings = {"gRPC": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0",
                  "HTTP": b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"}

@@ -202,7 +202,7 @@ def to_onnx(net: DigitNet) -> onnx.ModelProto:
 
 
 def check_export(net: DigitNet, model: onnx.ModelProto, digits: Digits) -> None:
-    """Raises AssertionError unless the ONNX file computes what torch does."""
+    """Raise AssertionError unless the ONNX model computes the same as torch."""
     x = preprocess(digits.images)
     with torch.no_grad():
         expected = net.eval()(x).numpy()

@@ -133,7 +133,7 @@ def deadlines(target: Target) -> None:
 
 
 def cancellation(target: Target) -> None:
-    """A call that its client cancels is cancelled in the server, too."""
+    """Cancel a unary call and a stream, and wait until the server has cancelled the call."""
     before = cancelled_by_clients(target)
     with stub_to(target) as stub:
         call = stub.ModelInfer.future(small(SLOW), timeout=TIMEOUT_SECS)

@@ -37,7 +37,7 @@ def _curl(target: Target, *options: str | Path, http2: bool = True) -> str:
 
 
 def curl_grpc(target: Target) -> None:
-    """A call whose message and trailers curl sends and prints as they are."""
+    """Make a gRPC call by curl, which sends the framed message and prints the trailers unchanged."""
     message = small().SerializeToString()
     with tempfile.NamedTemporaryFile() as body:
         body.write(prefix_of(len(message)) + message)
@@ -54,7 +54,7 @@ def curl_http(target: Target, http2: bool) -> None:
 
 
 def curl_large(target: Target, http2: bool) -> None:
-    """An inference of 5 MB as bytes both ways."""
+    """Infer with 5 MB of binary tensors in both directions."""
     values = np.arange(LARGE, dtype="<f4")
     head = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, LARGE],
                                    "parameters": {"binary_data_size": values.nbytes}}],
@@ -69,7 +69,7 @@ def curl_large(target: Target, http2: bool) -> None:
 
 # ---- nghttp2's programs
 def nghttp(target: Target) -> None:
-    """A call, which is refused with a status for it says nothing: the answer is HEADERS, as gRPC has it."""
+    """Make a gRPC call without a message, which is refused by a status in a HEADERS frame."""
     scheme = "https" if target.root else "http"
     said = output([program("nghttp", _NGHTTP2), "-nvs", *_GRPC_HEADERS, "-H", ":method: POST", "-d", os.devnull,
                    f"{scheme}://{target.grpc}{_INFER}"])

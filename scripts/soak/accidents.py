@@ -35,7 +35,7 @@ time.sleep(600)
 
 
 def killed_client(port: int) -> Accident:
-    """A client process that has asked and not read is killed."""
+    """Kill a client process that has sent a request and not read the answer."""
     request = infer_request(STEADY, {"x": np.ones((1, 4), np.float32)}).SerializeToString().hex()
 
     async def accident() -> None:
@@ -49,7 +49,7 @@ def killed_client(port: int) -> Accident:
 
 
 def killed_process(repository: Path) -> Accident:
-    """The process of a Python model is killed, in the midst of a request or not."""
+    """Kill the process of a Python model, whether or not it is executing a request."""
     async def accident() -> None:
         with suppress(ProcessLookupError, ValueError):      # it was, and is being started again
             os.kill(int((repository / MORTAL / "pid").read_text()), signal.SIGKILL)
@@ -57,7 +57,7 @@ def killed_process(repository: Path) -> Accident:
 
 
 def half_open(ports: Sequence[int], rng: random.Random, kept: deque[socket.socket]) -> Accident:
-    """A connection that says the beginning of something and then nothing; those that are not kept are closed."""
+    """Open a connection, send the start of a request and nothing more; the oldest of many is closed."""
     said = (b"POST /v2/models/steady/infer HTTP/1.1\r\nContent-Length: 999\r\n\r\n{",
             b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0", b"")
 
@@ -80,7 +80,7 @@ def reload(channel: Channel, repository: Path) -> Accident:
 
 
 def passing_by(channel: Channel) -> Accident:
-    """A model comes and goes."""
+    """Load a model and unload it."""
     async def accident() -> None:
         await channel.call("RepositoryModelLoad", inference.RepositoryModelLoadRequest(model_name=PASSING))
         await channel.call("RepositoryModelUnload", inference.RepositoryModelUnloadRequest(model_name=PASSING))

@@ -50,7 +50,7 @@ def digits(engine: Engine, rng: random.Random) -> Example:
 
 
 def check(found: Array, expected: Array) -> None:
-    """Raises ValueError: it is not what the model makes of it."""
+    """Raise ValueError if the output is not the expected one."""
     if found.shape != expected.shape or not np.allclose(found, expected, 1e-3, 1e-3):
         raise ValueError(f"{expected!r:.200} was expected, and {found!r:.200} came")
 
@@ -112,7 +112,7 @@ class Channel:
         return ask
 
     def mortal(self, seen: Counter[str], rng: random.Random) -> Ask:
-        """The model whose processes are killed answers, or says that its process has ended."""
+        """Return a request to the model whose processes are killed; it may fail because its process ended."""
         plain = self.client(MORTAL, affine(2, 1, rng))
 
         async def ask() -> None:

@@ -59,14 +59,14 @@ class Soak:
         return [f"{count} {what}" for what, count in self.seen.items() if what.startswith("failure")]
 
     def share(self, load: float) -> dict[str, float]:
-        """The rate of each client at this share of what was answered."""
+        """Return the rate of each client at this share of the throughput that was measured."""
         return {what: load * self.seen[what] / self.seconds / count for what, count in self.clients.items()}
 
     def _due(self, what: str) -> Iterator[float]:
         return arrivals(self._rates[what], self._rng) if what in self._rates else _after(_PAUSE_SECS)
 
     async def _again_and_again(self, what: str, act: Callable[[], Awaitable[None]], due: Iterator[float]) -> None:
-        """An accident or a request, until the end and at least once. What it raises is a failure."""
+        """Repeat an accident or a request until the end, at least once. Its exceptions count as failures."""
         over = False
         while not over:
             begin = time.monotonic()
@@ -89,8 +89,10 @@ def _after(secs: float) -> Iterator[float]:
 
 
 def arrivals(rate: float, rng: random.Random, now: Callable[[], float] = time.monotonic) -> Iterator[float]:
-    """When the next one is due, if they come at random times, so many a second, however long they take. What is due
-    more than _PATIENCE_SECS ago comes no more: a machine that has others to serve is not made to catch up."""
+    """Yield the times of Poisson arrivals at `rate` per second, however long each takes.
+
+    Arrivals that are due more than _PATIENCE_SECS ago are dropped, so a busy machine need not catch up.
+    """
     due = now()
     while True:
         due = max(due + rng.expovariate(rate), now() - _PATIENCE_SECS)
