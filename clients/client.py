@@ -57,12 +57,12 @@ class InferenceClient:
         return self._call(pb.ModelMetadataResponse, pb.ModelMetadataRequest(name=model, version=version), timeout)
 
     def model_config(self, model: str, version: str = "", *, timeout: float | None = None) -> model_config.ModelConfig:
-        """The complete configuration, what the server filled in included."""
+        """Return the complete configuration, including the fields that the server filled in."""
         return self._call(pb.ModelConfigResponse, pb.ModelConfigRequest(name=model, version=version), timeout).config
 
     def statistics(self, model: str = "", version: str = "", *,
                    timeout: float | None = None) -> list[pb.ModelStatistics]:
-        """An entry for each version of the model, or of all models; counts are cumulative, durations nanoseconds."""
+        """Return an entry for each version of one or all models; counts are cumulative, durations in nanoseconds."""
         request = pb.ModelStatisticsRequest(name=model, version=version)
         return list(self._call(pb.ModelStatisticsResponse, request, timeout).model_stats)
 

@@ -28,7 +28,7 @@ _CONTENTS_TAG = bytes((pb.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input
 
 
 def datatype_of(array: Array) -> str:
-    """The protocol's name of an array's dtype. Raises InvalidRequestError for a dtype that it has no name for."""
+    """Return the protocol's name of an array's dtype. Raises InvalidRequestError if it has none."""
     if array.dtype.kind in "OSU":
         return "BYTES"
     name = _NAMES.get(array.dtype.newbyteorder("="))
@@ -39,7 +39,7 @@ def datatype_of(array: Array) -> str:
 
 
 def encode(array: Array) -> bytes:
-    """The raw contents of an array; the elements of an object or string array are str (sent as UTF-8) or bytes."""
+    """Return the raw contents of an array; elements of an object array are bytes, or str (sent as UTF-8)."""
     if datatype_of(array) == "BYTES":
         return b"".join(_prefixed(element) for element in array.flat)
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
@@ -53,9 +53,9 @@ def _prefixed(element: object) -> bytes:
 
 
 def decode(raw: bytes, datatype: str, shape: tuple[int, ...]) -> Array:
-    """The array of raw contents: a read-only view of `raw`, or for BYTES an object array of bytes; BF16 as float32.
+    """Return the array of raw contents: a view of `raw`, a float32 copy for BF16, or an object array for BYTES.
 
-    Raises ResponseError when `raw` is not as long as the datatype and the shape say.
+    Raises ResponseError if the length of `raw` does not match the datatype and the shape.
     """
     if datatype == "BYTES":
         elements = list(_split(raw))
@@ -85,7 +85,7 @@ def _split(raw: bytes) -> Iterator[bytes]:
 
 def infer_request(model: str, inputs: Mapping[str, Array], *, version: str = "", request_id: str = "",
                   priority: int = 0) -> pb.ModelInferRequest:
-    """The message of a request; `priority` 0 is the model's default level, 1 the most urgent."""
+    """Return the message of a request; `priority` 0 is the model's default level, 1 the most urgent."""
     request, arrays = _without_contents(model, inputs, version, request_id, priority)
     request.raw_input_contents.extend(map(encode, arrays))
     return request

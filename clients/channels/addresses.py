@@ -17,7 +17,7 @@ _FIRST_BACKOFF_SECS, _BACKOFF_FACTOR, _MOST_BACKOFF_SECS, _JITTER = 1.0, 1.6, 12
 
 @dataclass
 class Address:
-    """A server: a host and a port, or the path of a Unix socket (with "\\0" in front: an abstract one)."""
+    r"""Address of a server: host and port, or the path of a Unix socket (with "\0" in front: an abstract one)."""
     host: str
     port: int = 0
     path: str = ""
@@ -26,7 +26,7 @@ class Address:
 
     @cached_property
     def name(self) -> str:
-        """The address as URLs have it."""
+        """Return the address in the form of URLs."""
         return f"unix:{self.path}" if self.path else f"[{self.host}]:{self.port}" if ":" in self.host else (
             f"{self.host}:{self.port}")
 

@@ -15,7 +15,7 @@ class ChannelBase:
     """The addresses of a channel and its options."""
 
     def __init__(self, url: str, options: ChannelOptions) -> None:
-        """Raises ValueError, or OSError for certificates that cannot be used."""
+        """Parse the URL and the options. Raises ValueError, or OSError for unusable certificates."""
         self._addresses = RoundRobin(parse_url(url))
         self._options, self._config = options, options.config()
         self._throttle = Throttle(self._config)

@@ -123,7 +123,7 @@ class BlockingConnection:
         return self._http2.takes_calls and not self._http2.calls
 
     def is_alive(self) -> bool:
-        """True unless the server has ended the connection since the last call."""
+        """Return True unless the server has ended the connection since the last call."""
         try:
             self._socket.settimeout(0.0)
             while self._http2.takes_calls:
@@ -206,7 +206,7 @@ class BlockingConnection:
 
 
 def _connect(address: Address, tls: ssl.SSLContext | None, secs: float) -> socket.socket:
-    """Raises OSError."""
+    """Open a socket to the address, with TLS if `tls` is given. Raises OSError."""
     if not address.path:
         connected = socket.create_connection((address.host, address.port), timeout=secs)
     else:

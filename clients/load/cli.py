@@ -1,4 +1,4 @@
-"""load-test: how fast does a model answer, and how long does it take, under a given load?
+"""load-test: measure the throughput and latency of a model under a given load.
 
     load-test -m classifier -u localhost:8001 --concurrency 1,4,16 --plot latency.png     as fast as it can
     load-test -m classifier -u localhost:8001 --rate 200,400                              as users would
@@ -33,7 +33,7 @@ CLEAR = "\r\033[K"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 0, 1 or 2 as --help says, 130 when interrupted."""
+    """Run the command. Returns the exit status: 0, 1 or 2 as --help says, 130 when interrupted."""
     options = parse(arguments)
     progress = Progress()
     try:
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_loads(options: Options, progress: Progress) -> int:
-    """Raises ClientError, as does the next."""
+    """Measure the loads, write the reports, and return the exit status. Raises ClientError."""
     if options.plot:
         require_matplotlib()
     report = run_loop(run(options, progress))
@@ -96,8 +96,10 @@ def verdict(report: Report, allow_errors: bool) -> int:
 
 
 async def run(options: Options, progress: Progress) -> Report:
-    """Measures all loads in turn, each on one server and then on the other if there are two. Raises ClientError when
-    the model cannot be reached or refuses the input."""
+    """Measure all loads in turn, each on one server and then on the other if there are two.
+
+    Raises ClientError if the model cannot be reached or refuses the input.
+    """
     async with AsyncExitStack() as stack:
         targets = [await stack.enter_async_context(open_target(options, url)) for url in options.urls]
         for load in options.loads:
@@ -118,7 +120,7 @@ class Progress:
         self._live = self._stream.isatty()
 
     def window(self, load: Load, seconds: float, summary: Summary) -> None:
-        """Shows the summary of the last window, `seconds` into the measurement."""
+        """Show the summary of the last window, `seconds` into the measurement."""
         errors = sum(summary.errors.values())
         self.write(f"{load}: {seconds:.1f} s, {summary.throughput:.1f} infer/s, p50 {summary.latency.p50:.2f} ms, "
                     f"p99 {summary.latency.p99:.2f} ms, {errors} errors")

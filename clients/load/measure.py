@@ -41,7 +41,7 @@ class Recorder:
         self._statuses.append(status)
 
     def since(self, first: int) -> Samples:
-        """The requests from the `first` on."""
+        """Return the requests from index `first` on."""
         due, sent, ended = (np.array(times[first:]) for times in (self._due, self._sent, self._ended))
         return Samples(due, sent, ended, np.array(self._statuses[first:], object))
 
@@ -90,7 +90,7 @@ class Summary:
 
 
 def percentile(values: NDArray[np.float64], percent: float) -> float:
-    """The smallest of the values that at least `percent` % do not exceed: a latency that some request really had."""
+    """Return the smallest value that at least `percent` % of the values do not exceed, without interpolation."""
     return float(np.percentile(values, percent, method="inverted_cdf")) if len(values) else float("nan")
 
 

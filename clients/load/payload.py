@@ -22,11 +22,11 @@ class PayloadError(ClientError):
 
 def prepare(metadata: pb.ModelMetadataResponse, batch: int, *, data: Mapping[str, Array] | None = None,
             shapes: Mapping[str, tuple[int, ...]] | None = None, seed: int = 0) -> list[dict[str, Array]]:
-    """The inputs, by name, of requests of `batch` items each.
+    """Return the inputs by name of one or more requests of `batch` items each.
 
     `data` holds an array per input, items on the leading axis; requests take consecutive items and wrap around. Without
-    it, one request of random items. `shapes` gives the extents that vary, a whole item's shape for an input.
-    A leading extent of -1 in the metadata is the batch (KServe v2); without one the model takes one request as it is.
+    it there is one request of random items. `shapes` gives the item's shape of inputs with dynamic extents.
+    A leading extent of -1 in the metadata is the batch axis (KServe v2); without one, each request is one whole input.
     """
     known = {tensor.name for tensor in metadata.inputs}
     for name in [*(data or {}), *(shapes or {})]:
@@ -67,7 +67,7 @@ def _request_shape(model: str, tensor: pb.ModelMetadataResponse.TensorMetadata, 
 
 def _random(random: np.random.Generator, tensor: pb.ModelMetadataResponse.TensorMetadata,
             shape: tuple[int, ...]) -> Array:
-    """Standard normal floats, small integers, coin flips, or short strings."""
+    """Return random values: standard normal floats, small integers, booleans, or short strings."""
     if tensor.datatype == "BYTES":
         return np.array([f"item {n}" for n in random.integers(0, 10 ** 6, int(np.prod(shape)))], object).reshape(shape)
     dtype = DATATYPES.get(tensor.datatype)

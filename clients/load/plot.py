@@ -18,7 +18,7 @@ _MOST_AREA = 320                    # points, of a batch size that all execution
 
 
 def require_matplotlib() -> None:
-    """Raises ClientError when matplotlib is not installed: to be asked before the test, not after it."""
+    """Raise ClientError if matplotlib is not installed. Called before a test starts."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ClientError("--plot needs matplotlib: pip install 'infer-server[plot]', or use --csv and plot it "
                           "elsewhere")
@@ -82,7 +82,7 @@ def _draw_curve(axes: Any, report: Report) -> None:
 
 
 def _draw_parts(axes: Any, report: Report) -> None:
-    """The mean latency of each load, stacked by where it went."""
+    """Draw the mean latency of each load as a stack of its parts."""
     width = 0.8 / len(report.all)
     for number, each in enumerate(report.all):
         levels = _by_load(each)
@@ -101,7 +101,7 @@ def _draw_parts(axes: Any, report: Report) -> None:
 
 
 def _draw_batches(axes: Any, report: Report) -> None:
-    """The sizes of executed batches by load: areas are shares of the executions, lines the means."""
+    """Draw the batch sizes executed at each load: areas are shares of the executions, lines the means."""
     offset = 0.12 * (len(report.all) - 1)
     highest = 1
     for number, (each, style) in enumerate(zip(report.all, ("-", "--"), strict=False)):

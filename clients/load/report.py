@@ -49,12 +49,12 @@ class Report:
 
     @property
     def all(self) -> list[Report]:
-        """This one, and that of the other server."""
+        """Return this report, and that of the other server if there is one."""
         return [self, *([self.against] if self.against else [])]
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The document described above, as plain values."""
+    """Return the JSON document that the module describes, as plain values."""
     head = {field.name: getattr(report, field.name) for field in fields(report)
             if field.name not in ("levels", "against")}
     return {**head, "levels": [_level(level) for level in report.levels],

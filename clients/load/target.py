@@ -39,7 +39,7 @@ class Target:
         return Sender(self.requests, self._bytes_of_one, self._options.timeout)
 
     async def measure(self, load: Load, observe: Callable[[Load, float, Summary], None]) -> None:
-        """Puts the load on it. observe: see run_level()."""
+        """Measure the target under the load. observe: see run_level()."""
         options = self._options
         self._levels.append(await run_level(
             load, self.sender(), options.batch, Timing(options.warmup, options.duration), options.seed,
@@ -52,8 +52,10 @@ class Target:
                       options.seed, options.goal_ms, self._levels, against)
 
     async def try_once(self) -> float:
-        """The seconds that one request takes. A model that refuses the input says so here: it raises a ClientError. One
-        that fails on it is measured."""
+        """Send one request and return its duration in seconds.
+
+        Raises ClientError if the model refuses the input. A model that fails on it can still be measured.
+        """
         begun = time.monotonic()
         try:
             await self.requests[0](SETUP_SECS)
@@ -73,7 +75,7 @@ class Target:
 
 @asynccontextmanager
 async def open_target(options: Options, url: str) -> AsyncIterator[Target]:
-    """Raises a ClientError when the model cannot be reached or refuses the input."""
+    """Connect to a server and send one request. Raises ClientError if the model is unreachable or refuses it."""
     transport = open_transport(url)
     try:
         metadata = await transport.metadata(options.model, options.version)
@@ -89,7 +91,7 @@ async def open_target(options: Options, url: str) -> AsyncIterator[Target]:
 
 
 def load_arrays(path: Path) -> dict[str, Array]:
-    """The arrays of an .npz file by name. Raises PayloadError when it is none."""
+    """Return the arrays of an .npz file by name. Raises PayloadError if it cannot be read as one."""
     try:
         with path.open("rb") as file:
             if not zipfile.is_zipfile(file):

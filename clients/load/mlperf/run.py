@@ -63,7 +63,7 @@ class Measured:
 
 
 def require_loadgen() -> None:
-    """Raises ClientError when the generator is not installed: to be asked before the test."""
+    """Raise ClientError if the load generator is not installed. Called before a test starts."""
     if importlib.util.find_spec("mlperf_loadgen") is None:
         raise ClientError("--scenario needs MLCommons' load generator: pip install 'infer-server[loadgen]'")
 
@@ -203,7 +203,7 @@ class _System:
 
 
 async def _over(generating: asyncio.Future[None]) -> None:
-    """Waits for the generator, which nothing can stop, after an interrupt. The next one ends the process."""
+    """Wait after an interrupt for the generator, whose run cannot be stopped. A second interrupt ends the process."""
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     print("\n" * sys.stderr.isatty() + "load-test: waiting for the generator, whose run cannot be stopped; "
           "Ctrl-C again leaves at once", file=sys.stderr, flush=True)
@@ -227,6 +227,6 @@ def _logging(folder: str) -> mlperf_loadgen.LogSettings:
 
 
 def read_log(path: Path) -> dict[str, Any]:
-    """The values of a detailed log, by key."""
+    """Return the values of a detailed log by key."""
     entries = (json.loads(line.split(_MARK, 1)[1]) for line in path.read_text().splitlines() if _MARK in line)
     return {entry["key"]: entry["value"] for entry in entries}

@@ -26,7 +26,7 @@ class HttpConnection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing() and self._awaited is None
 
     async def ask(self, request: bytes) -> Answer:
-        """Raises OSError: the connection ends, or what comes back is not HTTP."""
+        """Send a request and return its answer. Raises OSError if the connection ends or the answer is not HTTP."""
         assert self._transport is not None, "it is usable"
         self._awaited = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -71,6 +71,6 @@ class HttpConnection(asyncio.Protocol):
 
 
 async def connect(host: str, port: int) -> HttpConnection:
-    """Raises OSError."""
+    """Open a connection. Raises OSError."""
     _, connection = await asyncio.get_running_loop().create_connection(HttpConnection, host, port)
     return connection

@@ -64,7 +64,7 @@ class HttpTransport(Transport):
         return send
 
     async def _ask(self, request: bytes, timeout: float, slots: Slots) -> Answer:
-        """Raises StatusError: there is no answer at all."""
+        """Send a request on a free connection. Raises StatusError if no answer comes."""
         connection: HttpConnection | None = None
         try:
             async with slots.one(timeout):
@@ -87,7 +87,7 @@ class HttpTransport(Transport):
         return connection
 
     async def _get(self, path: str, message: Response) -> Response:
-        """The message with the JSON that is there. Raises a ClientError."""
+        """Get a path and parse its JSON into the message. Raises ClientError."""
         try:
             answer = await self._ask(_head("GET", path, self._address, 0), SETUP_SECS, self._outside)
         except StatusError as error:
@@ -121,7 +121,7 @@ def _path(model: str, version: str) -> str:
 
 
 def _said(answer: Answer) -> str:
-    """The server's message of an error."""
+    """Return the error message in the answer, or its status."""
     try:
         said = json.loads(answer.body)["error"]
     except (ValueError, KeyError, TypeError):

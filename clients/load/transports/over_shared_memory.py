@@ -78,8 +78,10 @@ class SharedMemoryTransport(GrpcTransport):
         await self._channel.call(METHODS[kind].path, request.SerializeToString(), timeout)
 
     async def _sizes(self, request: pb.ModelInferRequest) -> dict[str, int]:
-        """The bytes of each output, of an answer in a message. Raises a ClientError; where the model fails on the
-        request, none."""
+        """Infer once without shared memory and return each output's size in bytes; {} if the model fails.
+
+        Raises ClientError if the server is unreachable or refuses the request.
+        """
         try:
             answer = pb.ModelInferResponse.FromString(await self.infer(request.SerializeToString(), SETUP_SECS))
             return {output.name: len(raw)
@@ -117,7 +119,7 @@ class SharedMemoryTransport(GrpcTransport):
         return complete.SerializeToString()
 
     async def _new_region(self, byte_size: int, timeout: float) -> SharedMemory:
-        """Raises StatusError: this machine has no memory for one, or the server takes none."""
+        """Create a region and register it. Raises StatusError if there is no memory or the server refuses it."""
         await asyncio.sleep(0)              # users whose every region fails at once leave others their turn
         region = _make(max(1, byte_size))
         self._named.append(region.name)
@@ -132,7 +134,7 @@ class SharedMemoryTransport(GrpcTransport):
 
 
 def _make(byte_size: int) -> SharedMemory:
-    """A region whose memory is there: a write to one of a size alone ends the process where there is none left."""
+    """Create a region with posix_fallocate: a write to a sparse one raises SIGBUS when /dev/shm is full."""
     region = None
     try:
         region = SharedMemory(f"load-test-{secrets.token_hex(8)}", True, byte_size)

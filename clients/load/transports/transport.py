@@ -26,7 +26,7 @@ class Slots:
 
     @asynccontextmanager
     async def one(self, timeout: float) -> AsyncIterator[None]:
-        """Raises StatusError when the time is over, and for an OSError in the body."""
+        """Hold a slot during the body. Raises StatusError on a timeout, and for an OSError in the body."""
         try:
             async with asyncio.timeout(timeout), self._free:
                 yield
@@ -48,7 +48,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def prepare(self, model: str, version: str, feeds: Sequence[Feed]) -> Sequence[Send]:
-        """Requests of these inputs, serialised. Each may be in flight any number of times."""
+        """Serialise requests with these inputs. Each may be in flight any number of times."""
 
     @abstractmethod
     async def close(self) -> None: ...
