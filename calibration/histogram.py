@@ -40,8 +40,10 @@ class Histogram:
         self._min, self._max = np.inf, -np.inf
 
     def observe(self, values: Array) -> None:
-        """Add the values of an array of any shape, strides and real dtype. Raises CalibrationError on NaN or
-        infinity."""
+        """Add the values of an array of any shape, strides and real dtype.
+
+        Raises CalibrationError on NaN or infinity.
+        """
         pieces = np.nditer(values, ["buffered", "external_loop", "zerosize_ok"], ["readonly"], np.float32, order="K",
                            casting="unsafe", buffersize=PIECE)
         with pieces:

@@ -170,11 +170,13 @@ class Cached:
 
 def load_or_make(path: str | Path, model_hash: str, make: Callable[[], CalibrationTable],
                  calibrator: str | None = None, tensors: Collection[str] = ()) -> Cached:
-    """The table in the cache file if it fits; else the table that `make` gives, written there in our format.
+    """Return the table in the cache file if it fits, else the result of `make`, which is written to the file.
 
-    It fits if it is of this model and, where one is asked for, of this calibrator, and has ranges for these tensors:
-    those of another shape may be others, and what it has is kept beside them. TensorRT's caches don't say what model
-    they are of: they are taken as they are and never overwritten. Raises CalibrationError on a broken file.
+    A table fits if it is for this model and calibrator (None: any) and has ranges for all of `tensors`. If only ranges
+    are missing, because other input shapes have other tensors, the new table is merged with the ranges of the file.
+    TensorRT's caches do not name their model: they are used as they are and never overwritten.
+
+    Raises CalibrationError on a broken file.
     """
     kept: Mapping[str, Range] = {}
     if not Path(path).exists():

@@ -367,7 +367,7 @@ class _Run:
         return found
 
     def _bias_correction(self, judge: Judge, table: CalibrationTable, means: Mapping[str, Any]) -> dict[str, Any]:
-        """The means, if biases corrected by them lower the error; else none."""
+        """Return the means if correcting biases by them raises the SQNR, else an empty dict."""
         plain_means = {name: tuple(map(float, values)) for name, values in means.items()}
         before, after = self._trial(judge, table), self._trial(judge, replace(table, means=plain_means))
         better = after.sqnr_db > before.sqnr_db

@@ -118,7 +118,7 @@ def pair_of(tensor: IoTensor, expected: Array, value: Array, selected: bool = Fa
 
 
 def _is_one_item(array: Array, selected: bool) -> bool:
-    """True if the leading axis of an output without a batch counts no items: it is not 1, or may count rows."""
+    """Return True if the leading axis of an output without a batch axis does not count items."""
     return array.ndim < (3 if selected else 2) or array.shape[0] != 1
 
 

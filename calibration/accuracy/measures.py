@@ -83,14 +83,14 @@ class Powers:
 
 
 def powers(reference: Array, value: Array) -> Powers:
-    """The sums for one pair of arrays; elements that are infinite in the reference (masked scores) are left out."""
+    """Return the sums for one pair of arrays, without elements that are infinite in the reference (masked scores)."""
     r, v = _comparable(reference, value)
     r2, e2 = r ** 2, (r - v) ** 2
     return Powers(float(r2.sum()), float(e2.sum()), float((r2 ** 2).sum()), float((e2 ** 2).sum()))
 
 
 def typical(items: Sequence[Powers]) -> Powers | None:
-    """The powers of the mean item, its signal 1; None if there is no signal in any.
+    """Return the powers of the mean item, normalised to signal 1, or None if no item has a signal.
 
     An item's errors are taken relative to its own signal, or to the median item's where that is stronger: neither one
     loud item decides, nor the noise in one that has next to nothing to say (a picture without objects).

@@ -105,7 +105,7 @@ class _Inside:
         return Inner(sources=self._traced[key])
 
     def fits(self, feed: Feed) -> bool:
-        """True if the feed has the shapes, and the deciding values, that the graph is for."""
+        """Return True if the graph was made for the feed's shapes and the input values that decide shapes."""
         return self._plan.open is None or self._extents(feed) == self._plan.extents
 
     def _extents(self, feed: Feed) -> dict[str, Any]:
