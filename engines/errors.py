@@ -32,7 +32,8 @@ class ModelError(EngineError):
 class UnknownValueError(ModelError):
     """A shape depends on the values of graph inputs, which the build must be given.
 
-    inputs: their names. node: first output of the node that needs them."""
+    inputs: their names. node: first output of the node that needs them.
+    """
 
     def __init__(self, message: str, inputs: Iterable[str], node: str = "") -> None:
         super().__init__(message)

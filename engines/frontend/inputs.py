@@ -139,8 +139,7 @@ class Declared:
         return "of unknown rank" if self.extents is None else text("?" if d is None else d for d in self.extents)
 
     def option(self) -> str:
-        """Return the option that gives the shape, with names where sizes are to be filled in: none would have been
-        tried."""
+        """Return the --shape option for this input, with names in place of the sizes that the user has to fill in."""
         extents = _ANY_IMAGE if self.extents is None else self.extents
         chosen = [d if is_size(d) else BATCH if not axis else str(d or f"size{axis}").upper()
                   for axis, d in enumerate(extents)]

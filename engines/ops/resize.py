@@ -31,8 +31,10 @@ EXACT = 1 << 20      # parts of a scale: of so many, times any size that there i
 
 
 class Resize(LayoutOp):
-    """To the extents `sizes`, or by the factors `scales` (one for each axis, channels first); by those to these, if it
-    has both: extents that were rounded."""
+    """Resize to the extents `sizes` or by the factors `scales`, one for each axis, channels first.
+
+    With both, `scales` give the coordinates and `sizes` the output shape, whose extents were rounded.
+    """
     anchor, stored = True, Stored.CONVERTED
 
     @classmethod
@@ -100,7 +102,7 @@ class Resize(LayoutOp):
 
     @staticmethod
     def sizes(node: Node, shape: tuple[int, ...]) -> list[int]:
-        """The output's extent for each axis, channels first."""
+        """Return the output's extents, channels first."""
         sizes = node.attrs.get("sizes")
         if sizes is None:
             return [scaled(size, scale) for size, scale in zip(shape, node.attrs["scales"], strict=True)]
@@ -231,7 +233,7 @@ def _triangle(x: Array) -> Array:
 
 
 def _keys(a: float) -> Callable[[Array], Array]:
-    """The cubic convolution filter (Keys, 1981)."""
+    """Return the cubic convolution filter (Keys, 1981)."""
     def kernel(x: Array) -> Array:
         x = np.abs(x)
         near = ((a + 2) * x - (a + 3)) * x * x + 1

@@ -166,8 +166,10 @@ class Memory:
     """
 
     def __init__(self, size: int, huge_pages: bool = True) -> None:
-        """huge_pages: False for memory of which little is touched, here and there. Raises PlanError: there is not so
-        much."""
+        """Map `size` bytes. Raises PlanError if the process cannot have them.
+
+        huge_pages: False for memory that is touched sparsely.
+        """
         self.size, self.has_huge_pages = max(size, 1), huge_pages
         # An anonymous mapping begins on a page; the spare 2 MiB let ours begin on a huge one.
         # Private, or a forked child would write into its parent's tensors.

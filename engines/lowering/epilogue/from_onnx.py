@@ -70,7 +70,7 @@ def _gelu(w: AffineWriter, node: Node, x: Affine) -> Affine:
 
 
 def _softplus(w: AffineWriter, x: Affine) -> Affine:
-    """log(1 + e**x) = max(x, 0) + log(1 + e**-|x|)"""
+    """Write log(1 + e**x) as max(x, 0) + log(1 + e**-|x|)."""
     x = w.settled(x)
     small = w.apply("log1p", w.apply("exp_down_to_0", w.apply("abs", x).scaled(-1)))
     return w.add(w.settled(x.clip(0, np.inf)), small)

@@ -169,8 +169,11 @@ class Resize(ImageProblem):
     family = "resize"
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"rows", "columns": (index, weight), each [outputs, taps], as taps_of makes them; "program": a sequence of
-        float32 [1] or [channels]."""
+        """Interpolate rows and columns, then apply the epilogue.
+
+        constants: "rows" and "columns" are (index, weight), each [outputs, taps], from taps_of; "program" is a
+        sequence of float32 [1] or [channels].
+        """
         x, *operands = inputs
         (rows, u), (columns, v) = constants["rows"], constants["columns"]
         wide = load_meaning(self.x.dtype, x)
@@ -187,7 +190,7 @@ def taps_of(matrix: Array) -> tuple[Array, Array]:
 
 
 def _weighted(terms: list[tuple[Array, Array]]) -> Array:
-    """The sum of value * weight; a lone term has weight 1."""
+    """Return the sum of value * weight; a single term has weight 1."""
     total, weight = terms[0]
     if len(terms) == 1:
         return total

@@ -99,7 +99,9 @@ def _clamped(index: Array, extent: int) -> Array:
 
 @dataclass(frozen=True)
 class HaloFill(Problem):
-    """Fill of an image's halo with the byte `value`. Views are uint8 [runs, bytes per run], groups of equal runs:
+    """Fill of an image's halo with the byte `value`.
+
+    Views are uint8 [runs, bytes per run], groups of equal runs:
 
         head        the rows above, and the left halo of the image's first row
         sides       the right halo of a row and the left halo of the next; volumes [planes, runs, bytes per run]

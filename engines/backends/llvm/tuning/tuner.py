@@ -306,8 +306,10 @@ class Tuner:
         return max(sum(us / items for us, items in zip(found, self._times.batches, strict=False)), CLOCK_US)
 
     def _shares(self, times: Mapping[Problem, Mapping[Candidate, Times]]) -> dict[Problem, float]:
-        """Return what of the time of all problems each takes; 1 of those whose weights others share, to have a choice
-        of layouts."""
+        """Return each problem's share of the total time, or 1 if it shares weights with other problems.
+
+        A share of 1 keeps a choice of weight layouts for such problems.
+        """
         least = {problem: min(map(self._us, found.values())) for problem, found in times.items()}
         sharing = {problem for group in self._sharing for problem in group}
         total = sum(least.values())
@@ -340,7 +342,7 @@ class Tuner:
         return self._cheapest([best, *self._refinements(best)])[0]
 
     def _quickest(self, candidates: Sequence[Candidate]) -> Candidate:
-        """The fastest to compile and to run a few times, by their costs."""
+        """Return the candidate that is fastest to compile and run a few times, by the cost model."""
         quick = [one for one in candidates if one.kernel.packing_is_permutation] or candidates
 
         def cycles(one: Candidate) -> float:
