@@ -21,7 +21,7 @@ DESCRIPTORS = "descriptors.binpb"       # a FileDescriptorSet, written by script
 
 @dataclass(frozen=True)
 class Method:
-    """A call of a gRPC service."""
+    """Method of a gRPC service."""
     name: str                           # "ModelInfer"
     path: str                           # "/inference.GRPCInferenceService/ModelInfer"
     request: type[Message]
@@ -53,7 +53,7 @@ def definitions(proto: str) -> Mapping[str, Any]:
 
 
 def methods(service: str) -> tuple[Method, ...]:
-    """The calls of a service by its full name, e.g. "inference.GRPCInferenceService", in the order of its .proto."""
+    """Return the methods of a service, e.g. "inference.GRPCInferenceService", in the order of its .proto."""
     return tuple(
         Method(method.name, f"/{service}/{method.name}",
                message_factory.GetMessageClass(method.input_type), message_factory.GetMessageClass(method.output_type),

@@ -158,8 +158,7 @@ class EngineExecutor:
     def _gather(self, context: ExecutionContext, batch: list[Request], items: int) -> dict[str, list[Any]]:
         """Copy the requests' inputs into the context, and return those that are used in place, by name.
 
-        See `InPlaceContext` for
- the form of the result.
+        See `InPlaceContext` for the form of the result.
         """
         placed: dict[str, list[Any]] = {}
         placing = self._placing_of(context) if self._is_open else self._placing

@@ -1,5 +1,7 @@
-"""Transport helpers of HTTP/1.1 connections: zero-copy receive of large bodies, probing of half-closed clients, and
-timeouts of clients that do not read."""
+"""Transport helpers of HTTP/1.1 connections.
+
+Zero-copy receive of large bodies, probing of half-closed clients, and timeouts of clients that do not read.
+"""
 from __future__ import annotations
 
 import asyncio

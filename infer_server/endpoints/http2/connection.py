@@ -288,8 +288,10 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._end()
 
     def _end(self) -> None:
-        """Close the transport. A client that was sent away closes first, if it does so soon: what it goes on to send
-        would reset the connection, and the last answers with it."""
+        """Close the transport, after a GOAWAY only once the client closed or _LINGER_SECS have passed.
+
+        Closing earlier would reset the connection on the client's next bytes, and lose the last answers.
+        """
         transport = self._transport
         if transport and self.has_gone_away and transport.can_write_eof():
             if not self._lingers:
