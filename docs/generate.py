@@ -178,7 +178,7 @@ def how_compiled(name: str, op: type[Op] | None) -> str:
 
 
 def _summary(op: type[Op] | None) -> str:
-    """The first sentence of the class's own docstring."""
+    """Return the first sentence of the class's own docstring."""
     text = (op.__dict__.get("__doc__") or "") if op else ""
     return _escaped(first_sentence(text))
 
@@ -268,7 +268,7 @@ the reflection service.
 
 
 def http_routes() -> list[tuple[str, str, str]]:
-    """(method, path, category) of each route, from the table in infer_server/endpoints/http/routes.py."""
+    """Return (method, path, category) of each route in infer_server/endpoints/http/routes.py."""
     from infer_server.endpoints.http import routes
     from infer_server.endpoints.http.server_pages import status_pages
     tree = ast.parse(Path(routes.__file__).read_text())
@@ -285,7 +285,7 @@ def http_routes() -> list[tuple[str, str, str]]:
 
 
 def readable(pattern: str) -> str:
-    """A path's pattern as people write it: `(?P<model>[^/]+)` is `MODEL`, an optional group stands in brackets."""
+    """Rewrite a path's regular expression for readers: `(?P<model>[^/]+)` as `MODEL`, optional groups in brackets."""
     text = re.sub(r"\(\?P<(\w+)>\[\^/\]\+\)", lambda match: match[1].upper(), pattern)
     text = re.sub(r"\(\?P<\w+>([\w|]+)\)", r"{\1}", text)
     text = re.sub(r"\(([^()]*)\)\?", r"[\1]", text)

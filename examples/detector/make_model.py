@@ -1,4 +1,6 @@
-"""Make a small YOLO-style detector that finds bright spots: python make_model.py yolo.onnx
+"""Make a small YOLO-style detector that finds bright spots.
+
+    python make_model.py yolo.onnx
 
 images float32 [N, 3, 64, 64] of 0..1 -> predictions float32 [N, 5, 64]: x, y, width, height in pixels and a score, for
 each of 8 x 8 cells.

@@ -1,4 +1,7 @@
-"""Classify a folder of LABEL-*.png pictures: python client.py localhost:8001 FOLDER"""
+"""Classify a folder of LABEL-*.png pictures.
+
+    python client.py localhost:8001 FOLDER
+"""
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

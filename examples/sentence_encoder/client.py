@@ -1,4 +1,7 @@
-"""Compare sentences by the cosine of their embeddings: python client.py localhost:8001"""
+"""Compare sentences by the cosine of their embeddings.
+
+    python client.py localhost:8001
+"""
 import sys
 from collections.abc import Sequence
 from zlib import crc32
@@ -11,7 +14,7 @@ SENTENCES = ("the cat sat on the mat", "a cat sat on a mat", "prices of oil rose
 
 
 def encoded(sentences: Sequence[str]) -> dict[str, np.ndarray]:
-    """ids and mask int64 [N, T], padded to the longest sentence. A word's number is a hash of it."""
+    """Return ids and mask, int64 [N, T], padded to the longest sentence. A word's id is a hash of it."""
     words = [[crc32(word.encode()) % 999 + 1 for word in sentence.split()] for sentence in sentences]
     longest = max(map(len, words))
     return {"ids": np.array([numbers + [0] * (longest - len(numbers)) for numbers in words]),

@@ -1,4 +1,6 @@
-"""Make a small sentence encoder with seeded random weights: python make_model.py encoder.onnx
+"""Make a small sentence encoder with seeded random weights.
+
+    python make_model.py encoder.onnx
 
 ids, mask int64 [N, T] -> embedding float32 [N, 64]: an attention block over word vectors, averaged over the mask and
 normalised.

@@ -1,4 +1,7 @@
-"""Classify flowers: python client.py localhost:8001"""
+"""Classify flowers.
+
+    python client.py localhost:8001
+"""
 import sys
 
 import numpy as np

@@ -1,4 +1,9 @@
-"""Train and export pipeline.onnx: python train.py (needs scikit-learn and skl2onnx)"""
+"""Train a pipeline and export it as pipeline.onnx.
+
+    python train.py
+
+Needs scikit-learn and skl2onnx.
+"""
 from pathlib import Path
 
 from skl2onnx import to_onnx

@@ -1,4 +1,7 @@
-"""Print words as they come: python client.py localhost:8001 [TEXT]"""
+"""Print words as they come.
+
+    python client.py localhost:8001 [TEXT]
+"""
 import sys
 from queue import SimpleQueue
 
