@@ -1,6 +1,7 @@
-"""What the long checks of GPU kernels have in common: parts, one for each subject and architecture, done one by one.
+"""Command line shared by the long checks of GPU kernels.
 
-Results are written as they come; what is there is not done again, so a check may be stopped and goes on where it was.
+A check consists of parts, one for each subject and architecture. Results are written as they come; parts that have one
+are not run again, so a check can be stopped and resumed.
 """
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ class Check:
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
     def main_of_plans(self, of: Callable[[Plan, str], Found]) -> int:
-        """Its subjects are plans of any machine, with their graphs."""
+        """Run the check on plans with graphs, compiled for any target."""
         def subjects(options: argparse.Namespace) -> Mapping[str, Part]:
             return {path.stem: partial(_of_plan, of, path) for path in options.plans}
 

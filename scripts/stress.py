@@ -164,7 +164,7 @@ async def terminate(options: argparse.Namespace) -> None:
 
 
 async def ask_on(address: str, persistent: bool) -> Counter[str]:
-    """How the requests of one client on a connection of its own ended, until nobody listens any more."""
+    """Send requests on one connection until nobody listens any more, and count their statuses."""
     ended, data = Counter[str](), request("m", 4)
     async with grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         call = channel.unary_unary(INFER)

@@ -51,7 +51,7 @@ class Peer:
 
 @dataclass
 class Outcome:
-    """How the checks of a peer ended."""
+    """Result of the checks of a peer."""
     peer: str
     version: str = ""
     absent: str = ""                                            # the reason why it was not tried

@@ -1,4 +1,4 @@
-"""What happens to clients, connections, models and their processes, and is to cost nobody else an answer."""
+"""Accidents to clients, connections, models and their processes, which must not affect other clients."""
 from __future__ import annotations
 
 import asyncio

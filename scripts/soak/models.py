@@ -69,7 +69,7 @@ def write_repository(folder: Path) -> None:
 
 
 def _model(nodes: list[onnx.NodeProto], inputs: list[str], output: str) -> onnx.ModelProto:
-    """Of tensors of 4 numbers an item, and the constants `one` and `two`."""
+    """Return a model of tensors [N, 4], with the constants `one` and `two`."""
     def tensor(name: str) -> onnx.ValueInfoProto:
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 4])
 

@@ -21,9 +21,10 @@ _PATIENCE_SECS = 10.0               # what a client is behind its times at most:
 
 
 class Soak:
-    """What happens for so many seconds from now on, and what became of it.
+    """Requests and accidents for `seconds` from now on, and their results.
 
-    rates: how often a second each client asks, by what it asks; those that are not in it ask when they are answered.
+    rates: requests per second of each client, by kind of request; clients without a rate send the next one when
+    answered.
     """
 
     def __init__(self, seconds: float, seed: int = 0, rates: Mapping[str, float] | None = None) -> None:
