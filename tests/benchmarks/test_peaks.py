@@ -8,7 +8,7 @@ from engines.plan.roofline import Level, Peaks
 
 
 def peaks(unit: float) -> Peaks:
-    """Those of a core that multiplies 32 numbers and reads 64 bytes a cycle, for so many cycles."""
+    """Return the peaks of a core that multiplies 32 numbers and reads 64 bytes in 1 / `unit` of the time unit."""
     return Peaks("a core", "a target", {"int8": 32 * unit}, (Level("L1", math.inf, 64 * unit),), 3e9)
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks.peers makes of its measurements; no peer is needed for it."""
+"""Tests of the evaluation of benchmarks.peers' measurements; no peer is needed."""
 from __future__ import annotations
 
 import itertools

@@ -1,4 +1,4 @@
-"""What benchmarks.zoo keeps of a trial, what is left to time, and what its table says of what was not timed."""
+"""Tests of the results that benchmarks.zoo keeps, of the measurements left to do, and of its table."""
 from __future__ import annotations
 
 from pathlib import Path
