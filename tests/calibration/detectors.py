@@ -52,7 +52,7 @@ def end_to_end() -> onnx.ModelProto:
 
 
 def suppressed() -> onnx.ModelProto:
-    """[selected, 3]: batch, class and point of what NonMaxSuppression leaves of one item."""
+    """Return a model that ends in NonMaxSuppression of one item, with output [selected, 3]: batch, class, point."""
     model = _model(_SUPPRESSED, "int64[K,3] y")
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
     return model

@@ -13,7 +13,7 @@ ITEMS = np.maximum(RNG.standard_normal((8, 5, 5, 4)) + [0, 1, 2, 3], 0).astype(n
 
 
 def network(bias="b", **attrs):
-    """y = relu(Conv1x1(x, w, b)), one Fused node, channels last."""
+    """Return the graph y = relu(Conv1x1(x, w, b)), one Fused node, channels last."""
     conv = Node("Conv", ("x", "w") + ((bias,) if bias else ()), ("t",), {"channels_last": 1, **attrs})
     fused = Node("Fused", conv.inputs, ("y",), name="fused", body=(conv, Node("Relu", ("t",), ("y",))))
     constants = {"w": WEIGHT, **({"b": BIAS} if bias else {})}
@@ -22,7 +22,7 @@ def network(bias="b", **attrs):
 
 
 def quantised(graph, levels=7):
-    """The graph with int8 weights of few levels, so that rounding errs a lot."""
+    """Return the graph with int8 weights of few levels, so that rounding errors are large, and the rounded weights."""
     scale = np.abs(WEIGHT).max(axis=(1, 2, 3)) / levels
     stored = np.rint(WEIGHT / scale[:, None, None, None]).astype(np.int8)
     quant = QParams(tuple(scale.tolist()), (0,) * 6, "int8", axis=0)

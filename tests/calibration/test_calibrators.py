@@ -65,7 +65,7 @@ def test_counting_bin_0_would_give_another_threshold():
 
 
 def test_all_2048_bins_are_a_candidate_and_the_threshold_then_is_half_a_bin_beyond():
-    """As in public TensorRT caches: `prob: 3c010a14` is 2048.5 / 2048 / 127."""
+    """Public TensorRT caches have it: `prob: 3c010a14` is 2048.5 / 2048 / 127."""
     values = np.linspace(0, 1, 100_001)
     low, high = Entropy().range(histogram_of(values))
     assert low == 0.0

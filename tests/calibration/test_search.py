@@ -69,7 +69,7 @@ def test_a_model_that_gives_only_integers_cannot_be_judged():
 
 
 def test_a_clipped_peak_loses_to_noise_of_the_same_energy():
-    """As a detector's scores: the SQNR is equal, but what is read from the output is gone."""
+    """A clipped detector score can have the same SQNR as noise, but changes which boxes are found."""
     scores = np.full((1, 1000), 0.01, np.float32)
     scores[0, 0] = 0.8
     clipped, noisy = scores.copy(), scores + np.float32(0.4 / 1000 ** 0.5)

@@ -17,7 +17,7 @@ CONSTANTS = {"g": RNG.uniform(0.5, 2, WIDTH), "b": RNG.standard_normal(WIDTH),
 
 
 def block(act: str = "Gelu", outputs: tuple[str, ...] = ("y",)) -> Graph:
-    """n = norm(x); h = act(n up); y = h down + n"""
+    """Return the graph n = norm(x); h = act(n up); y = h down + n."""
     norm = Node("LayerNormalization", ("x", "g", "b"), ("n",), {"axis": -1})
     up = Node("Fused", ("n", "up"), ("h",), body=(Node("MatMul", ("n", "up"), ("u",)), Node(act, ("u",), ("h",))))
     down = Node("Fused", ("h", "down", "n"), ("y",),

@@ -12,7 +12,7 @@ PARTS = {"y": Parts(("boxes", "scores"), ((~BOXES).astype(np.int32).reshape(1, 1
 
 
 def runs():
-    """Outputs of two runs with boxes in pixels, scores below 1 and an infinite element."""
+    """Return outputs of two runs: boxes in pixels, scores below 1 and one infinite element."""
     random = np.random.default_rng(0)
     arrays = [(random.random(SHAPE) * np.where(BOXES, 300, 1)).astype(np.float32) for _ in range(2)]
     arrays[0][0, 0, 5] = -np.inf

@@ -20,7 +20,7 @@ def graph_of(model: Any) -> Graph:
 
 
 def boxes_and_scores(*behind: Any) -> tuple[Graph, str]:
-    """A graph that concatenates `box` [batch, 4, 8] and `score` [batch, 2, 8], with nodes behind the Concat."""
+    """Build a graph that concatenates `box` [batch, 4, 8] and `score` [batch, 2, 8], followed by the nodes `behind`."""
     net = Build()
     x = net.input("x", 6, 8)
     box = net("Relu", net("Slice", x, axes=(1,), starts=(0,), ends=(4,), steps=(1,)))

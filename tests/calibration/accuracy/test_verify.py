@@ -39,7 +39,7 @@ TOKENS = """<ir_version: 8, opset_import: ["" : 17]>
 
 
 def built(folder: Path, model: onnx.ModelProto, **config: Any) -> tuple[Path, Path]:
-    """The files of a model and its plan."""
+    """Return the paths of the plan and of the model."""
     onnx.save(model, folder / "m.onnx")
     builder = Builder(BuildConfig(timing=False, max_batch=4, **config))
     write_plan(builder.plan(builder.graph(folder / "m.onnx")), folder / "m.plan")
@@ -91,7 +91,7 @@ def test_without_onnx_runtime_the_reference_answers(tmp_path: Path, monkeypatch:
 
 
 def test_what_onnx_runtime_refuses_the_reference_answers(tmp_path: Path) -> None:
-    """Its Python interface has no bfloat16."""
+    """ONNX Runtime's Python interface has no bfloat16."""
     model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 17]> m (bfloat16[N,4] x) => (bfloat16[N,4] y) '
                                     "{ y = Relu(x) }")
     found = verify(*built(tmp_path, model))
@@ -131,7 +131,7 @@ def test_generated_items_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
 # ---- verdicts
 def judged(expected: Array, value: Array, run: Callable[[Array], Array] | None = None,
            precision: str = "fp32") -> tuple[OutputErrors, tuple[str, ...]]:
-    """The errors of an engine that gives `value` where `expected` is right, and what is at fault."""
+    """Return the errors and faults of an engine that returns `value` where `expected` is right."""
     tensor = IoTensor("y", str(expected.dtype), ("batch", *expected.shape[1:]))
     rows = IoTensor("x", "int64", ("batch",))
     engine: Any = SimpleNamespace(inputs=[rows], outputs=[tensor], plan=SimpleNamespace(dependence=""),
