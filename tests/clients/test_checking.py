@@ -1,4 +1,4 @@
-"""How load-test --check compares outputs."""
+"""Tests of the comparison of outputs by load-test --check."""
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""What people and programs read of a load test."""
+"""Tests of the text and files that a load test writes."""
 from __future__ import annotations
 
 import io

@@ -77,7 +77,7 @@ def test_two_ways_are_measured_under_the_same_loads_and_compared(
 
 @pytest.fixture
 def regions(monkeypatch: pytest.MonkeyPatch) -> list[SharedMemory]:
-    """Those that are made from here on, by this process: others may have some at the same time."""
+    """Return a list that collects the shared-memory regions which this process makes from here on."""
     made: list[SharedMemory] = []
 
     def make(*arguments: object) -> SharedMemory:

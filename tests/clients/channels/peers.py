@@ -43,7 +43,7 @@ class _Awaited:
 
 @contextmanager
 def client_of(kind: str, url: str, **options: Any) -> Iterator[Any]:
-    """An InferenceClient, or an AsyncInferenceClient whose methods wait for their results."""
+    """Yield an InferenceClient, or an AsyncInferenceClient whose methods wait for their results."""
     if kind == "blocking":
         with InferenceClient(url, **options) as client:
             yield client
@@ -66,7 +66,7 @@ def client_of(kind: str, url: str, **options: Any) -> Iterator[Any]:
 
 
 def keepalive_secs(client: Any) -> float:
-    """The silence after which a client pings, as its servers have changed it."""
+    """Return the client's current keepalive interval in seconds, which servers can lengthen."""
     channel = (client._client if isinstance(client, _Awaited) else client)._channel
     return float(channel._keepalive.secs)
 
@@ -140,7 +140,7 @@ class Scripted:
 
 @contextmanager
 def listening(serve: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The address of a listener that serves each connection in a thread."""
+    """Yield the address of a listener that serves each connection in a thread."""
     threads: list[threading.Thread] = []
     connections: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -201,7 +201,7 @@ def test_a_server_that_is_pinged_too_often_is_pinged_half_as_often(kind: str) ->
 
 
 def answering_late(secs: float) -> Any:
-    """A handler that answers a call with the first event that comes so long after it."""
+    """Return a handler that answers each call after `secs`."""
     def handle(peer: Peer, stream: int, headers: dict[bytes, bytes]) -> None:
         threading.Timer(secs, lambda: (peer.answer(stream), peer.socket.sendall(peer.http2.data_to_send()))).start()
 

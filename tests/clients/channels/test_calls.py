@@ -136,7 +136,7 @@ def test_a_unix_socket_is_an_address(tmp_path: Path, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """server and client, each its own authority: .pem and .key."""
+    """Return a folder with self-signed certificates for server and client: NAME.pem and NAME.key."""
     folder = tmp_path_factory.mktemp("certificates")
     if not shutil.which("openssl"):
         pytest.skip("there is no openssl to make certificates with")

@@ -23,7 +23,7 @@ def config(**policy: Any) -> dict[str, Any]:
 
 
 def failing(times: int, fail: Callable[[Peer, int], object]) -> Callable[[Peer, int, dict[bytes, bytes]], None]:
-    """A handler that fails so many calls of all connections, and answers those that follow."""
+    """Return a handler that fails the first `times` calls of all connections, and answers the others."""
     left = [times]
 
     def handle(peer: Peer, stream: int, headers: dict[bytes, bytes]) -> None:
