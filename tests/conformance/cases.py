@@ -28,8 +28,11 @@ Arrays = list[np.ndarray]
 
 @dataclass(frozen=True)
 class Entry:
-    """The reason why a test is not expected to pass. `outcome`: "refused" with an EngineError; "random", of which ONNX
-    says no more than shape and type; "runtimes", which agree on another result."""
+    """Reason why a test of ONNX is not expected to pass.
+
+    outcome: "refused" with an EngineError; "random", if ONNX specifies only shape and type; "runtimes", if these agree
+    on another result.
+    """
     pattern: str
     outcome: str
     reason: str
@@ -60,14 +63,14 @@ def model_of(case: TestCase) -> onnx.ModelProto:
 
 
 def is_about_tensors(model: onnx.ModelProto) -> bool:
-    """Whether its inputs and outputs are tensors of numbers: no sequences, optionals, maps or strings."""
+    """Return True if all inputs and outputs are tensors of numbers, not sequences, optionals, maps or strings."""
     types = [value.type for value in (*model.graph.input, *model.graph.output)]
     return all(t.WhichOneof("value") == "tensor_type" and t.tensor_type.elem_type != onnx.TensorProto.STRING
                for t in types)
 
 
 def data_of(case: TestCase) -> Iterator[tuple[Arrays, Arrays]]:
-    """(inputs, outputs) of each of its data sets; what is no tensor comes as it is."""
+    """Yield (inputs, outputs) of each data set; values that are not tensors stay unchanged."""
     if case.data_sets is not None:
         yield from (([_array(x) for x in inputs], [_array(y) for y in outputs]) for inputs, outputs in case.data_sets)
         return
@@ -90,9 +93,10 @@ def listed(name: str) -> Entry | None:
 
 
 def run(name: str, check: Callable[[TestCase, Arrays, Arrays], None], **options: Any) -> list[AnyEngine]:
-    """Runs all data sets of a test; the engines that did. Raises EngineError; AssertionError: they are wrong.
+    """Run all data sets of a test and return their engines. Raises EngineError, or AssertionError on a wrong result.
 
-    options: of a build."""
+    options: options of the build.
+    """
     case = cases()[name]
     representation, engines = EngineBackend.prepare(model_of(case), **options), []
     for inputs, expected in data_of(case):
@@ -104,7 +108,7 @@ def run(name: str, check: Callable[[TestCase, Arrays, Arrays], None], **options:
 
 
 def kind_of(value: Any) -> Any:
-    """The type and shape of a tensor, or of each in a sequence; strings are objects."""
+    """Return the type and shape of a tensor, or a list of them for a sequence; strings are objects."""
     if isinstance(value, list) or value is None:
         return value and [kind_of(item) for item in value]
     array = np.asarray(value)
@@ -116,7 +120,7 @@ def texts(array: Any) -> list[str]:
 
 
 def close(case: TestCase, results: Arrays, expected: Arrays) -> None:
-    """As ONNX's own runner asks for it."""
+    """Assert that the results are as close to the expected ones as ONNX's own runner requires."""
     for result, wanted in zip(results, expected, strict=True):
         if isinstance(wanted, list):
             close(case, result, wanted)

@@ -1,4 +1,4 @@
-"""How many of ONNX's own tests of tensors pass, and how many of these are compiled whole: without a step by reference.
+"""Counts of ONNX's own tests of tensors that pass, and that run without a step by reference.
 
     python -m tests.conformance.census                          # counts, and what runs by reference, by operator
     python -m tests.conformance.census --match "test_reduce*"
@@ -76,7 +76,7 @@ def counts(verdicts: dict[str, Verdict]) -> str:
 
 
 def by_operator(verdicts: dict[str, Verdict]) -> str:
-    """The operators that run by reference, why, and in how many tests; two of these each."""
+    """List the operators that run by reference with the reason, the number of tests, and two of the tests."""
     tests: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, verdict in verdicts.items():
         for step in verdict.by_reference:

@@ -45,7 +45,7 @@ def models() -> dict[str, list[str]]:
 
 @cache
 def words(op: str, attribute: str) -> tuple[str, ...]:
-    """What a string attribute is set to in the tests of its operator, and a word that means nothing."""
+    """Return the values of a string attribute in the operator's tests, and one that has no meaning."""
     nodes = [node for name in models()[op] for node in model_of(cases()[name]).graph.node]
     return "nonsense", *sorted({a.s.decode() for node in nodes for a in node.attribute if a.name == attribute})
 
@@ -65,7 +65,7 @@ def with_attribute(model: onnx.ModelProto, opset: int, attribute: str, value: An
 
 
 def variants(op: str) -> Iterator[tuple[str, int, str, Any]]:
-    """(test, opset, attribute, value)"""
+    """Yield (test, opset, attribute, value)."""
     newest = onnx.defs.get_schema(op).since_version
     for schema in onnx.defs.get_all_schemas_with_history():
         if schema.name != op or schema.domain or schema.deprecated or max(schema.since_version, OLDEST_OPSET) > newest:
@@ -79,7 +79,7 @@ def variants(op: str) -> Iterator[tuple[str, int, str, Any]]:
 
 
 def expected(model: onnx.ModelProto, inputs: Arrays, attribute: str) -> Iterator[Arrays]:
-    """What onnx.reference computes, then ONNX Runtime; one that refuses the model, and what follows it, is left out.
+    """Yield the results of onnx.reference and of ONNX Runtime; one that refuses the model ends the sequence.
 
     No `yield` inside `errstate`: a generator that is left there, and collected as garbage while NumPy changes its state
     elsewhere, takes the memory of that change with it (CPython 3.11, Python/hamt.c).

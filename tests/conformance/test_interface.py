@@ -22,7 +22,7 @@ def model(nodes, inputs, outputs="y"):
 
 
 def reshaped():
-    """y = Reshape(x, Concat(rows, -1))"""
+    """Return the model y = Reshape(x, Concat(rows, -1))."""
     nodes = [helper.make_node("Constant", [], ["rest"], value_ints=[-1]),
              helper.make_node("Concat", ["rows", "rest"], ["target"], axis=0),
              helper.make_node("Reshape", ["x", "target"], ["y"])]
@@ -102,7 +102,7 @@ def test_an_unknown_option_is_refused_with_the_one_it_may_mean():
 
 
 def test_onnx_runs_its_own_tests_through_the_module():
-    """As its users are told to: the backend is the module."""
+    """ONNX documents this use: the module is the backend."""
     cases()         # they are made once, without the warnings of making them
     suite = BackendTest(onnx_backend, __name__).include("^test_(relu|reshape_extended_dims|add_bcast)_cpu$")
     with open(os.devnull, "w") as nothing:
