@@ -17,7 +17,7 @@ def picture():
 
 
 def test_imagenet_is_resize_crop_normalise(picture):
-    """torchvision's evaluation transform, written out: shorter side to 37, centre 32x32, then mean and std."""
+    """The expected values follow torchvision's evaluation transform: shorter side to 37, centre 32x32, mean and std."""
     resized = picture.resize((round(100 * 37 / 60), 37), Image.Resampling.BICUBIC)
     left, top = (resized.width - 32) // 2, (37 - 32) // 2
     pixels = np.asarray(resized.crop((left, top, left + 32, top + 32)), np.float32) / 255

@@ -55,7 +55,7 @@ def add_one_object(name: str) -> bytes:
 
 
 def with_weights(plan: Plan, weights: Mapping[str, Array]) -> Plan:
-    """The plan with these weights, as they are, behind its constants: its fallbacks may read them."""
+    """Return the plan with these weights after its constants, for its fallbacks to read."""
     data, offsets = bytes(plan.machine.constants), {}
     for name, array in weights.items():
         data += bytes(-len(data) % 64)
@@ -70,7 +70,7 @@ def executor() -> bytes:
 
 
 def mixed(a: Array, b: Array) -> Array:
-    """The meaning of mix, on [batch, rows, columns]."""
+    """Compute the result of mix on [batch, rows, columns]."""
     return (a[:, ::-1, ::-1].astype(np.uint32) * 3 + b.astype(np.uint32) + 1).astype(np.int32)
 
 
@@ -116,7 +116,10 @@ def mix_reference(reads: Sequence[tuple[int, int]], outputs: Sequence[int], x: A
 
 
 def halo_plan(max_batch: int = 3) -> Plan:
-    """x [2, 4] -> y = x + 5 in a tensor with a halo of -7 on both sides of each row; the output shows the halo."""
+    """Return x [2, 4] -> y = x + 5 in a tensor with a halo of -7 on both sides of each row.
+
+    The output includes the halo.
+    """
     x = TensorView("x", "int32", (2, 4), 0, 0, (16, 4), 32)
     y = TensorView("y", "int32", (2, 6), 1, 0, (24, 4), 48)
     step = Step(symbol="add", operands=(Operand(0), Operand(None, 64), Operand(1, 4)), rows_per_item=2, columns=4,

@@ -39,7 +39,7 @@ def extent(view: View, batch: int) -> int:
 
 
 def window(view: View, memory: Array, batch: int) -> Array:
-    """The view's elements in memory as an array [batch, *shape]."""
+    """Return the view's elements in memory as an array [batch, *shape]."""
     dtype = numpy_dtype(view.dtype)
     flat = memory[:extent(view, batch) // dtype.itemsize * dtype.itemsize].view(dtype)
     return np.lib.stride_tricks.as_strided(flat, (batch, *view.shape), (view.item, *view.strides))
@@ -67,7 +67,7 @@ class Runner(Protocol):
 
     @property
     def lanes(self) -> int:
-        """Of its vectors, as lowering asks."""
+        """Return the elements of a vector, as lowering asks for them."""
 
     def ways(self, problem: Problem) -> list[Any]:
         """All that the backend has to solve a problem, each to be run in its place."""
@@ -79,7 +79,7 @@ class Runner(Protocol):
 
 def run(problem: Any, runner: Runner, inputs: list[Array], constants: dict[str, Any], slack: int = 0,
         **options: Any) -> list[Array]:
-    """The outputs [batch, *shape] of a problem (or of one of the backend's ways to solve it).
+    """Return the outputs [batch, *shape] of a problem, or of one of the backend's kernels for it.
 
     slack: bytes past the inputs' ends that may be read.
     """
@@ -109,7 +109,7 @@ def run(problem: Any, runner: Runner, inputs: list[Array], constants: dict[str, 
 
 def check(problem: Any, runner: Runner, inputs: list[Array], constants: dict[str, Any], tolerance: float = 0,
           **options: Any) -> None:
-    """The outputs equal the problem's reference: bit for bit, or within `tolerance` (relative and absolute)."""
+    """Assert that the outputs equal the problem's reference bit for bit, or within `tolerance` if one is given."""
     results = run(problem, runner, inputs, constants, **options)
     expected = getattr(problem, "problem", problem).reference(inputs, constants)
     for got, wanted in zip(results, expected, strict=True):
@@ -121,14 +121,14 @@ def check(problem: Any, runner: Runner, inputs: list[Array], constants: dict[str
 
 
 def gapped(dtype: str, shape: tuple[int, ...], gap: int = 1) -> View:
-    """A view into a larger tensor: `gap` more elements on every axis but the innermost."""
+    """Return a view into a larger tensor: `gap` more elements on every axis but the innermost."""
     larger = dense_view(dtype, (*(n + gap for n in shape[:-1]), shape[-1]))
     return View(dtype, shape, larger.strides, larger.item)
 
 
 def requantise(channels: int, random: np.random.Generator, scale: float = 1.0, residual: bool = False,
                accumulator: bool = True) -> tuple[EpilogueProgram, dict[str, Any]]:
-    """value * scale[c] + bias[c] (+ residual * 0.5), clamped below at 3: a typical epilogue, and its constants."""
+    """Return a typical epilogue and its constants: value * scale[c] + bias[c] (+ residual * 0.5), at least 3."""
     b = ProgramBuilder(accumulator)
     first = b.accumulator if accumulator else b.operand()
     value = b.add("fma", first, b.constant(random.uniform(0.5, 1.5, channels) * scale),

@@ -66,7 +66,7 @@ EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def problem(shape, precision, stored="", result=""):
-    """(spec, inputs, constants)"""
+    """Return (spec, inputs, constants)."""
     random = np.random.default_rng(0)
     b = ProgramBuilder(True)
     wide = (result or stored or STORED[precision]) == "uint8"

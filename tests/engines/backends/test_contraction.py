@@ -201,7 +201,7 @@ BORDERED = {
 
 
 def zeros_around(x, border):
-    """x with its border set to 0."""
+    """Return x with its border set to 0."""
     height, width = x.shape[1:3]
     inside = (slice(border.top, height - border.bottom), slice(border.left, width - border.right))
     result = np.zeros_like(x)

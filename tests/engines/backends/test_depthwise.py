@@ -19,7 +19,7 @@ DTYPES = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float
 
 def depthwise(channels, taps, stride=(1, 1), dilation=(1, 1), outputs=(5, 9), precision="int8", target=None,
               residual=True):
-    """The spec and its constants; weights over the whole range of s8."""
+    """Return the spec and its constants, with weights over the whole range of int8."""
     random = np.random.default_rng(channels)
     reach = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(outputs, stride, taps, dilation, strict=True)]
     scale = 40 / (128 * 73 * np.sqrt(np.prod(taps))) if precision == "int8" else 40

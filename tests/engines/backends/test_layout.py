@@ -13,7 +13,7 @@ BATCH = 2
 
 
 def permuted(view, axes):
-    """The view with its axes in another order: what a transpose reads."""
+    """Return the view with its axes permuted, as a transpose reads it."""
     return View(view.dtype, tuple(view.shape[a] for a in axes), tuple(view.strides[a] for a in axes), view.item)
 
 

@@ -23,7 +23,7 @@ ROUNDING = ("sqrt", "floor", "ceil", "rint")
 
 
 def draw(view, seed=0):
-    """Of few different numbers, so that some are equal; of unsigned integers half are beyond the signed ones."""
+    """Draw from few different numbers, so that some are equal; half of the unsigned integers have the top bit set."""
     random, shape = np.random.default_rng(seed), (ITEMS, *view.shape)
     if view.dtype in ("float32", "float64"):
         return (random.integers(-9, 9, shape) / 2).astype(view.dtype)
@@ -36,7 +36,7 @@ def draw(view, seed=0):
 
 
 def shown(view, array):
-    """What a view with strides of 0 shows of an array."""
+    """Return the array as a view with strides of 0 shows it."""
     first = tuple(slice(None) if stride else slice(1) for stride in (1, *view.strides))
     return np.broadcast_to(array[first], array.shape)
 
@@ -118,8 +118,11 @@ def test_a_cycle_repeats_until_no_lane_passes_its_test(runner):
 
 @EVERY_WIDTH
 def test_a_reduction_takes_what_cycles_end_at(runner):
-    """Walk two ways at once through a table that leads from every place to a higher one, or from the last three to
-    themselves: sum[i] and most[i] over j of the ends, from where x[i, j] and the place behind it lead."""
+    """Walk a table in two loops at once and reduce over the ends.
+
+    The table leads from each position to a higher one, or from the last three to themselves. sum[i] and most[i] reduce
+    over j the ends of the walks that start at x[i, j] and x[i, j] + 1.
+    """
     w = Writer((5,), (13,))
     start = w.read(0, "i64").within(8)
     ends = w.repeat_while([start, start + 1], lambda places: [w.pick(1, "i64", [place]) for place in places],

@@ -111,7 +111,7 @@ def test_every_instruction_rounds_as_its_meaning_says(op, runner):
     ("log", [0, -0.0, np.inf, -1, -np.inf, 1], [-np.inf, -np.inf, np.inf, np.nan, np.nan, 0]),
     ("exp", [0, -1e30, np.inf, 88.73, -np.inf, np.nan], [1, 0, np.inf, np.inf, 0, np.nan])])
 def test_logarithms_and_exponentials_have_their_ends(op, x, expected, runner):
-    """log 0 is what masks are made by, and a negative number has none."""
+    """Masks are made by log 0; a negative number has no logarithm."""
     program = EpilogueProgram((Instruction(op, (Ref("operand", 0),)),), 1, 0, accumulator=False)
     view, x = dense_view("float32", (6,)), np.float32([x])
     np.testing.assert_array_equal(program.meaning(None, [x], []), np.float32([expected]))

@@ -175,7 +175,7 @@ def test_a_tile_that_does_not_fit_is_seen_to_spill():
 
 
 def spills_of(isa, precision, tile):
-    """Of the micro-kernel of a whole tile, which is written last."""
+    """Return the spills in the micro-kernel of a whole tile, which is written last."""
     columns = tile.vectors * isa.lanes
     spec = Shape((), tile.rows, 64, columns).spec(precision, EpilogueProgram(), residual=False, result="float32")
     module = Module()

@@ -118,7 +118,7 @@ def test_a_row_that_may_look_at_nothing_becomes_zeros(kept, runner, monkeypatch)
 @EVERY_WIDTH
 @pytest.mark.parametrize("hidden", [-1e3, -1e8, np.finfo(np.float32).min, -np.inf])
 def test_what_is_masked_has_no_share_at_all(hidden, runner):
-    """Its logarithm is -inf, not that of the least float32."""
+    """The logarithm of a masked element is -inf, not that of the smallest float32."""
     view = dense_view("float32", (3, 37))
     spec, (x,) = Softmax((view,), view), data(Softmax((view,), view))
     x[..., 5:20] = hidden

@@ -1,4 +1,4 @@
-"""What the suite finds wrong whatever the backend: bytes beside an output, an input that is not as it was."""
+"""Faults that the suite finds in any backend: writes beside an output, and changed inputs."""
 from __future__ import annotations
 
 from typing import Any

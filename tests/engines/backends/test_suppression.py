@@ -19,8 +19,10 @@ def spec_of(boxes, limit, centred=False):
 
 
 def draw(boxes, kinds=1000):
-    """Boxes of which many cover each other, corners in any order, some of them without an inside; and scores of so many
-    kinds, both zeros and negative ones among them."""
+    """Draw boxes that overlap, and scores of few values.
+
+    The corners of a box come in any order, some boxes are empty, and scores include both zeros and negative ones.
+    """
     random = np.random.default_rng(0)
     corners = random.integers(0, 12, (1, BATCH, boxes, 4)).astype(np.float32)
     scores = random.integers(-kinds, kinds, (1, BATCH, CLASSES, boxes)).astype(np.float32) / kinds
@@ -29,7 +31,7 @@ def draw(boxes, kinds=1000):
 
 
 def chosen(spec, runner, corners, scores, most, overlap, least):
-    """(what the problem's reference finds, what the runner does)"""
+    """Return the selected rows of the problem's reference and of the runner."""
     inputs = [corners, scores, np.array([[most]]), np.float32([[overlap]]), np.float32([[least]])]
     (rows, count), (found, found_count) = spec.reference(inputs, {}), run(spec, runner, inputs, {})
     return rows[0, :count[0, 0]], found[0, :found_count[0, 0]]

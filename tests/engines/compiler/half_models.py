@@ -10,7 +10,7 @@ DTYPES = {TensorProto.FLOAT16: np.float16, TensorProto.BFLOAT16: ml_dtypes.bfloa
 
 
 def halved(model: onnx.ModelProto, to: int = TensorProto.FLOAT16, keep_io: bool = False) -> onnx.ModelProto:
-    """A copy whose float32 tensors are `to`; keep_io: but for its inputs and outputs, with Casts behind and before."""
+    """Return a copy whose float32 tensors are `to`. keep_io: inputs and outputs stay float32, next to Casts."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
     if to == TensorProto.BFLOAT16:

@@ -36,7 +36,7 @@ def picture_net(batch: str = "N") -> onnx.ModelProto:
 
 
 def attention_net() -> onnx.ModelProto:
-    """A layer of self-attention with a mask, heads split by Reshapes to what Shape says of the input."""
+    """Return a layer of self-attention with a mask, whose heads are split by Reshapes to shapes from Shape."""
     def heads(x: str, out: str) -> list[onnx.NodeProto]:
         return [node("Reshape", f"{x} split", f"{x}4"), node("Transpose", f"{x}4", out, perm=[0, 2, 1, 3])]
 
@@ -57,7 +57,7 @@ def attention_net() -> onnx.ModelProto:
 
 
 def growing_net() -> onnx.ModelProto:
-    """A step of a decoder: attention to a cache that it makes one longer, with a row of a table for each position."""
+    """Return a decoder step: attention with a growing KV cache, and a table row for each position."""
     def heads(x: str, out: str) -> list[onnx.NodeProto]:
         return [node("Reshape", f"{x} split", f"{x}4"), node("Transpose", f"{x}4", out, perm=[0, 2, 1, 3])]
 
@@ -78,7 +78,7 @@ def growing_net() -> onnx.ModelProto:
 
 
 def recurrent_net() -> onnx.ModelProto:
-    """An LSTM over any number of steps."""
+    """Return an LSTM over any number of steps."""
     return small_model(
         [node("Transpose", "x", "t", perm=[1, 0, 2]), node("LSTM", "t w r b", "h", hidden_size=5),
          node("Squeeze", "h one", "s"), node("Transpose", "s", "y", perm=[1, 0, 2])], {"x": ["N", "T", 4]}, ["y"],

@@ -17,7 +17,7 @@ FLOAT, BFLOAT16, INT64, BOOL = TensorProto.FLOAT, TensorProto.BFLOAT16, TensorPr
 
 def region(name: str, nodes: Sequence[onnx.NodeProto], inputs: Sequence[tuple[str, int, Any]], outputs: str,
            kinds: dict[str, int] | None = None, constants: dict[str, Array] | None = None) -> onnx.GraphProto:
-    """A graph inside of a node; its outputs are floats of any shape where `kinds` says nothing else."""
+    """Return a subgraph; its outputs are floats of any shape unless `kinds` gives their type."""
     return helper.make_graph(
         list(nodes), name, [helper.make_tensor_value_info(*value) for value in inputs],
         [helper.make_tensor_value_info(out, (kinds or {}).get(out, FLOAT), None) for out in outputs.split()],
@@ -25,7 +25,7 @@ def region(name: str, nodes: Sequence[onnx.NodeProto], inputs: Sequence[tuple[st
 
 
 def running_sum() -> onnx.ModelProto:
-    """h' = tanh(h w + x[i]) over the rows of x; the last h, and all of them. The weights are carried, too."""
+    """Return h' = tanh(h w + x[i]) over the rows of x: the last h, and all of them. The weights are carried, too."""
     body = region("body", [
         node("Identity", "going", "goes_on"), node("Identity", "w_in", "w_out"), node("Gather", "x i", "row", axis=0),
         node("MatMul", "h_in w_in", "p"), node("Add", "p row", "s"), node("Tanh", "s", "h_out"),
@@ -40,7 +40,7 @@ def running_sum() -> onnx.ModelProto:
 
 
 def first_numbers() -> onnx.ModelProto:
-    """The same, and what constants of the body name: a row of the last h, and its first number."""
+    """Return running_sum() with constants in the body that index a row of the last h and its first element."""
     model = running_sum()
     body = next(one for one in model.graph.node if one.op_type == "Loop").attribute[0].g
     last = body.node.pop()
@@ -51,7 +51,7 @@ def first_numbers() -> onnx.ModelProto:
 
 
 def until_large() -> onnx.ModelProto:
-    """x doubled, or after the third time tripled (an If in the Loop), until its sum is over a bound."""
+    """Return x doubled, and after the third step tripled (an If in the Loop), until its sum exceeds a bound."""
     double = region("double", [node("Add", "v v", "twice")], [], "twice")
     triple = region("triple", [node("Mul", "v three", "thrice")], [], "thrice")
     body = region("body", [
@@ -64,8 +64,10 @@ def until_large() -> onnx.ModelProto:
 
 
 def recurrent() -> onnx.ModelProto:
-    """h' = tanh(relu(x[i]) w + b + h r) over the rows of x, by a Loop whose weights are its own and which counts by
-    itself, and by a Scan over columns of them, from the last one on."""
+    """Return h' = tanh(relu(x[i]) w + b + h r) over the rows of x, by a Loop and by a Scan.
+
+    The Loop holds its weights and counts rows itself; the Scan reads the rows from the last to the first.
+    """
     step = [node("Relu", "{0}row", "{0}positive"), node("MatMul", "{0}positive {0}w", "{0}p"),
             node("Add", "{0}p b", "{0}q"), node("MatMul", "{0}h_in r", "{0}s"), node("Add", "{0}q {0}s", "{0}t"),
             node("Tanh", "{0}t", "{0}h_out"), node("Identity", "{0}h_out", "{0}all")]
@@ -88,7 +90,7 @@ def recurrent() -> onnx.ModelProto:
 
 
 def exchanged() -> onnx.ModelProto:
-    """Two states that change places at each step, and rows by a number that a step hands on; both states, all sums."""
+    """Return two states that are swapped at each step, one plus a row whose index is carried, and all sums."""
     body = region("body", [
         node("Gather", "x at", "row", axis=0), node("Add", "at one", "next"), node("Add", "b row", "sum"),
         node("Less", "next rows", "goes_on")],
@@ -102,8 +104,10 @@ def exchanged() -> onnx.ModelProto:
 
 
 def asked() -> onnx.ModelProto:
-    """x added up until the step after its sum is large: whether there is another step is what a step hands on, as it
-    is."""
+    """Return a Loop that adds x until one step after the sum is large.
+
+    The condition for another step is a value that the step before carried over unchanged.
+    """
     body = region("body", [node("Add", "s x", "more"), node("ReduceSum", "more", "sum", keepdims=0),
                            node("Less", "sum bound", "small")],
                   [("i", INT64, []), ("going", BOOL, []), ("was_small", BOOL, []), ("s", FLOAT, [3])],
@@ -113,7 +117,7 @@ def asked() -> onnx.ModelProto:
 
 
 def halves() -> onnx.ModelProto:
-    """The sums of the rows of x before each row, in bfloat16."""
+    """Return the sums of the rows of x before each row, in bfloat16."""
     body = region("body", [node("Identity", "going", "goes_on"), node("Gather", "rows i", "row", axis=0),
                            node("Add", "sum row", "next")],
                   [("i", INT64, []), ("going", BOOL, []), ("sum", BFLOAT16, [5])], "goes_on next sum",
@@ -126,7 +130,7 @@ def halves() -> onnx.ModelProto:
 
 
 def carried() -> onnx.ModelProto:
-    """A sum of the rows of x, and two values of any size that only change places at each step."""
+    """Return a sum of the rows of x, and two states of any size that are swapped at each step."""
     body = region("body", [
         node("Identity", "going", "goes_on"), node("Gather", "x i", "row", axis=0), node("Add", "sum row", "next")],
         [("i", INT64, []), ("going", BOOL, []), ("sum", FLOAT, [5]), ("u", FLOAT, ["n"]), ("v", FLOAT, ["n"])],
@@ -139,7 +143,7 @@ def carried() -> onnx.ModelProto:
 
 
 def grown() -> onnx.ModelProto:
-    """What has come so far, longer at each step, and its largest value at each."""
+    """Return the rows so far, a state that grows at each step, and its maximum at each step."""
     body = region("body", [
         node("Identity", "going", "goes_on"), node("Gather", "x i", "row", axis=0),
         node("Concat", "sofar row", "longer", axis=0), node("ReduceMax", "longer", "most", keepdims=0)],
@@ -152,7 +156,7 @@ def grown() -> onnx.ModelProto:
 
 
 def scanned() -> onnx.ModelProto:
-    """Running sums of the columns of x, from the last one on, and their squares."""
+    """Return running sums of the columns of x, from the last one on, and their squares."""
     body = region("body", [node("Add", "sum column", "next"), node("Mul", "next next", "square")],
                   [("sum", FLOAT, [3]), ("column", FLOAT, [3])], "next square")
     return small_model(
@@ -162,7 +166,7 @@ def scanned() -> onnx.ModelProto:
 
 
 def chosen_rows() -> onnx.ModelProto:
-    """The rows of x whose sum is positive, through a layer: as many as there are."""
+    """Return a layer applied to the rows of x whose sum is positive; their number depends on the data."""
     return small_model(
         [node("ReduceSum", "x one", "sums", keepdims=0), node("Greater", "sums zero", "positive"),
          node("NonZero", "positive", "where"), node("Squeeze", "where start", "index"),
@@ -172,7 +176,7 @@ def chosen_rows() -> onnx.ModelProto:
 
 
 def chosen_patches() -> onnx.ModelProto:
-    """A picture through a convolution; of its bright rows, as many as there are, a layer, and a Loop over them."""
+    """Return a convolution, then a layer and a Loop over its bright rows; their number depends on the data."""
     body = region("body", [
         node("Identity", "going", "goes_on"), node("Gather", "rows i", "row", axis=0),
         node("MatMul", "h_in r", "p"), node("Add", "p row", "s"), node("Tanh", "s", "h_out")],
@@ -205,7 +209,7 @@ def detector() -> onnx.ModelProto:
 
 
 def collected() -> onnx.ModelProto:
-    """A sequence that a Loop grows by a product for each row of x, joined at its end."""
+    """Return a sequence to which a Loop appends a product for each row of x, concatenated at its end."""
     sequence = helper.make_sequence_type_proto(helper.make_tensor_type_proto(FLOAT, None))
     body = region("body", [
         node("Identity", "going", "goes_on"), node("Gather", "x i", "row", axis=0), node("MatMul", "row w", "p"),
@@ -220,7 +224,7 @@ def collected() -> onnx.ModelProto:
 
 
 def measured() -> onnx.ModelProto:
-    """The durations of a synthesiser: how long the result is follows from what a layer makes of x."""
+    """Return a speech synthesiser's durations: the output's length depends on the values of a layer."""
     return small_model(
         [node("MatMul", "x w", "p"), node("Abs", "p", "a"), node("Ceil", "a", "steps"),
          node("ReduceSum", "steps", "sum", keepdims=0), node("Cast", "sum", "length", to=INT64),

@@ -44,7 +44,7 @@ class Writer:
 
     def layer(self, op: str, x: str, width: int, hidden: int, *, states: tuple[str, ...] = (), lengths: str = "",
               peepholes: bool = False, outputs: int = 0, **attrs: Any) -> list[str]:
-        """Y, Y_h (and Y_c)"""
+        """Add a recurrent layer and return the names of Y, Y_h (and Y_c)."""
         count = 2 if attrs.get("direction") == "bidirectional" else 1
         rows = GATES[op] * hidden
         weights = [self.draw(count, rows, width, scale=width ** -0.5), self.draw(count, rows, hidden,
@@ -58,7 +58,7 @@ class Writer:
         return found
 
     def zeros(self, x: str, count: int, hidden: int) -> str:
-        """A first state as PyTorch exports it: as many zeros as x has items."""
+        """Add an initial state as PyTorch exports it: zeros for each item of x."""
         batch = self("Gather", self("Shape", x), self.constant(np.array(0, np.int64)), axis=0)
         shape = self("Concat", self.integers(count), self("Unsqueeze", batch, self.integers(0)),
                      self.integers(hidden), axis=0)
@@ -66,7 +66,7 @@ class Writer:
 
     def model(self, x: tuple[int | str, ...], lengths: bool = False,
               **outputs: tuple[str, tuple[int | str, ...]]) -> onnx.ModelProto:
-        """Of input "x", and "lengths" where asked for; outputs by name: (tensor, shape)."""
+        """Return the model with input "x", and "lengths" if asked; outputs map names to (tensor, shape)."""
         for name, (tensor, _) in outputs.items():
             self.nodes.append(helper.make_node("Identity", [tensor], [name], name=f"/{name}"))
         infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
@@ -82,9 +82,11 @@ class Writer:
 
 
 def crnn(batch: str | int = "N", hidden: int = 20) -> onnx.ModelProto:
-    """Shi et al. 2015, "An End-to-End Trainable Neural Network for Image-based Sequence Recognition", as it is widely
-    exported: columns of a convolution's image are steps, every layer's linear sees [steps * batch, features], and the
-    answer is [steps, batch, classes]."""
+    """Return a CRNN (Shi et al. 2015) as it is widely exported.
+
+    The columns of the convolution's image are steps, the linear of each layer reads [steps * batch, features], and the
+    output is [steps, batch, classes].
+    """
     w = Writer()
     y = w("Relu", w("Conv", "x", w.draw(16, 1, 3, 3, scale=0.4), w.draw(16, scale=0.1), kernel_shape=[3, 3],
                     pads=[1, 1, 1, 1]))
@@ -105,7 +107,7 @@ def crnn(batch: str | int = "N", hidden: int = 20) -> onnx.ModelProto:
 
 
 def recogniser(batch: str | int = "N", hidden: int = 12) -> onnx.ModelProto:
-    """The same with layers of batch_first and an answer [batch, steps, classes]."""
+    """Return a text recogniser with batch_first layers and output [batch, steps, classes]."""
     w = Writer()
     y = w("Relu", w("Conv", "x", w.draw(16, 1, 8, 3, scale=0.3), kernel_shape=[8, 3], pads=[0, 1, 0, 1],
                     strides=[1, 2]))
@@ -121,7 +123,7 @@ def recogniser(batch: str | int = "N", hidden: int = 12) -> onnx.ModelProto:
 
 
 def commands(batch: str | int = "N", layers: int = 2) -> onnx.ModelProto:
-    """A keyword spotter: frames of features, a stack of GRUs of batch_first, the last state decides."""
+    """Return a keyword spotter: a stack of batch_first GRUs over frames of features, and a Gemm on the last state."""
     w = Writer()
     y, width, hidden = w("Transpose", "x", perm=[1, 0, 2]), 13, 32
     for _ in range(layers):
@@ -152,7 +154,7 @@ def signals(batch: str | int = "N") -> onnx.ModelProto:
 
 
 def keras(op: str = "LSTM", batch: str | int = "N", sequences: bool = False) -> onnx.ModelProto:
-    """A Keras layer as tf2onnx writes it, with a dense layer over the last step or every step."""
+    """Return a Keras layer as tf2onnx writes it, with a dense layer over the last step or every step."""
     w = Writer()
     y, last = w.layer(op, w("Transpose", "x", perm=[1, 0, 2]), 10, 24, outputs=2)
     if not sequences:
@@ -165,7 +167,7 @@ def keras(op: str = "LSTM", batch: str | int = "N", sequences: bool = False) -> 
 
 
 def both_ways(batch: str | int = "N", hidden: int = 12) -> onnx.ModelProto:
-    """A bidirectional layer taken apart and put together again, then a layer whose last step decides."""
+    """Return a bidirectional layer that is split and concatenated again, then a layer whose last step is used."""
     w = Writer()
     y = w.layer("LSTM", w("Transpose", "x", perm=[1, 0, 2]), 10, hidden, direction="bidirectional")[0]
     parts = [w("Squeeze", part, w.integers(1)) for part in w("Split", y, w.integers(1, 1), count=2, axis=1)]
@@ -200,7 +202,7 @@ def learned(batch: str | int = "N", hidden: int = 14) -> onnx.ModelProto:
 
 
 def batch_major(batch: str | int = "N") -> onnx.ModelProto:
-    """layout 1, backwards, with the whole sequence as everybody's length."""
+    """Return a reverse GRU with layout 1, where sequence_lens are all the whole length."""
     w = Writer()
     batch_of = w("Gather", w("Shape", "x"), w.constant(np.array([0], np.int64)), axis=0)
     lengths = w("Expand", w.constant(np.array([8], np.int32)), batch_of)

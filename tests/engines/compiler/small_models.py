@@ -46,7 +46,7 @@ def feeds_of(model: onnx.ModelProto, batch: int = 3) -> dict[str, NDArray[Any]]:
 
 
 def assert_right(model: onnx.ModelProto, precision: str = "fp32", tolerance: float = 1e-5) -> Engine:
-    """The engine, after its outputs were compared with the reference's in shape, dtype and values."""
+    """Compare outputs with the reference's in shape, dtype and values, and return the engine."""
     engine, feeds = engine_of(model, precision), feeds_of(model)
     with np.errstate(all="ignore"):
         expected = ReferenceEvaluator(model).run(None, feeds)

@@ -87,7 +87,7 @@ def attention_model(case: Case) -> onnx.ModelProto:
 
 
 def projections(w: Writer, case: Case) -> list[str]:
-    """q [N, H, S, D], k [N, H, D, T] and v [N, H, T, D]."""
+    """Add projections and return q [N, H, S, D], k [N, H, D, T] and v [N, H, T, D]."""
     split = w.constant([0, 0, case.heads, case.depth], np.int64)
     perms = ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3))
     if case.one_projection:

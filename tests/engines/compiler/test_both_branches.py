@@ -15,8 +15,10 @@ from tests.engines.compiler.small_models import small_model
 
 
 def gated(condition: str = "x", other: str = "Neg x", rows: int | str = 1, width: int = 40) -> onnx.ModelProto:
-    """tanh(x w), or another operator of x where the sum of all elements is not above 0. The branches' tensors have the
-    same names."""
+    """Return an If: tanh(x w) if the sum of all elements is above 0, else another operator of x.
+
+    The branches' tensors have the same names.
+    """
     op, inputs = other.split(" ", 1)
     then = region("then", [node("MatMul", "x w", "p"), node("Tanh", "p", "q")], [], "q",
                   constants={"w": random(width, width)})
@@ -36,7 +38,7 @@ def test_both_branches_are_computed_and_the_right_one_is_taken() -> None:
 
 
 def reshaped_as_told() -> onnx.ModelProto:
-    """The branch that is not taken may have a shape that does not fit."""
+    """Return an If whose other branch reshapes to a shape from an input, which may not fit if not taken."""
     model = gated(other="Reshape x told")
     model.graph.input.append(onnx.helper.make_tensor_value_info("told", onnx.TensorProto.INT64, [2]))
     (choice,) = (one for one in model.graph.node if one.op_type == "If")
@@ -46,7 +48,7 @@ def reshaped_as_told() -> onnx.ModelProto:
 
 
 def read_from_text() -> onnx.ModelProto:
-    """The branch that is not taken may be told what is no number."""
+    """Return an If whose other branch parses text, which may be no number if not taken."""
     model = gated()
     model.graph.input.append(onnx.helper.make_tensor_value_info("text", onnx.TensorProto.STRING, [1, 40]))
     (choice,) = (one for one in model.graph.node if one.op_type == "If")

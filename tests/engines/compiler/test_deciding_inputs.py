@@ -25,7 +25,7 @@ def with_input(model: onnx.ModelProto, name: str, kind: int, shape: list[int | s
 
 
 def resizer() -> onnx.ModelProto:
-    """A picture brought to the size that an input tells."""
+    """Return a model that resizes a picture to a size from an input."""
     model = small_model(
         [node("Conv", "x w", "c", pads=[1, 1, 1, 1]), node("Concat", "nc size", "to", axis=0),
          node("Resize", "c - - to", "r", mode="nearest", coordinate_transformation_mode="asymmetric",

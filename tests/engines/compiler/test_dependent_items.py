@@ -23,7 +23,7 @@ def model(nodes, inputs, outputs, **constants):
 
 
 def share_of_the_sum(columns=4):
-    """y = x / the sum of all x: every item follows from all of them."""
+    """Return y = x / the sum of all x, in which every item depends on all items."""
     return model([helper.make_node("ReduceSum", ["x", "first"], ["s"]), helper.make_node("Div", ["x", "s"], ["y"])],
                  {"x": ["n", columns]}, {"y": ["n", columns]}, first=np.array([0], np.int64))
 

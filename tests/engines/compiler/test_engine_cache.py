@@ -40,7 +40,7 @@ def plan_of(name: str) -> Plan:
 
 
 def stored_bytes(folder: Path) -> int:
-    """What a cache takes for the plan "a"."""
+    """Return the bytes of a cache entry of the plan "a"."""
     cache = EngineCache(folder)
     cache.store(K, plan_of("a"))
     return cache.entry(K).stat().st_size
@@ -48,7 +48,7 @@ def stored_bytes(folder: Path) -> int:
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Writing more to a file fails, as on a full disk."""
+    """Make writes beyond `size` bytes of a file fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

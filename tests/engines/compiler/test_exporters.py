@@ -185,7 +185,7 @@ def test_a_turn_of_phrase_is_compiled(name: str, tmp_path: Path) -> None:
 
 
 def test_tensorflow_takes_the_pixel_in_whose_middle_a_nearest_neighbour_lies(tmp_path: Path) -> None:
-    """Of opset 11, and no longer in ONNX's reference: pixel i of half the size is pixel floor((i + 1/2) * 2)."""
+    """Opset 11 has this mode, ONNX's reference does not: at half size, pixel i is pixel floor((i + 1/2) * 2)."""
     case = ("float[N,3,4,6] x", "float[N,3,2,3] y", 11, """
         roi = Constant<value = float[0] {}>()  scales = Constant<value = float[4] {1.0,1.0,0.5,0.5}>()  r = Relu(x)
         y = Resize<mode = "nearest", nearest_mode = "floor",

@@ -17,7 +17,7 @@ def model(graph: str) -> onnx.ModelProto:
 
 
 def told(graph: str) -> list[dict[str, int]]:
-    """The likely guess, and what is made of it."""
+    """Return the likely guess and its refinements."""
     source = read_model(model(graph))
     return list(guesses(source, open_types(source.name, source.declared(), {}), all_of_them=False))
 
@@ -47,7 +47,7 @@ def test_a_sum_of_extents_is_made_of_the_others() -> None:
 
 
 def test_where_one_of_two_extents_is_bound_the_other_gives_way() -> None:
-    """p + s become 300 by p, which has to be 5: by s, then."""
+    """The sum p + s is 300 and p is 5, so s is 295."""
     w, v = (f"float[{count}, 1] {name} = {{{', '.join(['1.0'] * count)}}}" for name, count in (("w", 300), ("v", 5)))
     graph = (f"g (float[n, p] x, float[n, s] z) => (float[n, 1] y) <{w}, {v}> "
              "{ a = Concat<axis = 1>(x, z) b = MatMul(a, w) c = MatMul(x, v) y = Add(b, c) }")

@@ -35,7 +35,7 @@ ITEMS = 2
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    """A small ResNet in INT8, whose sums are exact whatever their order."""
+    """Return a small ResNet in INT8, whose sums are exact in any order."""
     builder = Builder(BuildConfig(precision="int8", timing=False))
     floats = builder.graph(TINY["resnet18"]().SerializeToString())
     return builder.stored(floats, dict.fromkeys(builder.edges(floats), (-1.0, 2.0)))
@@ -50,7 +50,7 @@ def times_alone(graph: Graph) -> TimingCache:
 
 @pytest.fixture
 def cache(times_alone: TimingCache) -> TimingCache:
-    """Of a network whose kernels were timed alone: what is left is a trial."""
+    """Return the timing cache of a network whose kernels were timed alone, so that only trials are left."""
     return deepcopy(times_alone)
 
 
@@ -60,7 +60,7 @@ def session(cache: TimingCache) -> LlvmSession:
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
-    """The trials that are run, as short as they can be."""
+    """Return a list that collects the trials that run, each as short as possible."""
     found: list[Trial] = []
 
     def noted(trial: Trial, items: int, progress: Any = None) -> list[Estimate]:
@@ -116,7 +116,7 @@ def test_a_trial_has_the_constants_that_the_reference_reads(graph: Graph, cache:
 
 
 def test_a_tensor_that_no_call_touches_has_its_place_in_a_trial() -> None:
-    """As the states of an LSTM of which only the last is wanted: its life begins behind the last call."""
+    """States of an LSTM are an example if only the last one is used: their lifetime starts after the last call."""
     buffers = [Buffer("x", 4, -1, 0), Buffer("hidden", 4, 0, 1), Buffer("unused", 4, 2, 2), Buffer("y", 4, 1, 2)]
     lives = [(buffer.first, buffer.last) for buffer in in_place.trial_buffers(buffers, [range(3), range(3, 5)])]
     assert lives == [(-1, 2), (0, 4), (5, 5), (3, 5)]
@@ -210,5 +210,5 @@ def test_a_trial_packs_no_more_constants_than_it_may(graph: Graph, times_alone: 
 
 
 def operands_of(step: Step) -> tuple[Operand, ...]:
-    """The constants that it reads."""
+    """Return the constants that the step reads."""
     return tuple(operand for operand in step.operands if operand.constant)

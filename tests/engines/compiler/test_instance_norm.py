@@ -30,7 +30,7 @@ def expected(x: Array) -> Array:
 
 
 def answers(model: onnx.ModelProto, feed: dict[str, Array], **options: Any) -> list[str]:
-    """The kernels' families, of a model that is right."""
+    """Check the model's output and return the families of its kernels."""
     engine: Any = build_engine(model, cache=False, timing=False, **options).engine()
     np.testing.assert_allclose(engine.run(feed)["y"], expected(feed["x"]), rtol=1e-4, atol=1e-4)
     return [family(step) for step in engine.plan.machine.steps]
@@ -39,7 +39,7 @@ def answers(model: onnx.ModelProto, feed: dict[str, Array], **options: Any) -> l
 @pytest.mark.parametrize("target", ["", "portable", "numpy"])
 @pytest.mark.parametrize("shape", [(2, 6, 37), (2, 6, 5, 7), (2, 6, 3, 4, 5), (1, 6, 1, 1)], ids=str)
 def test_alone_it_is_one_kernel(shape: tuple[int, ...], target: str) -> None:
-    """Its numbers are far from 0: their variance is not the difference of two large sums."""
+    """Values far from 0 show a variance computed as the difference of two large sums."""
     families = answers(norm(*shape), {"x": 100 + random(*shape)}, target=target)
     assert families == ["norm"] or target == "numpy"
 

@@ -32,7 +32,7 @@ def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def long_runs(plan: Plan) -> list[ItemMajorRun]:
-    """As many steps as may run so, whatever their weights."""
+    """Return the item-major runs if weights cost nothing."""
     return list(item_major._runs([replace(step, constant_bytes=0) for step in plan.machine.steps]))
 
 
@@ -62,7 +62,7 @@ def test_items_are_read_where_they_lie_and_the_bytes_are_the_same(plan: Plan, mo
 
 
 def far_from_the_end_of_a_page(array: Array, bytes_off: int = 0) -> Array:
-    """A copy that lies where steps can read it, so many bytes from a multiple of 64."""
+    """Return a copy that steps can read in place, `bytes_off` bytes after a multiple of 64."""
     memory = np.zeros(array.nbytes + 2 * PAGE, np.uint8)
     first = -memory.ctypes.data % 64 + bytes_off
     at = next(at for at in range(first, first + PAGE, 64) if address_of(memory[at:at + array.nbytes]) is not None)

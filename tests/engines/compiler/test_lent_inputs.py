@@ -13,7 +13,7 @@ SHAPE = (4, 64, 64)
 
 
 def ending_at(place: int, value: float) -> Array:
-    """An array of two items, whose last byte lies there in its page."""
+    """Return an array of two items whose last byte is at offset `place` of its page."""
     memory = np.zeros(1 << 20, np.uint8)
     size = 2 * int(np.prod(SHAPE)) * 4
     begin = (place + 1 - memory.ctypes.data - size) % PAGE

@@ -1,4 +1,4 @@
-"""What a plan cannot hold is refused by name: types, and sizes that no machine has."""
+"""Types that a plan cannot hold, and sizes that no machine has, are refused by name."""
 from __future__ import annotations
 
 import subprocess
@@ -56,7 +56,7 @@ def test_a_batch_that_fits_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_limit_on_the_process_is_a_limit_on_the_model() -> None:
-    """As `ulimit -v` sets it; what the process has already is taken."""
+    """`ulimit -v` sets RLIMIT_AS, which counts memory that the process already has."""
     script = ("import resource; from engines import capacity; size = capacity._address_space(); "
               "resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30), -1)); print(capacity.memory_limit())")
     limit = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)

@@ -54,7 +54,7 @@ def masked_model(form: str, number: float, rows: int, mixes: bool = True) -> onn
 
 
 def fed(model: onnx.ModelProto, rows: int, items: int = ITEMS, seed: int = 1) -> dict[str, Any]:
-    """The first item sees no key, of the second some queries see none, others see some."""
+    """Return inputs whose first item masks all keys, and whose second item masks all keys for half of the queries."""
     random = np.random.default_rng(seed)
     hidden = random.random((items, 1, rows, TOKENS)) < 0.4
     hidden[0] = True

@@ -22,7 +22,7 @@ TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2, "int8": 4e-2}
 
 
 def layers(shape: Sequence[int | str], cut: tuple[int, int, int] | None = None) -> onnx.ModelProto:
-    """y = relu(x) w + relu(x) w', of what `cut` (axis, first, end) leaves of relu(x)."""
+    """Return y = s w + s w', where s is relu(x), sliced by `cut` (axis, first, end) if given."""
     random = np.random.default_rng(0)
     weights = {name: random.standard_normal((DEPTH, COLUMNS)).astype(np.float32) for name in ("w", "v")}
     constants = [numpy_helper.from_array(array, name) for name, array in weights.items()]
@@ -45,7 +45,7 @@ def products(engine: Engine) -> list[Step]:
 
 
 def answers(model: onnx.ModelProto, shape: tuple[int, ...], folder: Path, precision: str, **options: Any) -> Engine:
-    """The engine, after it has answered as ONNX Runtime does, alone and with a second thread."""
+    """Compare the engine with ONNX Runtime, on one thread and on two, and return it."""
     feeds = {"x": np.random.default_rng(1).standard_normal(shape).astype(np.float32)}
     engine = built(model, folder, feeds if precision == "int8" else None, precision=precision, **options)
     expected = run_onnx(model, feeds)["y"]

@@ -1,4 +1,4 @@
-"""How much memory a context of a compiled plan takes."""
+"""Tests of the memory that a context of a compiled plan takes."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -131,8 +131,7 @@ def test_small_items_of_an_open_model_are_as_many_as_large_ones() -> None:
 @pytest.mark.parametrize("asked", [None, 32])
 def test_fewer_items_that_are_large_share_a_batch_and_more_are_run_in_slices(
         monkeypatch: pytest.MonkeyPatch, asked: int | None, specialise: str) -> None:
-    """By an engine and by its contexts, by specialisations and by general versions, whoever says how many a plan takes
-    of the usual shape."""
+    """Engines and contexts do so, with specialisations and with dynamic plans, for a given and for a default batch."""
     monkeypatch.setattr(max_batch, "memory_limit", lambda: 160_000_000)
     model = small_model([node("Conv", "x w", "c", pads=[1, 1, 1, 1]), node("Relu", "c", "y")],
                         {"x": ["N", 1, "H", "W"]}, ["y"], {"w": random(2, 1, 3, 3)})

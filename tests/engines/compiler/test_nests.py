@@ -210,7 +210,7 @@ def test_nodes_of_a_family_are_kernels_and_right(family: str) -> None:
 
 
 def test_a_forest_is_one_kernel_and_right() -> None:
-    """Of trees that are not full, with missing numbers, for one target and for several."""
+    """Trees are not full and inputs have missing values; one target and several."""
     x = np.where(ints(9, 5, COLUMNS) == 0, np.nan, floats(5, COLUMNS)).astype(np.float32)
     for targets in (1, 3):
         attrs = forest(modes=("BRANCH_LEQ", "BRANCH_LT", "BRANCH_EQ"), targets=targets, missing=True, trees=21)

@@ -1,4 +1,4 @@
-"""Of NaN comes NaN: through kernels, through nests of float64, and through the reference; of it integers, the least."""
+"""NaN stays NaN through kernels, float64 nests and the reference; converted to an integer it is the smallest."""
 from __future__ import annotations
 
 import numpy as np

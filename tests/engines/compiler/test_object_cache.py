@@ -37,14 +37,14 @@ def model(*widths: int) -> bytes:
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds use the object cache of their engine cache, whatever this run of the tests uses."""
+    """Make builds use the object cache of their engine cache, whatever this test run uses."""
     monkeypatch.delenv(VARIABLE, raising=False)
     scheduler_object.cache_clear()      # else the first build of a process alone compiles it
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that LLVM compiles in this process."""
+    """Return a list that collects the LLVM IR which this process compiles."""
     texts, compile_ = [], compile_module._compile
 
     def noted(ir: str, *arguments: str, **options: str) -> bytes:

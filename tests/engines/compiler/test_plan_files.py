@@ -1,4 +1,4 @@
-"""What the file of a compiled plan takes and gives: weights as kernels read them, and the graph, bit for bit."""
+"""A plan file stores weights as kernels read them, and the graph, bit for bit."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def plan_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Plan]:
 
 
 def written(plan: Plan, folder: Path) -> tuple[Plan, int]:
-    """(the plan as it is read again, the size of its file)"""
+    """Write a plan; return the plan as it is read again and the size of its file."""
     write_plan(plan, folder / "m.plan")
     return read_plan(folder / "m.plan"), (folder / "m.plan").stat().st_size
 

@@ -70,7 +70,7 @@ def test_a_product_is_one_kernel_that_answers_as_onnx_runtime_does(name: str, pr
 @pytest.mark.parametrize(("a", "b"), [(("N", 3, 5, 17), ("N", 3, 17, 21)), ((5, 17), (17, 21))], ids=str)
 def test_a_product_of_computed_integers_is_one_kernel_and_exact(a: tuple[Any, ...], b: tuple[Any, ...],
                                                                tmp_path: Path) -> None:
-    """As models are written that quantise both factors by the ranges that they find."""
+    """Both factors and their zero points are computed at run time, as in dynamic quantisation."""
     inputs = [helper.make_tensor_value_info(name, onnx.TensorProto.UINT8, shape)
               for name, shape in {"a": a, "b": b, "za": (), "zb": ()}.items()]
     y = helper.make_tensor_value_info("y", onnx.TensorProto.INT32, (*a[:-1], b[-1]))

@@ -75,7 +75,7 @@ def test_a_program_is_right_at_every_shape(case: str, tmp_path: Path) -> None:
 
 
 def wide_sum() -> onnx.ModelProto:
-    """A Loop that adds x to a state of any width, as often as n says, and stacks it."""
+    """Return a Loop that adds x to a state of any width n times and stacks the states."""
     body = helper.make_graph(
         [node("Identity", "going", "goes_on"), node("Add", "sum x", "next"), node("Identity", "next", "row")], "body",
         [helper.make_tensor_value_info("i", TensorProto.INT64, []),
@@ -152,7 +152,7 @@ def test_products_of_rows_are_made_before_the_first_step() -> None:
 
 
 def test_the_segments_of_a_program_are_calibrated_by_what_they_are_fed() -> None:
-    """Those in a Loop by all of its steps; items may have different shapes."""
+    """Segments in a Loop are calibrated on all steps; items may have different shapes."""
     model = models.chosen_patches()
     data = [{"x": random(1, 3, height, 8, seed=height)} for height in (6, 6, 9)]
     build = built(model, precision="int8", calibration=Calibration(data, "minmax"))

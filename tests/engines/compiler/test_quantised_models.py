@@ -40,7 +40,7 @@ class Items(CalibrationDataReader):
 
 
 def quantised(name: str, stored: str, folder: Path, **options: Any) -> onnx.ModelProto:
-    """A model of the zoo as ONNX Runtime's quantiser writes it."""
+    """Return a model of the zoo as ONNX Runtime's quantiser writes it."""
     model = TINY[name]()
     source, result = folder / f"{name}.onnx", folder / f"{name}.quantised.onnx"
     onnx.save(model, source)
@@ -55,7 +55,7 @@ def built(model: onnx.ModelProto, **options: Any) -> EngineBuild:
 
 
 def literally(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
-    """The outputs where each node is run as it is written."""
+    """Return ONNX Runtime's outputs without graph optimisations."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
@@ -65,13 +65,13 @@ def literally(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
 
 
 def in_numpy(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
-    """The same by the onnx package. ONNX Runtime saturates sums of products of u8 by s8 where a CPU has no VNNI."""
+    """Return onnx.reference's outputs: without VNNI ONNX Runtime saturates sums of products of u8 by s8."""
     names = [output.name for output in model.graph.output]
     return dict(zip(names, ReferenceEvaluator(model).run(None, feeds), strict=True))
 
 
 def off(build: EngineBuild, model: onnx.ModelProto, feeds: Arrays) -> float:
-    """How far the engine is from the model, as a share of the model's root mean square."""
+    """Return the engine's largest relative error, by the root mean square."""
     wanted, made = literally(model, feeds), build.engine().run(feeds)
     return max(float(np.sqrt(((made[name] - value) ** 2).mean() / (value ** 2).mean()))
                for name, value in wanted.items())
@@ -107,7 +107,7 @@ def test_what_is_exported_is_read_back_as_the_same_engine(name: str, tmp_path: P
 
 # ---- small ones
 def node(op: str, inputs: str, output: str, **attrs: Any) -> onnx.NodeProto:
-    """Called as what it makes."""
+    """Return a node named after its output."""
     return onnx.helper.make_node(op, inputs.split(), [output], name=output, **attrs)
 
 
@@ -125,7 +125,7 @@ NUMBERS = {"scale": np.float32(0.03), "zero": np.uint8(120), "wscale": np.full(8
 
 
 def layer(constants: Arrays, *after: onnx.NodeProto) -> onnx.ModelProto:
-    """A product whose input is quantised, and what comes after it."""
+    """Return a product whose input is quantised, followed by the nodes `after`."""
     nodes = [*pair("x", "a"), node("DequantizeLinear", "w wscale wzero", "b", axis=1), node("MatMul", "a b", "m"),
              *after]
     return small_model(nodes, {"x": ["N", 5, 16]}, ["y"], {**NUMBERS, "w": weights(16, 8), **constants})
@@ -371,7 +371,7 @@ def test_what_a_recurrent_layer_makes_is_stored_as_the_model_rounds_it() -> None
 
 @pytest.mark.parametrize("op, gates", [("LSTM", 4), ("GRU", 3)])
 def test_an_exported_recurrent_layer_is_read_back_as_the_integers_that_it_was(op: str, gates: int) -> None:
-    """What ONNX cannot say of its states, a property of the model does; a build may keep the layer in float."""
+    """Quantisation of its states is kept in a model property; a build may keep the layer in float."""
     recurrent = {name: weights(1, gates * 8, size) / np.float32(400) for name, size in (("wx", 16), ("wh", 8))}
     nodes = [node("Transpose", "x", "steps", perm=[1, 0, 2]), node(op, "steps wx wh", "h", hidden_size=8),
              node("Transpose", "h", "y", perm=[2, 0, 1, 3])]
@@ -421,7 +421,7 @@ INTEGER_LIMITS = {"uint8": (0, 256), "int8": (-128, 128)}
 
 
 def scaled(**numbers: tuple[float, Any]) -> Arrays:
-    """name -> name.s and name.z, the scale and the zero point of that tensor."""
+    """Return NAME.s and NAME.z, the scale and zero point of each tensor NAME."""
     return {f"{name}{end}": np.asarray(value, kind) for name, (scale, zero) in numbers.items()
             for end, value, kind in ((".s", scale, np.float32), (".z", zero, np.asarray(zero).dtype))}
 
@@ -453,7 +453,7 @@ def test_a_convolution_of_integers_is_one_kernel_between_conversions(zero: Any, 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_a_transposed_convolution_of_integers_may_have_groups(group: int) -> None:
-    """Its weights [cin, cout of a group, ...] have a scale for each cout of a group."""
+    """ConvTranspose weights [cin, cout / group, ...] have a scale for each output channel of a group."""
     scales = np.linspace(0.01, 0.03, 8 // group)
     numbers = scaled(x=(0.03, np.uint8(100)), w=(list(scales), np.zeros(8 // group, np.int8)), y=(0.1, np.uint8(11)))
     nodes = [node("QuantizeLinear", "x x.s x.z", "q"), node("DequantizeLinear", "q x.s x.z", "r"),
@@ -497,7 +497,7 @@ def test_a_product_of_integers_is_one_kernel_between_conversions() -> None:
 
 @pytest.mark.parametrize("zero", [np.uint8(130), np.int8(-7)], ids=str)
 def test_bytes_that_a_model_reads_and_makes_are_multiplied_as_integers(zero: Any) -> None:
-    """As a model is written whose images have their channels last."""
+    """Models whose images have channels last are written this way."""
     numbers = scaled(x=(0.03, zero), w=([0.01] * 4 + [0.02] * 4, np.zeros(8, np.int8)), y=(0.1, type(zero)(11)))
     nodes = [node("Transpose", "x", "q", perm=[0, 3, 1, 2]),
              node("QLinearConv", "q x.s x.z w w.s w.z y.s y.z", "c", pads=[1, 1, 1, 1]),

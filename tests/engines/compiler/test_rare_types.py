@@ -15,7 +15,7 @@ from tests.engines.compiler.small_models import assert_right, node, small_model
 
 
 def test_they_are_moved_by_kernels_and_converted_by_the_reference_in_a_plan_from_its_file(tmp_path: Path) -> None:
-    """x int4 -> moved -> y int4; the same as float, times weights of float8 -> z"""
+    """Output y is x in int4, transposed; z is its float value times float8 weights."""
     model = small_model(
         [node("Transpose", "x", "turned", perm=[0, 2, 1]), node("Flatten", "turned", "y", axis=2),
          node("Cast", "y", "real", to=TensorProto.FLOAT), node("CastLike", "c like", "w8"),

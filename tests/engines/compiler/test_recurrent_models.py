@@ -102,7 +102,7 @@ def test_other_precisions_are_close(name: str, precision: str, least_db: float, 
 
 
 def test_a_layer_of_batch_first_moves_nothing(tmp_path: Path) -> None:
-    """Its Transposes meet, and what is left is a product and a recurrence a layer, and the last Gemm."""
+    """Transposes cancel, so a layer is a product and a recurrence, followed by the last Gemm."""
     steps = engine_of(MODELS["commands"](), tmp_path).plan.machine.steps
     assert [step.tactic.split(":")[0] for step in steps] == ["contraction", "recurrence"] * 2 + ["contraction"]
 

@@ -88,7 +88,7 @@ def feeds(plan: Plan, extents: dict[str, int]) -> dict[str, Array]:
 
 
 def differences(a: Any, b: Any, path: str = "plan") -> list[str]:
-    """Where two plans differ, but for where their constants lie: those that follow from extents are never shared."""
+    """Return the differences of two plans, except for the positions of constants, which are never shared."""
     if isinstance(a, Operand) and a.constant and b.constant:
         return []
     if dataclasses.is_dataclass(a) and type(a) is type(b):

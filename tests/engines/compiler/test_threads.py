@@ -1,4 +1,4 @@
-"""What threads rely on in real networks: a chunk needs only what it waits for, and running it again changes nothing."""
+"""In real networks a chunk needs only the chunks that it waits for, and running it again changes nothing."""
 from __future__ import annotations
 
 import ctypes

@@ -85,7 +85,7 @@ def detector(tail: str) -> onnx.ModelProto:
 
 
 def levels() -> onnx.ModelProto:
-    """A Concat of boxes and logits at each of three levels, of all levels, and of what is made of the parts."""
+    """Return Concats of boxes and logits at three levels, of all levels, and of results of the parts."""
     net, x, channels = Net(), "x", 3
     net.constants |= {"rows": np.int64([0, 10, -1]), "four": np.int64([4, 6]),
                       "strides": np.repeat(np.float32([8, 16, 32]), [64, 16, 4]).reshape(1, 1, 84)}
@@ -105,7 +105,7 @@ def levels() -> onnx.ModelProto:
 
 
 def skip() -> onnx.ModelProto:
-    """A U-Net whose decoder is 100 times as large as the skip, which another layer reads as well."""
+    """Return a U-Net whose decoder is 100 times as large as the skip, which another layer reads as well."""
     net = Net()
     net.conv("x", "a", 3, 16, kernel=3)
     net("MaxPool", "a", "p", kernel_shape=[2, 2], strides=[2, 2])
@@ -138,7 +138,7 @@ def shuffle() -> onnx.ModelProto:
 
 
 def inside_and_out() -> onnx.ModelProto:
-    """A Concat that is a graph output, and is read by a convolution; a residual sum and a gate of unlike ranges."""
+    """Return a Concat that is a graph output and a convolution's input, and a sum and a gate of unlike ranges."""
     net = Net()
     net.conv("x", "a", 3, 16, kernel=3)
     net.conv("a", "b", 16, 16, scale=100)
@@ -206,7 +206,7 @@ def float_graph(model: onnx.ModelProto) -> Graph:
 
 
 def quality_of(model: onnx.ModelProto, keep_float: tuple[str, ...] = ()) -> Callable[..., float]:
-    """The signal to noise ratio of some of the channels of an output."""
+    """Return a function that computes the SQNR of some of an output's channels."""
     graph, feeds = float_graph(model), data(8, 1)
     expected, answers = (run(each, feeds) for each in (graph, quantize(graph, ranges_of(graph), keep_float)))
     return lambda name, start=0, stop=None: sqnr_db(expected[name][:, start:stop], answers[name][:, start:stop])

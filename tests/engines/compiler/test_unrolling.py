@@ -21,8 +21,10 @@ NUMBERS = {"m": np.array(3), "yes": np.array(True), "no": np.array(False), "one"
 
 
 def loop(most: str = "m", first: str = "yes", condition: str = "going", twice: bool = False) -> onnx.ModelProto:
-    """A state that grows by a row at each step, one that becomes a part of the row, and the rows. twice: another such
-    Loop behind the first one."""
+    """Return a Loop with a state that grows by a row at each step, one made of the row, and all rows as outputs.
+
+    twice: a second such Loop reads the first one's result.
+    """
     body = region("body", [
         node("Identity", condition, "again"), node("Identity", "again", "goes_on"), node("Cast", "i", "f", to=1),
         node("Add", "f x", "row"), node("Concat", "b row", "longer", axis=0), node("Mul", "row scale", "made")],
@@ -36,7 +38,7 @@ def loop(most: str = "m", first: str = "yes", condition: str = "going", twice: b
 
 
 def scan() -> onnx.ModelProto:
-    """Running sums of two sequences of 4, in all directions."""
+    """Return running sums of two sequences of 4, in all directions."""
     body = region("body", [node("Add", "sum a", "c"), node("Sub", "c b", "next"), node("Mul", "next next", "square"),
                            node("Neg", "next", "less")],
                   [("sum", FLOAT, [3]), ("a", FLOAT, [3]), ("b", FLOAT, [3])], "next square less")

@@ -20,7 +20,7 @@ CHANNELS = 16
 
 
 def u_net() -> onnx.ModelProto:
-    """A level down, by a stride, and up again; the level's own volume beside it; a pool and a classifier."""
+    """Return a 3D U-Net with one strided level, a skip connection, a pool and a classifier."""
     random = np.random.default_rng(0)
 
     def weights(*shape: int) -> NDArray[np.float32]:

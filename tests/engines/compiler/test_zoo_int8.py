@@ -59,8 +59,10 @@ def test_items_do_not_change_each_other(tmp_path: Path) -> None:
 
 
 def test_resnet50_has_a_kernel_a_convolution(tmp_path: Path) -> None:
-    """53 convolutions and the last layer, the pools, and the input's conversion; BN, ReLU and Add are inside. (What
-    renews the borders of shared buffers computes nothing.)"""
+    """53 convolutions, the last layer, the pools and the input's conversion; BN, ReLU and Add are fused.
+
+    Steps that only rewrite the borders of shared buffers do not count.
+    """
     plan = compiled(TINY["resnet50"](depths=(3, 4, 6, 3)), tmp_path, precision="int8").plan
     assert sum(not writes_border(step) for step in plan.machine.steps) <= 56
     block = {"/layer1.0/conv3/Conv", "/layer1.0/conv3_bn/BatchNormalization", "/layer1.0/Add", "/layer1.0/Relu_2"}

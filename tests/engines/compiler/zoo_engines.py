@@ -19,7 +19,7 @@ CALIBRATION_ITEMS = 32
 
 
 def compiled(model: onnx.ModelProto, folder: Path, calibrator: str = "minmax", **options: Any) -> EngineBuild:
-    """What build-engine makes of a model; int8 is calibrated on pictures that no test asks about.
+    """Build a model; int8 is calibrated on pictures that no test uses.
 
     calibrator: "" searches as build-engine does by default, which builds a model some forty times.
     """
@@ -40,11 +40,11 @@ def engine_of(model: onnx.ModelProto, folder: Path, **options: Any) -> Engine:
 
 
 def fallbacks(engine: Engine) -> list[Step]:
-    """The steps that no kernel computes."""
+    """Return the steps that no kernel computes."""
     return [step for step in engine.plan.machine.steps if step.fallback]
 
 
 def relative_error(value: NDArray[Any], expected: NDArray[Any]) -> float:
-    """The largest difference as a share of the largest value expected."""
+    """Return the largest difference relative to the largest expected value."""
     assert value.shape == expected.shape and value.dtype == expected.dtype
     return float(np.abs(value - expected).max() / np.abs(expected).max())

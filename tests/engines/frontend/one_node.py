@@ -22,9 +22,12 @@ def normal(*shape: int) -> np.ndarray:
 
 def model_of(op: str, arrays: Arrays, constants: Sequence[int] = (), outputs: int | str = 1,
              domain: str = "com.microsoft", version: int = 20, batch: bool = False, **attrs: Any) -> onnx.ModelProto:
-    """One node on inputs i0, i1, ...; None: left out. constants: the places of those that are initialisers; outputs:
-    how many, or a mark for each, of which "-" leaves one out; version: the opset of ONNX's own operators;
-    from 21 on it brings the newest one of ai.onnx.ml. batch: the leading extents of the inputs are open."""
+    """Return a model of one node on inputs i0, i1, ...; None leaves an input out.
+
+    constants: indices of the inputs that are initialisers. outputs: their number, or a string with a character for
+    each, of which "-" leaves one out. version: opset of ONNX's own operators, from 21 on with the newest of ai.onnx.ml.
+    batch: the leading extents of the inputs are dynamic.
+    """
     marks = "y" * outputs if isinstance(outputs, int) else outputs
     names = ["" if a is None else f"i{i}" for i, a in enumerate(arrays)]
     made = ["" if mark == "-" else f"o{i}" for i, mark in enumerate(marks)]
@@ -45,13 +48,13 @@ def feeds_of(model: onnx.ModelProto, arrays: Arrays) -> dict[str, np.ndarray]:
 
 
 def imported(op: str, arrays: Arrays, *places: Any, **options: Any) -> dict[str, np.ndarray]:
-    """What the imported graph computes."""
+    """Return the outputs of the imported graph."""
     model = model_of(op, arrays, *places, **options)
     return run(graph_from_onnx(model), feeds_of(model, arrays))
 
 
 def onnx_runtime(model: onnx.ModelProto, feeds: dict[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
-    """Its answer, node by node as the model has them."""
+    """Return ONNX Runtime's outputs, without graph optimisations."""
     onnxruntime = pytest.importorskip("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -64,7 +67,7 @@ def onnx_runtime(model: onnx.ModelProto, feeds: dict[str, np.ndarray], threads: 
 
 def check(op: str, arrays: Arrays, *places: Any, rtol: float = 1e-4, atol: float = 1e-5, threads: int = 1,
           **options: Any) -> None:
-    """The import means what ONNX Runtime computes; integers are exact."""
+    """Assert that the imported graph computes what ONNX Runtime does; integers are exact."""
     model = model_of(op, arrays, *places, **options)
     feeds = feeds_of(model, arrays)
     compare(run(graph_from_onnx(model), feeds), onnx_runtime(model, feeds, threads), rtol, atol)

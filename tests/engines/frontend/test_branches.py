@@ -18,7 +18,7 @@ def branch(nodes, outputs, constants=None):
 
 
 def model(nodes, constants=None, outputs="y", shape=("N", 4)):
-    """Inputs x float32 of `shape`, on bool []; constants."""
+    """Return a model with inputs x, float32 of `shape`, and on, bool []."""
     graph = helper.make_graph(
         nodes, "m", [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape),
                      helper.make_tensor_value_info("on", TensorProto.BOOL, [])],

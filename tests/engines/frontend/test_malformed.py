@@ -1,5 +1,4 @@
-"""Models that no schema refuses and that mean nothing: each is a ModelError that says what is wrong, before a kernel is
-compiled."""
+"""Models that pass the schema but are invalid raise a ModelError with the reason before a kernel is compiled."""
 from __future__ import annotations
 
 from collections.abc import Sequence

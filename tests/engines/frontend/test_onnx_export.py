@@ -1,4 +1,4 @@
-"""What is exported runs in ONNX Runtime and gives what the reference gives."""
+"""An exported model gives the reference's results in ONNX Runtime."""
 import importlib.util
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def runtime(graph, feeds):
 
 
 def channels_last_graph(quantised):
-    """x -> NHWC -> Fused(Conv, Add of channels, Clip per channel, Add of itself) -> pool -> concat -> NCHW y."""
+    """Return x -> NHWC -> Fused(Conv, Add of channels, Clip per channel, Add of itself) -> pool -> concat -> NCHW y."""
     image, w = ("batch", 6, 6, 4), RANDOM.standard_normal((4, 4, 3, 3)).astype(np.float32)
     constants = {"w": w, "c": RANDOM.standard_normal(4).astype(np.float32)}
     weights = None
@@ -115,7 +115,7 @@ def test_what_the_exported_opset_has_otherwise_is_written_by_what_it_has(nodes, 
 
 # ---- what other runtimes make of it
 def quantised(model, feeds):
-    """The model's INT8 graph, its ranges those of one run on the feeds."""
+    """Return the model's INT8 graph with the ranges of one run on the feeds."""
     graph = optimise(simplify(graph_from_onnx(model)))
     edges = edges_to_calibrate(graph)
     seen = run(graph, feeds, edges)
@@ -123,7 +123,7 @@ def quantised(model, feeds):
 
 
 def tiny(name):
-    """The name's INT8 graph, and pictures."""
+    """Return the INT8 graph of a zoo model, and pictures."""
     model = TINY[name]()
     feeds = {"input": images_for(model, 4)}
     return quantised(model, feeds), feeds
@@ -141,8 +141,10 @@ JOINED = """pooled = MaxPool<kernel_shape = [3,3], pads = [1,1,1,1]>(x)
 
 
 def exact_in_peers():
-    """Skips where the peers' integer kernels are wrong: without dot products of bytes they add two products in 16 bits,
-    which saturate."""
+    """Skip if the peers' integer kernels are inexact on this CPU.
+
+    Without dot products of bytes they add two products in 16 bits, which saturate.
+    """
     cpu = detect()
     if cpu.architecture == "x86_64" and not {"avx512_vnni", "avx_vnni"} & cpu.features:
         pytest.skip(f"{cpu.model} has no VNNI: integer kernels of ONNX Runtime and OpenVINO saturate on it")
@@ -197,7 +199,7 @@ def test_openvino_computes_the_same_and_does_not_crash(name, tmp_path):
 
 
 def test_attributes_that_say_the_default_are_not_written():
-    """Nor are those of windows whose default no schema has; what says something else stays."""
+    """Window attributes whose default is in no schema are not written either; other values stay."""
     model = parsed("""a = AveragePool<kernel_shape = [3,3], pads = [1,1,1,1], dilations = [1,1], strides = [1,1],
         count_include_pad = 0>(x)  y = LeakyRelu<alpha = 0.5>(a)""")
     written = {node.op_type: {a.name for a in node.attribute} for node in

@@ -57,7 +57,7 @@ def test_how_many_pairs_there_are_follows_from_a_matrix_of_all_of_them_however_l
 
 @pytest.mark.parametrize("sums", [60, 1500])
 def test_whether_a_value_is_known_is_asked_of_each_tensor_once(sums):
-    """Of two paths through each sum, 2**60."""
+    """Two paths through each sum make 2**sums paths."""
     nodes = [node("Sigmoid", "x", "t0")]
     for i in range(sums):
         nodes += [node("Relu", f"t{i}", f"r{i}"), node("Add", f"t{i} r{i}", f"t{i + 1}")]
@@ -214,7 +214,7 @@ def test_an_attribute_that_is_no_utf8_is_named(tmp_path):
 
 
 def with_rate(dtype, shape):
-    """y = x * rate, where rate is an input of its own."""
+    """Return y = x * rate, where rate is an input."""
     graph = helper.make_graph([node("Cast", "rate", "real", to=FLOAT), node("Mul", "x real", "y")], "m",
                               [helper.make_tensor_value_info("x", FLOAT, ["N", 2]),
                                helper.make_tensor_value_info("rate", dtype, shape)],
@@ -275,7 +275,7 @@ def test_a_hardmax_before_opset_13_is_over_all_axes_from_its_axis_on():
 
 
 def test_a_call_of_a_function_that_leaves_an_attribute_out_means_its_default():
-    """Of a function that is called by another one, too."""
+    """Functions that other functions call are included."""
     slope = helper.make_node("LeakyRelu", ["a"], ["b"])
     slope.attribute.add(name="alpha", ref_attr_name="slope", type=onnx.AttributeProto.FLOAT)
     leaky = helper.make_function("f", "Leaky", ["a"], ["b"], [slope], [helper.make_opsetid("", 17)],
@@ -290,7 +290,7 @@ def test_a_call_of_a_function_that_leaves_an_attribute_out_means_its_default():
 
 
 def _calling(made, opset):
-    """A model of opset 17 that calls a function of this node, which is of another opset."""
+    """Return a model of opset 17 that calls a function of this node, which is of another opset."""
     function = helper.make_function("f", "F", ["a"], ["b"], [made], [helper.make_opsetid("", opset)])
     proto = model([helper.make_node("F", ["x"], ["y"], domain="f")], [1])
     proto.functions.append(function)

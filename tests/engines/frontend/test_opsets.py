@@ -61,7 +61,7 @@ def test_what_they_meant_and_cannot_be_done_is_refused(proto, message):
 
 
 def test_weights_of_an_old_file_need_not_be_inputs():
-    """As ONNX asks for up to IR version 3, and ONNX Runtime does not."""
+    """ONNX requires it up to IR version 3, ONNX Runtime does not."""
     old = model(7, "PRelu", np.float32([0.5]))
     old.ir_version = 3
     np.testing.assert_array_equal(run(graph_from_onnx(old), {"x": X})["y0"], np.where(X < 0, X * 0.5, X))

@@ -17,7 +17,7 @@ from engines.ir.shapes import Extent, broadcast, dim, extent
 
 
 def value_at(counting: Counting, polynomial: Polynomial, extents: list[int]) -> int:
-    """What a polynomial is where its trace's extents are these."""
+    """Evaluate a polynomial with these extents."""
     def atom(index: int) -> int:
         what: Any = counting.atoms[index]
         return extents[index] if isinstance(what, str) else (
@@ -40,7 +40,7 @@ DONE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def program(seed: int) -> Callable[..., list[int]]:
-    """A function of two numbers that counts and asks at random: the same for the same seed."""
+    """Return a function of two numbers that computes and branches at random, fixed by the seed."""
     def run(a: Any, b: Any) -> list[Any]:
         chance = random.Random(seed)
         known: list[Any] = [a, b, 1, 2, 3, 8]

@@ -11,7 +11,7 @@ Floats = NDArray[np.float32]
 
 
 def made(axis: int, scales: int, seed: int = 0, largest: int = 127) -> tuple[Floats, Floats, NDArray[np.int8]]:
-    """float weights [8, 5, 3, 3], the scales and the integers that they are made of."""
+    """Return float weights [8, 5, 3, 3], and the scales and integers that they are made of."""
     random = np.random.default_rng(seed)
     shape = (8, 5, 3, 3)
     integers = random.integers(-largest, largest + 1, shape).astype(np.int8)

@@ -72,7 +72,7 @@ def test_an_infinity_stays_one_unless_a_byte_is_made_of_it(coarse, constants):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("divisor", [0.0, -0.0, 1e-39, [2, 0, 1e-39, 1]], ids=str)
 def test_a_quotient_by_what_has_no_reciprocal_is_infinite_or_no_number_as_ieee_says(divisor):
-    """Of a node alone, and behind a product; 0 / 1e-39 is 0."""
+    """Div alone and in a product's epilogue; 0 / 1e-39 is 0."""
     divisor, x = np.float32(divisor), np.float32([[-2, 0, 3, 5]])
     nodes = [model_node("Div", "x d", "y"), model_node("MatMul", "x w", "p"), model_node("Div", "p d", "z")]
     model = small_model(nodes, {"x": [1, 4]}, ["y", "z"], {"d": divisor, "w": np.eye(4, dtype=np.float32)})

@@ -97,7 +97,7 @@ def graph_of(case: Any, quantised: bool) -> Graph:
 
 
 def execute(graph: Graph, runner: Runner, x: Any) -> Any:
-    """The graph's one output as it is stored."""
+    """Run the lowered graph and return its one output as it is stored."""
     lowered = lower(graph, runner.lanes)
     memory = [guarded(buffer_bytes(storage, ITEMS)) for storage in lowered.placements.buffers]
     for buffer, storage in zip(memory, lowered.placements.buffers, strict=True):        # the halos
@@ -230,7 +230,7 @@ def test_a_reshape_between_tensors_with_gaps_is_seen_in_their_common_parts() -> 
 
 
 def padded_pool(pads: tuple[int, ...], value: float) -> Graph:
-    """A Pad that no pool's own padding can stand for, for the values are of either sign."""
+    """Return a Pad and MaxPool that cannot be merged, because the padded values have either sign."""
     sign = Node("Neg", ("x",), ("signed",))
     pad = Node("Pad", ("signed",), ("padded",), {"pads": pads, "value": value})
     pool = Node("MaxPool", ("padded",), ("y",), {"kernel_shape": (3, 3), "strides": (2, 2), "channels_last": 1})

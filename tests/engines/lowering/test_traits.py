@@ -1,4 +1,4 @@
-"""What operators say that kernels can do, lowering has a rule for."""
+"""Lowering has a rule for each trait that an operator declares."""
 import pytest
 
 from engines.lowering import lower  # noqa: F401  (fills RULES)

@@ -1,4 +1,4 @@
-"""What a machine says about itself."""
+"""Tests of CPU detection."""
 from __future__ import annotations
 
 from engines.machine.cpu import detect, parse_cpuinfo

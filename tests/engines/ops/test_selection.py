@@ -1,4 +1,4 @@
-"""What is selected by data, against the same said without NumPy's help."""
+"""Operators that select by data, compared with plain Python."""
 import numpy as np
 import pytest
 
@@ -8,7 +8,7 @@ from engines.ops.selection import BLOCK
 
 
 def overlap(a, b):
-    """Of two boxes, the share of what they cover together."""
+    """Return the intersection over union of two boxes."""
     sides = [min(a[axis + 2], b[axis + 2]) - max(a[axis], b[axis]) for axis in (0, 1)]
     common = max(sides[0], 0) * max(sides[1], 0)
     return common / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - common)

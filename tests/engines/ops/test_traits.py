@@ -1,4 +1,4 @@
-"""What an operator says of itself holds for what it computes, and its traits fit each other."""
+"""An operator's traits hold for what it computes, and are consistent with each other."""
 from __future__ import annotations
 
 import inspect

@@ -43,7 +43,7 @@ class Build:
         return self.constant(self.random.standard_normal(shape))
 
     def __call__(self, op: str, *inputs: str, name: str = "", count: int = 1, **attrs: Any) -> Any:
-        """Adds a node; its output (or outputs, if `count` says so), called after the operator and its place."""
+        """Add a node; return its output, or its `count` outputs, named after the operator and the node's index."""
         label = name or f"{op.lower()}{len(self.nodes)}"
         outputs = (label,) if count == 1 else tuple(f"{label}_{i}" for i in range(count))
         node = Node(op, inputs, outputs, attrs, label, (label,))
@@ -87,7 +87,7 @@ def feeds(graph: Graph, batch: int = 2, seed: int = 1) -> dict[str, Array]:
 
 
 def ops(graph: Graph) -> list[str]:
-    """The operators in order; a Fused node as its body, joined by +."""
+    """Return the operators in order; a Fused node as its body, joined by +."""
     return ["+".join(part.op for part in node.body) if node.body else node.op for node in graph.nodes]
 
 

@@ -143,13 +143,13 @@ def _centres(w: Writer, x: str) -> Iterator[str]:
 
 
 def _items(w: Writer) -> Any:
-    """The number of each item, [n]."""
+    """Add the index of each item, [n]."""
     count = w("Gather", w("Shape", "x"), w.constant(0, np.int64))
     return w("Range", w.constant(0, np.int64), count, w.constant(1, np.int64))
 
 
 def _indices(w: Writer) -> Any:
-    """n + 0 ... n + 7 for item n, [n, 8]."""
+    """Add n + 0 ... n + 7 for item n, [n, 8]."""
     return w("Add", w("Unsqueeze", _items(w), w.ints(1)), w.ints(*range(8)))
 
 
@@ -168,7 +168,7 @@ def _centres_of_integers(w: Writer, i: str) -> Iterator[str]:
 
 
 def _steps_of(limit: int, run: Callable[[], Any]) -> Any:
-    """The result of a function that calls no more functions than that; fails as soon as it does."""
+    """Call a function and return its result; fails as soon as it has made more than `limit` calls."""
     count = 0
 
     def called(frame: FrameType, event: str, argument: Any) -> None:
@@ -186,7 +186,7 @@ def _steps_of(limit: int, run: Callable[[], Any]) -> Any:
 
 
 def _lowered(model: onnx.ModelProto) -> Lowered:
-    """The model through every stage that walks over graphs."""
+    """Run the model through every stage that walks over graphs."""
     graph = optimise(simplify(graph_from_onnx(model)))
     for name in graph.inputs:
         index_bound(graph, name)
@@ -227,7 +227,7 @@ def test_the_centres_have_the_operators_of_every_rule() -> None:
 
 @contextmanager
 def _shallow_stack() -> Iterator[None]:
-    """A recursion limit far below the length of the chains."""
+    """Set a recursion limit far below the length of the chains."""
     before = sys.getrecursionlimit()
     depth, frame = 0, sys._getframe()
     while frame.f_back is not None:

@@ -1,4 +1,4 @@
-"""What a build says of the steps that no kernel runs."""
+"""Tests of the build's report on steps that no kernel runs."""
 from __future__ import annotations
 
 from dataclasses import replace

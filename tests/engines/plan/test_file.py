@@ -25,7 +25,7 @@ from tests.fuzz.plans import File
 
 
 def rich_plan() -> Plan:
-    """A plan that has something in every field."""
+    """Return a plan with a value in every field."""
     plan = halo_plan()
     view = replace(plan.machine.outputs[0], dtype="uint8", quant=QParams((0.5, 0.25), (3, 0), "uint8", axis=1))
     fallback = Fallback({"op": "Erf", "attrs": {"axes": [1, 2]}}, (view, "w", ""), (view,))

@@ -1,4 +1,4 @@
-"""What lies on disk is not what runs: an engine owns its weights, and gives them back when it is dropped."""
+"""An engine copies its weights from the plan file, and frees them when it is dropped."""
 from __future__ import annotations
 
 import gc
@@ -27,14 +27,14 @@ LARGE = 64 << 20
 
 
 def plan_of(constant: int, size: int = 4 * BLOCK) -> Plan:
-    """y = x + constant, with constants of so many bytes, no two pages alike."""
+    """Return a plan for y = x + constant with `size` bytes of constants, no two pages alike."""
     constants = np.random.default_rng(constant).integers(0, 1 << 30, size // 4, np.int32)
     constants[16] = constant
     return halo_plan().with_machine(constants=constants.tobytes())
 
 
 def run_python(program: str, *arguments: object) -> str:
-    """What a process of its own prints."""
+    """Run a program in a new process and return its output."""
     result = subprocess.run([sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True,
                             check=False, timeout=120, cwd=Path(engine.__file__).parents[2])
     assert result.returncode == 0, f"exit status {result.returncode}\n{result.stderr}"
@@ -223,7 +223,7 @@ def test_weights_are_those_of_the_file_that_was_loaded_though_it_was_replaced_or
 
 
 def open_files(path: Path) -> int:
-    """How many that were opened by this path, also if there is none any more."""
+    """Return the number of file descriptors that were opened by this path, even if it was deleted."""
     found = 0
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):         # it is closed meanwhile

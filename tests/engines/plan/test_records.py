@@ -1,4 +1,4 @@
-"""What is read of JSON has the types that the annotations say, or is refused with the place."""
+"""JSON is read into the annotated types, or refused with the path of the wrong value."""
 from __future__ import annotations
 
 from collections.abc import Mapping

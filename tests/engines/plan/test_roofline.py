@@ -1,4 +1,4 @@
-"""What a step cannot be faster than."""
+"""Tests of the lower bound on a step's time."""
 from __future__ import annotations
 
 import math

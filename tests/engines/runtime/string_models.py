@@ -29,7 +29,7 @@ def columns(categories: Sequence[Sequence[str]] = (COLOURS, SIZES), zeros: int =
 
 
 def joined() -> onnx.ModelProto:
-    """The columns as an input each, which a Concat joins."""
+    """Return columns() with an input for each column, joined by a Concat."""
     model = columns()
     del model.graph.input[:]
     model.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.STRING, ["n", 1])

@@ -76,7 +76,7 @@ def test_a_model_of_strings_is_verified_and_measured(
 
 
 def refusing() -> onnx.ModelProto:
-    """The categories of one column are none of the other encoder that reads it: no string is right."""
+    """Return a model in which two encoders with disjoint categories read one column, so every string is refused."""
     model = columns([COLOURS, SIZES])
     model.graph.node[3].input[1] = "place0"
     return model

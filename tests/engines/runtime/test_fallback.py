@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("eager")
 
 
 def negated_plan() -> Plan:
-    """t1 = mix(x, x); t2 = -t1 on the reference; t3 = mix(t2, t1)"""
+    """Return t1 = mix(x, x); t2 = -t1 on the reference; t3 = mix(t2, t1)."""
     plan = mix_plan([(0, 0), (1, 1), (2, 1)], [2, 3])
     views = [TensorView(f"t{i}", "int32", (6, 10), i, 0, (40, 4), 240) for i in range(3)]
     fallback = Fallback(node_to_json(Node("Neg", ("t1",), ("t2",))), (views[1],), (views[2],))

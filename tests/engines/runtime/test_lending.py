@@ -98,7 +98,7 @@ def test_only_a_buffer_that_is_one_tensor_is_lent() -> None:
 
 
 def somewhere(x: Array, at: int) -> Array:
-    """The same items, so many bytes from the beginning of a page."""
+    """Return a copy of the array, `at` bytes after the beginning of a page."""
     memory = np.empty(3 * PAGE, np.uint8)
     begin = -memory.ctypes.data % PAGE + at
     memory[begin:begin + x.nbytes] = np.frombuffer(x.tobytes(), np.uint8)

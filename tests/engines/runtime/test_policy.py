@@ -1,4 +1,4 @@
-"""What shapes are expected of what was asked for."""
+"""Tests of the demand for shapes, and of idle memory."""
 from __future__ import annotations
 
 from engines.runtime.policy import IDLE_BYTES, ONCE, REMEMBERED, Demand, IdleMemory

@@ -1,4 +1,4 @@
-"""What the host selects by data."""
+"""Tests of the operators that select by data and run on the host."""
 import numpy as np
 import pytest
 

@@ -46,7 +46,7 @@ def text_of(way: Way) -> str:
 
 
 def way_of(problem: Problem | Way, gpu: Gpu, aligned: int = ALIGNED) -> Way:
-    """The kernel of a problem by its cheapest tactic. Families that have none skip the test."""
+    """Return the problem's kernel with its cheapest tactic. Skips the test if its family has none."""
     if isinstance(problem, Way):
         return problem
     kernel = kernel_for(problem, gpu, (aligned,) * len((*problem.inputs, *problem.outputs)))
@@ -102,7 +102,7 @@ class GpuRunner:
 
 
 def at_hand() -> GpuRunner:
-    """The GPU of this machine. Raises ConfigError: there is none."""
+    """Return a runner on the GPU of this machine. Raises ConfigError if there is none."""
     return GpuRunner(GPUS[BACKEND.session("cuda", TimingCache(), timing=False).target], lambda gpu: DEVICE.gpu)
 
 

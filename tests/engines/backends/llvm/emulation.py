@@ -48,7 +48,7 @@ def _every(f: Function, value: Value, step: int, first: int, cast: str, element:
 
 
 def _dot4(name: str, lanes: int, unsigned: bool) -> str:
-    """acc + sum over e in 0..3 of a[4 i + e] * b[4 i + e]; the sum wraps."""
+    """Return code for acc + sum over e in 0..3 of a[4 i + e] * b[4 i + e]; the sum wraps."""
     d = _Definition(name, vector(lanes, I32), vector(lanes, I32), vector(4 * lanes, I8), vector(4 * lanes, I8))
     acc, a, b = d.arguments
     for e in range(4):
@@ -65,7 +65,7 @@ def _pmadd(name: str, lanes: int) -> str:
 
 
 def _dot2(name: str, lanes: int) -> str:
-    """acc + a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] of int16, which come as words; the sum wraps."""
+    """Return code for acc + a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] of int16 pairs in int32 lanes; the sum wraps."""
     words = vector(lanes, I32)
     d = _Definition(name, words, words, words, words)
     acc, *operands = d.arguments
@@ -123,7 +123,10 @@ def _pack(name: str, lanes: int, wide: str, narrow: str, low: int, high: int) ->
 
 
 def _dot_bfloat(name: str, lanes: int) -> str:
-    """acc + a[2 i + 1] * b[2 i + 1], then + a[2 i] * b[2 i]. Trap: the instruction also flushes denormals to zero."""
+    """Return code for acc + a[2 i + 1] * b[2 i + 1], then + a[2 i] * b[2 i].
+
+    Unlike this code the instruction also flushes denormals to zero.
+    """
     pairs = vector(2 * lanes, "bfloat")
     d = _Definition(name, vector(lanes, FLOAT), vector(lanes, FLOAT), pairs, pairs)
     acc, *operands = d.arguments

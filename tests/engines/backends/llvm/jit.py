@@ -30,13 +30,15 @@ def host_features() -> frozenset[str]:
 
 
 def runs_here(isa: Isa) -> bool:
-    """Whether this machine executes that instruction set."""
+    """Return True if this machine executes the instruction set."""
     return isa.requires <= host_features()
 
 
 def _machine(isa: Isa, emulate: bool) -> tuple[str, str, str]:
-    """Return LLVM's triple, CPU and features for an instruction set. An emulated text calls nothing but emulated
-    intrinsics: it is compiled for the machine we are on."""
+    """Return LLVM's triple, CPU and features for an instruction set.
+
+    Emulated code calls only emulated intrinsics, so it is compiled for this machine.
+    """
     if emulate:
         return "", llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     return isa.triple, isa.cpu, isa.features

@@ -25,7 +25,7 @@ Called = Callable[[list[Array], tuple[int, int], tuple[int, int]], None]      # 
 
 
 def constants_of(array: Array) -> Array:
-    """An aligned copy that ends at a guard page, give or take the alignment."""
+    """Return an aligned copy that ends at a guard page, up to the alignment."""
     flat = np.ascontiguousarray(array).reshape(-1)
     size = -(-flat.nbytes // ALIGNMENT) * ALIGNMENT
     result = guarded(size)[:flat.nbytes].view(flat.dtype)
@@ -34,7 +34,7 @@ def constants_of(array: Array) -> Array:
 
 
 def kernel_of(problem: Problem | Kernel[Any]) -> Kernel[Any]:
-    """The first kernel that solves a problem."""
+    """Return the first kernel that solves a problem."""
     return problem if isinstance(problem, Kernel) else kernels_for(problem)[0]
 
 
@@ -67,8 +67,10 @@ class CpuRunner:
     def execute(self, problem: Problem | Kernel[Any], inputs: list[Array], outputs: list[Array],
                 constants: dict[str, Any], batch: int, tactic: Any = None, pieces: int = 1,
                 native: bool | None = None) -> None:
-        """A problem's first kernel by its first tactic, unless others are given; its grid in `pieces` calls, last
-        piece first."""
+        """Run a problem's first kernel by its first tactic, unless others are given.
+
+        The grid is run in `pieces` calls, the last piece first.
+        """
         solved, isa = kernel_of(problem), self.isa
         tactic = solved.tactics(isa)[0] if tactic is None else tactic
         native = runs_here(isa) if native is None else native
@@ -83,8 +85,7 @@ class CpuRunner:
 
 @dataclass(frozen=True)
 class ToldRunner(CpuRunner):
-    """The same kernels, but every number of their problems is told when they are called, as far as a kernel's code does
-    not ask for it."""
+    """Runner of dynamic kernels, which take all numbers of a problem that their code does not need at run time."""
 
     @property
     def name(self) -> str:
@@ -94,7 +95,7 @@ class ToldRunner(CpuRunner):
         run, table = loaded_told(kernel, self.isa, tactic, native)
 
         def called(operands: list[Array], rows: tuple[int, int], columns: tuple[int, int]) -> None:
-            """On inputs with the slack that buffers have: the last vector of a row is read whole."""
+            """Run on copies of the inputs followed by SLACK, since the last vector of a row is read whole."""
             inputs = len(kernel.problem.inputs)
             spacious = [guarded(len(memory), SLACK) for memory in operands[:inputs]]
             for memory, given in zip(spacious, operands, strict=False):
@@ -106,7 +107,7 @@ class ToldRunner(CpuRunner):
 
 @cache
 def loaded_told(kernel: Kernel[Any], isa: Isa, tactic: Any, native: bool) -> tuple[LoadedKernel, Array]:
-    """And the table that it reads."""
+    """Compile a dynamic kernel; return it and its table of run-time numbers."""
     trace, numbers = Trace(), spelling(kernel).numbers
     module = Module(None if native else EMULATION, trace)
     told_kernel(kernel, trace, frozenset(range(len(numbers)))).emit(module, "kernel", isa, tactic)
@@ -118,9 +119,9 @@ def loaded_told(kernel: Kernel[Any], isa: Isa, tactic: Any, native: bool) -> tup
 
 def check_windows(solved: Kernel[Any], isa: Isa, tactic: Any, kernel: Called, operands: list[Array],
                   batch: int) -> None:
-    """A row of the grid writes within its windows, and what is outside of them is nothing to it.
+    """Check that a row of the grid writes only within its windows and does not depend on bytes outside them.
 
-    operands: as the kernel was just run with, its results in the last ones.
+    operands: those that the kernel was just run with, results last.
     """
     spec, grid, windows = solved.problem, solved.grid(isa, tactic), list(solved.windows(isa, tactic))
     total, inputs, count = grid.rows_per_item * batch, len(spec.inputs), len(spec.outputs)

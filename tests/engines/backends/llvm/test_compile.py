@@ -28,7 +28,7 @@ def calls(text):
 
 
 def every_instruction():
-    """A chain of all instructions."""
+    """Return a program that chains all instructions."""
     b = ProgramBuilder(False)
     value = b.operand()
     for op in INSTRUCTIONS:

@@ -1,4 +1,4 @@
-"""What tactics cost where nothing is timed: the order that it puts them in, and what it counts."""
+"""Tests of the cost model that orders tactics where nothing is timed."""
 from __future__ import annotations
 
 from dataclasses import replace

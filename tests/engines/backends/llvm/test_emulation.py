@@ -12,7 +12,7 @@ from tests.engines.backends.suite import random_array
 
 
 def call(name, types, result, operands, native=False):
-    """What the intrinsic makes of the operands (arrays of bytes)."""
+    """Return the intrinsic's result for the operands (arrays of bytes)."""
     module = Module(None if native else EMULATION)
     f = module.function("kernel", operands=PTR, a=I64, b=I64, c=I64, d=I64)
     addresses = [f.load(PTR, f.parameters["operands"] + 8 * i) for i in range(len(types) + 1)]

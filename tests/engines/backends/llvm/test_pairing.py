@@ -15,7 +15,7 @@ def weights_of(kind, shape):
 
 
 def products(paired, panel, x):
-    """What the steps of a panel make of the bytes x, as the machine does it; [lane]."""
+    """Compute the products of a panel with the bytes x, in the steps of the instruction. Returns [lane]."""
     total = np.zeros(LANES, np.int64)
     for step in range(*paired.starts[panel:panel + 2]):
         offset, indices = paired.sources[step, 0], paired.sources[step, 1:].view(np.uint8)

@@ -34,7 +34,7 @@ ISA = best_isa(host_features())
 
 
 def loop_of_products(isa: Isa, precision: str) -> str:
-    """The assembly of the loop's body."""
+    """Return the assembly of the loop's body."""
     module = Module()
     arithmetic = peaks.PAIRED if precision == "paired" else arithmetic_for(precision, isa)
     peaks.emit_products(module, "products", isa, arithmetic)

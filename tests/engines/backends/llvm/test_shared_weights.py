@@ -23,7 +23,7 @@ COUNT = 6
 
 
 def chain(op: str, weights: dict[str, np.ndarray[Any, Any]], names: Iterator[str], **attrs: Any) -> Any:
-    """A model of COUNT products, one behind the other."""
+    """Return a model of COUNT products in sequence."""
     nodes, x = [], "x"
     for i in range(COUNT):
         y = "y" if i + 1 == COUNT else f"t{i}"
@@ -82,7 +82,7 @@ def test_equal_int8_weights_are_stored_once() -> None:
 
 
 def head(sizes: tuple[int, ...], channels: int = 16) -> tuple[Any, int]:
-    """A convolution that images of several sizes share: (the model, bytes of its weights)."""
+    """Return a model whose convolution is shared by images of several sizes, and the bytes of its weights."""
     weights = {"w": random(channels, channels, 3, 3), "b": random(channels)}
     nodes = [node("Conv", f"x{i} w b", f"y{i}", pads=[1, 1, 1, 1]) for i in range(len(sizes))]
     inputs = {f"x{i}": ["N", channels, size, size] for i, size in enumerate(sizes)}

@@ -1,4 +1,4 @@
-"""What the plans of one model for several shapes share is packed once."""
+"""Plans of one model for several shapes share packed constants."""
 import numpy as np
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is timed, and what is taken where nothing can be timed."""
+"""Tests of the choice of candidates that are timed, and of the tactics chosen without timing."""
 from dataclasses import replace
 
 import numpy as np
@@ -66,7 +66,7 @@ def test_a_plan_that_runs_a_few_times_is_packed_by_moving_weights_only():
 
 
 def test_a_tile_that_was_timed_without_prefetch_only_tells_of_the_same_tile_with_it():
-    """Where another kernel won, refinements of the direct one were not timed."""
+    """Refinements of the direct kernel are not timed if another kernel won."""
     known = {repr(Tile(1, 5, 2)): 0.7, repr(Tile(1, 6, 2)): 0.9}
     assert correction(Tile(1, 5, 2, prefetch=True), known) == 0.7
     assert correction(Tile(1, 5, 2, prefetch=True), known | {repr(Tile(1, 5, 2, prefetch=True)): 0.8}) == 0.8

@@ -83,7 +83,7 @@ def test_other_convolutions_have_no_such_tactic():
 
 @pytest.mark.parametrize("channels, asked", [(16, [False]), (64, [False, True]), (128, [True])])
 def test_weights_are_asked_for_ahead_the_sooner_the_more_there_are(channels, asked):
-    """Of 18 KB of weights never, of 295 KB if that is faster, of 1.2 MB always."""
+    """Prefetch is never used for 18 KB of weights, tried for 295 KB, and always used for 1.2 MB."""
     spec, _, _ = problem((8, 8, channels, channels), "int8")
     kernel = WinogradContraction(spec)
     first = kernel.tactics(AVX2)[0]

@@ -1,5 +1,8 @@
-"""TensorRT as a backend: what it is handed, what is read of its log, engines built ahead of time where it is installed,
-and their runs by a stand-in for its runtime on the emulated GPU, for nothing of it runs without a real one."""
+"""Tests of the TensorRT backend without a real GPU.
+
+They cover the models handed to TensorRT, the reading of its log, engines built ahead of time where TensorRT is
+installed, and runs by a stand-in for its runtime on the emulated GPU.
+"""
 from __future__ import annotations
 
 import sys
@@ -50,7 +53,7 @@ def test_quantised_activations_become_symmetric_with_the_same_range() -> None:
 
 
 def test_a_model_of_halves_takes_and_gives_floats() -> None:
-    """What no half can hold becomes the largest; scales of quantisation stay floats."""
+    """Constants out of range become the largest half; quantisation scales stay floats."""
     tables = {"big": np.array([3e38, 0.1], np.float32), "s": np.float32(1e-6)}
     nodes = [helper.make_node("Min", ["x", "big"], ["a"]),
              helper.make_node("Cast", ["a"], ["y"], to=TensorProto.FLOAT)]
@@ -118,7 +121,7 @@ class Doubling:
 
 @pytest.fixture
 def doubling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Plan:
-    """A plan for TensorRT 10.1, which this machine has, on an emulated GPU."""
+    """Return a plan for TensorRT 10.1, whose stand-in this machine has, on an emulated GPU."""
     gpu = EmulatedGpu("sm_80")
     monkeypatch.setattr(DEVICE, "open_gpu", lambda number: gpu)
     monkeypatch.setitem(sys.modules, "tensorrt", Doubling(gpu))     # type: ignore[arg-type]

@@ -49,7 +49,7 @@ def test_an_attention_with_a_bias_of_its_scores(heads):
 
 
 def test_a_mask_may_be_a_part_of_a_larger_one():
-    """As Megatron has it, for all lengths at once: ONNX Runtime's CPU kernel has no such masks."""
+    """Megatron has one mask for all lengths; ONNX Runtime's CPU kernel does not support it."""
     inputs = attention(past=3)
     mask = (np.arange(N * 100).reshape(N, 10, 10) % 3 > 0).astype(np.int32)
     inputs[3] = mask[:, None]

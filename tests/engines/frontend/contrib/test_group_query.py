@@ -42,7 +42,7 @@ RUNS = {"prompt": (5, [5, 5], 0), "padded prompt": (5, [5, 3], 0), "prompt in a 
 
 
 def of_tokens(inputs, outputs):
-    """What is of tokens that there are: the rest may be anything."""
+    """Yield the parts of the outputs for existing tokens; the rest is unspecified."""
     for item, length in enumerate(inputs[5] + 1):
         yield outputs["o0"][item, :length]
         yield from (outputs[name][item, :, :length] for name in ("o1", "o2"))

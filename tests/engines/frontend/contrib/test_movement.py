@@ -1,4 +1,4 @@
-"""What ONNX Runtime had before ONNX."""
+"""Operators of com.microsoft that were later added to ONNX."""
 import numpy as np
 import pytest
 

@@ -40,7 +40,7 @@ def test_a_sum_is_normalised_by_its_squares_alone(bias, outputs):
 
 
 def embeddings(**absent):
-    """input_ids, segment_ids, word, position, segment, gamma, beta, mask, position_ids"""
+    """Return input_ids, segment_ids, word, position, segment, gamma, beta, mask and position_ids."""
     rng = np.random.default_rng(3)
     ids, segments, positions = (rng.integers(0, most, (2, 5)).astype(np.int32) for most in (20, 2, 9))
     mask = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], np.int32)
@@ -75,7 +75,7 @@ def test_a_mask_that_is_not_there_counts_nothing():
 
 
 def group_norm(x, gamma, beta, groups, activation, epsilon=1e-5):
-    """x [N, H, W, C]"""
+    """Compute GroupNorm of x [N, H, W, C]."""
     n, h, w, c = x.shape
     lines = x.reshape(n, h * w, groups, c // groups)
     mean, variance = (f(lines, axis=(1, 3), keepdims=True) for f in (np.mean, np.var))

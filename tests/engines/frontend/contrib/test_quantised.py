@@ -157,7 +157,7 @@ def test_a_convolution_of_a_quantised_image(last, bias):
 
 
 def lstm(columns, directions, given=""):
-    """X, W, R, B, sequence_lens, initial_h, initial_c, P, then scales and zero points of W and R"""
+    """Return X, W, R, B, sequence_lens, initial_h, initial_c, P, then scales and zero points of W and R."""
     steps, items, size, hidden = 5, 2, 6, 4
     scale = (directions, 4 * hidden) if columns else (directions,)
     states = [normal(directions, items, hidden) if name in given else None for name in "hc"]

@@ -54,7 +54,7 @@ def forest(modes=(LEQ,), targets=1, prefix="target", trees=4, depth=3, missing=F
 
 
 def rows(missing=False):
-    """Some numbers are thresholds, some NaN if so wanted."""
+    """Return inputs of which some equal thresholds and, with `missing`, some are NaN."""
     x = normal(40, COLUMNS)
     places = np.random.default_rng(1).integers(0, 12, x.shape)
     x = np.where(places < len(THRESHOLDS), np.float32(THRESHOLDS)[places % len(THRESHOLDS)], x)
@@ -81,8 +81,10 @@ def test_nothing_but_infinity_is_less_than_the_least_number():
 @pytest.mark.parametrize("targets", [1, 3])
 @pytest.mark.parametrize("base", [False, True])
 def test_trees_predict_numbers(aggregate, targets, base):
-    """Where there is no base, not every leaf weighs on every target: ONNX Runtime leaves the base of a target out that
-    no leaf reached weighs on."""
+    """Without base_values not every leaf has a weight for every target.
+
+    ONNX Runtime ignores a target's base value if no leaf with a weight for it is reached.
+    """
     more = {"base_values": [0.5, -0.25, 2.0][:targets]} if base else {}
     check("TreeEnsembleRegressor", [rows()], n_targets=targets, aggregate_function=aggregate,
           **forest(targets=targets, ids=range(targets) if base else None), **more, **ML)
@@ -157,7 +159,7 @@ def test_rows_may_be_of_other_types(dtype):
 @pytest.mark.parametrize("modes", [(LEQ,), (LT,), (EQ,), (NEQ,), (GT, EQ)])
 @pytest.mark.parametrize("missing", [[0], [1], [0, 1]], ids=["to the right", "to the left", "either way"])
 def test_an_engine_runs_trees(modes, missing):
-    """Those of nodes whose flags are alike, and others."""
+    """Missing-value flags are equal for all nodes, or differ."""
     x, trees = rows(missing=True), forest(modes, targets=2, trees=10)
     nodes = len(trees["nodes_modes"])
     trees["nodes_missing_value_tracks_true"] = [missing[node % len(missing)] for node in range(nodes)]
@@ -197,8 +199,10 @@ def test_an_engine_steps_through_trees_some_at_once(aggregate, trees, written, m
 
 
 def chains(trees, depth, shortest=1):
-    """Attributes of trees as they grow leaf by leaf: each inner node has a leaf, to its left or right, and one child
-    that is an inner node, but for the last one. Their depths are from `shortest` to `depth`."""
+    """Return attributes of trees with depths from `shortest` to `depth` that grow leaf by leaf.
+
+    Each inner node but the last has a leaf on one side and an inner node on the other.
+    """
     rng = random.Random(5)
     nodes = {name: [] for name in ("treeids", "nodeids", "featureids", "modes", "values", "truenodeids",
                                    "falsenodeids")}
@@ -227,7 +231,7 @@ def cycles_of(model):
 @pytest.mark.parametrize("aggregate", ["SUM", "AVERAGE", "MIN", "MAX"])
 @pytest.mark.parametrize(("trees", "depth"), [(23, 14), (1, 20), (9, 100)])
 def test_walks_of_trees_with_short_paths_end_early(aggregate, trees, depth):
-    """Also those of more steps than are unrolled."""
+    """Walks with more steps than are unrolled do, too."""
     x = rows(missing=True)
     model = model_of("TreeEnsembleRegressor", [x], n_targets=2, aggregate_function=aggregate, **chains(trees, depth),
                      **ML)
@@ -285,7 +289,10 @@ def test_scores_of_two_classes_that_are_one_have_no_two_bases():
 
 
 def ensemble(**attrs):
-    """TreeEnsemble's tables: x[0] <= 0.5 ? (x[1] < 1 ? leaf 0 : leaf 1) : leaf 2, then x[2] != 3 ? leaf 3 : leaf 4"""
+    """Return TreeEnsemble's tables of two trees.
+
+    x[0] <= 0.5 ? (x[1] < 1 ? leaf 0 : leaf 1) : leaf 2, and x[2] != 3 ? leaf 3 : leaf 4
+    """
     return {"tree_roots": [0, 2], "nodes_modes": numpy_helper.from_array(np.uint8([0, 1, 5])),
             "nodes_featureids": [0, 1, 2], "nodes_splits": numpy_helper.from_array(np.float32([0.5, 1, 3])),
             "nodes_truenodeids": [1, 0, 3], "nodes_trueleafs": [0, 1, 1], "nodes_falsenodeids": [2, 1, 4],

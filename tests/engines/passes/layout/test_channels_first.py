@@ -1,4 +1,4 @@
-"""What does as well on images with their channels first is left there, if nothing beside it wants them turned."""
+"""Nodes that run as well on channels-first images stay so, unless a neighbour needs channels last."""
 from __future__ import annotations
 
 from typing import Any

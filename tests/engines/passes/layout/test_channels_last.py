@@ -21,7 +21,7 @@ FOLLOWING: dict[str, dict[str, Any]] = {
 
 
 def image_between(op: str) -> Build:
-    """x -> Conv -> op -> image"""
+    """Return x -> Conv -> op -> image."""
     net = Build()
     made = net(op, net.conv(net.input("x", 3, 6, 7), 4, 3), **FOLLOWING[op])
     net("Identity", made if isinstance(made, str) else made[0], name="y")

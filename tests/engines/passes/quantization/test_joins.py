@@ -19,7 +19,7 @@ TWO_READERS = """s = Conv(x, w8)  b = Conv(s, w8)  cc = Concat<axis = 1>(s, b)  
 
 
 def graph_of(nodes: str, outputs: str = "y") -> Graph:
-    """An optimised graph; w8, v8 and w16 are weights of 8 output channels for 8 and 16 input channels."""
+    """Return an optimised graph; w8, v8 and w16 are weights with 8 output and 8, 8 and 16 input channels."""
     results = ", ".join(f"float[N,A,B,C] {name}" for name in outputs.split())
     model = onnx.parser.parse_model(
         f'<ir_version: 8, opset_import: ["" : 17]> m (float[N,8,6,6] x) => ({results}) {{ {nodes} }}')
@@ -32,7 +32,7 @@ def graph_of(nodes: str, outputs: str = "y") -> Graph:
 
 
 def with_ranges(graph: Graph, keep_float: tuple[str, ...] = (), **widest: float) -> Graph:
-    """The INT8 graph where tensors reach from 0 to their number, else to 1."""
+    """Return the INT8 graph where each tensor ranges from 0 to its number in `widest`, else to 1."""
     return verify(quantize(graph, {name: (0.0, widest.get(name, 1.0)) for name in edges_to_calibrate(graph)},
                            keep_float))
 
@@ -138,7 +138,7 @@ def test_a_kept_node_that_is_no_layer_stores_floats():
 @pytest.mark.parametrize("entry, kept", [
     ("c", {"c"}), ("[ce]", {"c", "e"}), ("c...", {"c", "d", "e", "f", "y"}), ("[de]...", {"c", "d", "e", "f", "y"})])
 def test_entries_are_names_patterns_and_all_that_follows(entry, kept):
-    """d is a part of the layer c, and f of e."""
+    """Node d is fused into layer c, and f into e."""
     graph = graph_of(CHAIN)
     check_kept(graph, [entry])
     assert kept_nodes(graph, [entry]) >= kept - {"d", "f"} and not kept_nodes(graph, [entry]) & {"a", "b"}

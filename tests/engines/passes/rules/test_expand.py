@@ -1,4 +1,4 @@
-"""What repeats is an Expand, and what is alike for all items is computed for one: here, before run time."""
+"""Repetitions become Expand nodes, and values that are equal for all items are folded to constants."""
 from __future__ import annotations
 
 from typing import Any
@@ -82,7 +82,7 @@ def test_weights_that_are_computed_are_constants_however_large(op: str, left: li
 
 
 def test_weights_that_are_computed_are_constants_until_these_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three, two, however often constants are folded."""
+    """The limit leaves room for two of three, however often constants are folded."""
     monkeypatch.setattr(fold_constants, "MOST_ELEMENTS", 2 * 300 * 300 + 3 * 600)
     net = Build()
     x = net.input("x", 300, 300)

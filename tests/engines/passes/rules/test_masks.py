@@ -10,7 +10,7 @@ from tests.engines.passes.build import Build, keeps, ops
 
 
 def places(net: Build, length: int, offsets: list[int]) -> str:
-    """n * length + offsets, for each item n: [N, len(offsets)]."""
+    """Add n * length + offsets for each item n: [N, len(offsets)]."""
     limit = net("Gather", net("Shape", net.input("like", 1)), net.constant(np.array(0)), axis=0)
     counts = Node("Range", (net.constant(np.array(0)), limit, net.constant(np.array(1))), ("counts",), {}, "counts")
     net.nodes.append(counts)            # its length follows from values, which only the import knows

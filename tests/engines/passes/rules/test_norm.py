@@ -12,7 +12,7 @@ WIDTH = 6
 
 
 def layer_norm(axis: int = 2, variance_axis: int = 2, square_of: str = "centred") -> Graph:
-    """gamma (x - mean) / sqrt(variance + epsilon) + beta, or something that only looks like it."""
+    """Return gamma (x - mean) / sqrt(variance + epsilon) + beta, or a graph that only resembles it."""
     net = Build()
     x = net.input("x", 5, WIDTH)
     centred = net("Sub", x, net("ReduceMean", x, axes=(axis,), keepdims=1))

@@ -8,7 +8,7 @@ ROI = (0.0, 0.1, 0.2, 0.0, 1.0, 0.9, 0.7, 1.0)      # the first and the last pla
 
 
 def resized(**attrs):
-    """What becomes of the Resize of a batch of 6 x 5 pixels with 3 channels."""
+    """Return the optimised graph of a Resize of a batch of 6 x 5 pixels with 3 channels."""
     net = Build()
     return keeps(lambda graph: optimise(simplify(graph)), net.graph(net("Resize", net.input("x", 6, 5, 3), **attrs)))
 

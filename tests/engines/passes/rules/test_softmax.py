@@ -1,4 +1,4 @@
-"""What works along one axis works along the innermost."""
+"""Operators along one axis are moved to the innermost axis."""
 import pytest
 
 from engines.passes.pipeline import optimise, simplify

@@ -1,4 +1,4 @@
-"""How steps are cut into chunks, and which chunks wait for which."""
+"""Tests of the partitioning of steps into chunks, and of the dependences between chunks."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -63,7 +63,7 @@ def random_reach(rng: np.random.Generator, period: int) -> Footprint:
 
 
 def bytes_of(footprint: Footprint, rows: range) -> set[int]:
-    """As engines/plan/plan.py defines it."""
+    """Return the byte offsets of a footprint as engines/plan/plan.py defines them."""
     touched: set[int] = set()
     for row in rows:
         item, inside = divmod(row, footprint.period)

@@ -39,7 +39,7 @@ def thrice_object() -> bytes:
 
 
 def derived_plan(**changes: object) -> Plan:
-    """y = x + the fifth of 35 made constants, in the tensor with a halo of -7."""
+    """Return a plan for y = x + element 5 of 35 derived constants, in the tensor with a halo of -7."""
     plan = halo_plan()
     made = replace(ExpandedConstant("thrice", 64, 128, KEPT.nbytes, ROWS, COLUMNS, "layer"), **changes)      # type: ignore[arg-type]
     step = replace(plan.machine.steps[0], operands=(Operand(0), Operand(EXPANDED, 128 + 4 * 4), Operand(1, 4)))

@@ -27,7 +27,7 @@ LEAST_SECS, PATIENCE_SECS = 1, 120
 
 
 def random_plan(rng: np.random.Generator) -> tuple[Plan, list[tuple[int, int]], list[int]]:
-    """A random graph of mixes whose grids are cut at random multiples, along either axis."""
+    """Return a random graph of mixes whose grids are cut at random multiples, along either axis."""
     count = int(rng.integers(3, 14))
     reads = [(int(rng.integers(max(0, i - 2), i + 1)), int(rng.integers(0, i + 1))) for i in range(count)]
     outputs = sorted({count, int(rng.integers(1, count + 1))})
@@ -44,15 +44,17 @@ def run(execution: ParallelExecution, plan: Plan, x: Array) -> dict[str, Array]:
 
 
 def lendable(*shape: int) -> Array:
-    """An array on one page, with room behind it."""
+    """Return an int32 array that starts on a page and leaves room for SLACK behind it."""
     memory = np.empty(2 * PAGE, np.uint8)
     begin = -memory.ctypes.data % PAGE
     return memory[begin:begin + 4 * math.prod(shape)].view(np.int32).reshape(shape)
 
 
 def run_lent(execution: ParallelExecution, plan: Plan, x: Array) -> tuple[dict[str, Array], bool]:
-    """The same in arrays of the caller's, and whether they are his alone again. What he writes to the input then, and
-    where all helpers have left to the results, disturbs nothing."""
+    """Run with the caller's arrays as inputs and outputs. Returns the results and whether no helper uses the arrays.
+
+    Afterwards the input, and without running helpers the results too, are overwritten, which must change nothing.
+    """
     given = lendable(*x.shape)
     given[...] = x
     results = {view.name: lendable(len(x), *view.shape) for view in plan.machine.outputs}
