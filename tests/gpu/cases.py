@@ -163,7 +163,7 @@ def cumulative_product(_: str) -> Case:
 
 
 def top_k(dtype: str, _: str) -> Case:
-    """Of many equals, and of both zeros, the first come first; of int64, numbers that differ in their upper halves."""
+    """Return a TopK with ties, both zeros, and int64 that differ in their upper halves; the first of equals wins."""
     problem = TopK(gapped(dtype, (3, 70)), gapped(dtype, (3, 5)), gapped("int64", (3, 5)), largest=False)
     x, = inputs_of(problem)
     return problem, [np.rint(x * 2) if dtype == "float32" else (x << 40) - (x & 3)], {}
@@ -181,8 +181,10 @@ def nest(_: str) -> Case:
 
 
 def walk(_: str) -> Case:
-    """sum[i] over j of where places lead in a table, whose last three places lead to themselves. Threads that share an
-    element end at different steps."""
+    """Return a sum over the ends of walks through a table, whose last three entries lead to themselves.
+
+    Threads that share an element end at different steps.
+    """
     w = Writer((3,), (300,))
     start = w.read(0, "i32").to("i64") & 7
     ends = w.repeat_while([start, start + 1], lambda places: [w.pick(1, "i64", [place]) for place in places],
@@ -195,8 +197,11 @@ def walk(_: str) -> Case:
 
 
 def long_nest(inside: bool, _: str) -> Case:
-    """Of many inner turns: reductions of every kind of number, one of what another has found, where an extreme is; or
-    y[i, j, k] of x[i, j, k] and the greatest of all j and k. Of a block, threads share both loops, or one."""
+    """Return a nest with many inner iterations, whose threads share one loop or both.
+
+    inside: y[i, j, k] is x[i, j, k] minus the maximum over j and k; else there are reductions of every dtype, one that
+    uses another's result, and indices of extremes.
+    """
     inner = (5, 700) if inside else (20, 100)
     w = Writer((3,), inner)
     x = w.read(0, "f32")
@@ -213,7 +218,7 @@ def long_nest(inside: bool, _: str) -> Case:
 
 
 def scatter(parts: int, _: str) -> Case:
-    """Updates that meet, of few parts that threads share, or of a part for each thread."""
+    """Return a Scatter with colliding updates: few slices that threads share, or one for each thread."""
     x, updates = gapped("float32", (6, parts)), dense_view("float32", (9, parts))
     places = View("int32", (9, parts), (4, 0), 36)
     w = Writer((9, parts))
@@ -225,7 +230,7 @@ def scatter(parts: int, _: str) -> Case:
 
 
 def extreme(_: str) -> Case:
-    """Of more rows than there are warps."""
+    """Return an Extreme with more rows than there are warps."""
     one = View("float32", (1,), (4,), 0)
     problem = Extreme((gapped("float32", (17, 3, 40)),), one, kind="max")
     return problem, inputs_of(problem), {}
@@ -254,7 +259,7 @@ def wide_sum(precision: str) -> Case:
 
 
 def product(precision: str, across: bool = True, rows: int = 19, depth: int = 44, columns: int = 37) -> Case:
-    """The second factor as it is or with its last two axes the other way round; both repeat."""
+    """Return a product whose broadcast second factor is plain, or transposed unless `across`."""
     dtype, integer = STORED[precision], precision == "int8"
     size = View(dtype, (), (), 0).size
     wide = -(-columns // 8) * 8         # from a row to the next
@@ -285,7 +290,7 @@ def attention(precision: str, queries: int = 5, keys: int = 37, columns: tuple[i
 
 
 def attention_by_parts(kind: type[AttentionPeaks | AttentionSums | JoinedAttention], precision: str) -> Case:
-    """Of one query, in three parts, the last of fewer keys."""
+    """Return one query's attention in three parts, the last of fewer keys."""
     whole, inputs, constants = attention(precision, 1, 150, (64, 32))
     peaks, sums = AttentionPeaks(whole, 3), AttentionSums(whole, 3)
     if sums.integers:
@@ -296,7 +301,7 @@ def attention_by_parts(kind: type[AttentionPeaks | AttentionSums | JoinedAttenti
 
 
 def recurrence(precision: str) -> Case:
-    """A GRU of two stages, both ways, items of lengths of their own; states between -1 and 1."""
+    """Return a bidirectional GRU of two stages, with lengths for each item and states between -1 and 1."""
     layer = Layer(node_of("GRU", "bidirectional"), 37, precision, 11, lengths=True, states=True)
     for state in layer.inputs[1:-1]:
         np.clip(state, -1, 1, out=state)
@@ -304,14 +309,17 @@ def recurrence(precision: str) -> Case:
 
 
 def lstm(rounds: bool, precision: str) -> Case:
-    """Of one stage: a product of the state that it ends with. rounds: its state is rounded before each step."""
+    """Return a bidirectional LSTM of one stage. rounds: its state is rounded before each step."""
     layer = Layer(node_of("LSTM", "bidirectional"), 37, precision, 11, states=rounds, rounds=rounds)
     return layer.spec, layer.inputs, layer.constants
 
 
 class Family(NamedTuple):
-    """How its problem is made in a precision, in which it exists, of which CI takes the first; `sums`: floats are
-    summed in another order than the reference's."""
+    """Kernel family in the tests on GPUs.
+
+    case: returns its problem in a precision. precisions: those that it exists in; CI runs the first. sums: floats are
+    summed in another order than the reference's.
+    """
     case: Callable[[str], Case]
     precisions: tuple[str, ...] = ("fp32",)
     sums: bool = False

@@ -16,12 +16,12 @@ from tests.gpu.ptx.text import Kernel
 
 
 def by_code(kernel: Kernel, grid: tuple[int, int], threads: int) -> float:
-    """As if every instruction ran once, whatever loops there are."""
+    """Return a time as if every instruction ran once, regardless of loops."""
     return len(kernel.code) * grid[0] * grid[1] * threads * 1e-12 + 1e-6
 
 
 class EmulatedGpu(CudaGpu):
-    """What goes to libcuda goes to `cuda` instead."""
+    """GPU whose calls of libcuda go to the emulation `cuda`."""
     takes_cubins = False
 
     def __init__(self, architecture: str, size: int = 64 << 20, name: str = "emulated", clock: Clock = by_code) -> None:
@@ -55,7 +55,7 @@ class EmulatedGpu(CudaGpu):
         return self.cuda.opened
 
     def share(self, address: int) -> bytes:
-        """What another process would get of cuIpcGetMemHandle."""
+        """Return the handle that cuIpcGetMemHandle gives for an address."""
         handle = f"memory {address}".encode().ljust(64, b"\0")
         self.cuda.shared[handle] = address
         return handle
@@ -65,13 +65,13 @@ class EmulatedGpu(CudaGpu):
 
 
 def machine_with(*gpus: EmulatedGpu) -> dict[str, Callable[..., Any]]:
-    """What DEVICE asks for a machine's GPUs."""
+    """Return the functions by which DEVICE finds a machine's GPUs."""
     return {"open_gpu": gpus.__getitem__, "find": lambda: [
         info_of(gpu.driver, 0)._replace(number=number, uuid=f"GPU-{number}") for number, gpu in enumerate(gpus)]}
 
 
 def install(patch: pytest.MonkeyPatch, *gpus: EmulatedGpu) -> None:
-    """This machine has these GPUs from now on."""
+    """Give this machine these GPUs until the patch ends."""
     for name, function in machine_with(*gpus).items():
         patch.setattr(DEVICE, name, function)
 

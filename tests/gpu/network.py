@@ -13,7 +13,7 @@ Plans = Callable[[str], Plan]       # by target
 
 @architecture(size=16)
 def small(net: Net, x: Tensor) -> Tensor:
-    """A stem of three channels, a pool, a residual block, a depthwise convolution, a mean, a product."""
+    """Build a stem of three channels, a pool, a residual and an inverted residual block, a mean and a product."""
     x = net.max_pool(net.conv_bn_act(x, 16, 3, stride=2, name="stem"), 3, stride=2)
     x = inverted_residual(net, basic_block(net, x, 16, 1), 16, expanded=32, act="relu6")
     return net.classify(x)

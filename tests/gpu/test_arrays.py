@@ -77,7 +77,7 @@ def test_an_array_is_read_by_whichever_interface_it_has(array: Any, dtype: str, 
 
 
 class Refusing:
-    """As torch's tensors that require a gradient do."""
+    """Array that refuses access to its memory, as torch's tensors with requires_grad do."""
 
     @property
     def __cuda_array_interface__(self) -> object:

@@ -1,4 +1,4 @@
-"""What the long checks of GPU kernels have in common: done once, in order, and what is wrong is said."""
+"""The long checks of GPU kernels run each part once, in order, and report what is wrong."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""What the commands say of plans for GPUs, on a machine without one and on one that has an emulated one."""
+"""Tests of the commands on plans for GPUs, on a machine without a GPU and with an emulated one."""
 from __future__ import annotations
 
 import json

@@ -95,7 +95,7 @@ def test_a_process_that_was_forked_is_told_why_it_cannot_use_the_gpu(monkeypatch
 
 
 def _spoilt(stream: CudaStream) -> None:
-    """What ends a capture, and goes on."""
+    """Wait on a stream under capture, which ends the capture with an error."""
     with contextlib.suppress(CudaError):
         stream.wait()
 

@@ -91,7 +91,7 @@ def test_an_attention_equals_its_reference_by_queries_and_by_tiles_of_them(gpu: 
     ("sm_90a", "fp16", False)])
 def test_an_attention_whose_keys_lie_in_shared_memory_equals_its_reference(
         gpu: str, precision: str, masked: bool) -> None:
-    """Of several blocks and stages, the last of each not whole."""
+    """It takes several blocks and stages, the last of each partial."""
     problem, inputs, constants = attention(precision, 70, 150, (64, 32), masked)
     way, *_ = every_way(problem, GPUS[gpu])
     assert str(way.tactic) == "64 queries a block, keys in shared memory"
@@ -140,7 +140,7 @@ def test_a_product_of_two_tensors_equals_its_reference_by_tiles(gpu: str, precis
 @pytest.mark.parametrize(("gpu", "precision"), [("sm_75", "int8"), ("sm_75", "fp16"), ("sm_80", "int8"),
                                                 ("sm_90a", "bf16")])
 def test_a_product_out_of_shared_memory_equals_its_reference(gpu: str, precision: str, across: bool) -> None:
-    """Of several blocks and stages, the last of each not whole."""
+    """It takes several blocks and stages, the last of each partial."""
     problem, inputs, constants = product(precision, across, rows=70, depth=176, columns=80)
     way, *_ = every_way(problem, GPUS[gpu])
     assert str(way.tactic) == "64 x 64 a block, in shared memory"
@@ -201,7 +201,7 @@ def test_a_recurrent_layer_whose_last_units_are_three_reads_no_other_states(prec
     ("sm_80", "lstm, int16", Tiled(8, 2, 0, 0)), ("sm_80", "lstm, rounded, int8", Tiled(8, 1, 3, 1)),
     ("sm_90a", "lstm, int8", Tiled(16, 1, 8, 1))])
 def test_a_recurrent_layer_equals_its_reference_by_tensor_cores(gpu: str, case: str, tactic: Tiled) -> None:
-    """Of items that do not fill their last block, wherever the weights are."""
+    """The items leave the last block partial; weights are in any memory."""
     problem, inputs, constants = CASES[case][0]()
     assert len(inputs[0]) % tactic.items
     found = every_way(problem, GPUS[gpu])

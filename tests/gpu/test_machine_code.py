@@ -1,4 +1,4 @@
-"""What NVIDIA's assembler makes of kernels: no spills, and few instructions beside the products."""
+"""NVIDIA's assembler compiles kernels without spills, and with few instructions beside the products."""
 from __future__ import annotations
 
 import re
@@ -27,7 +27,7 @@ NO_SPILLS = "0 bytes spill stores, 0 bytes spill loads"
 
 
 def assembled(ptx: str, target: str) -> tuple[bytes, str]:
-    """A cubin, and what the assembler says of it; the test is skipped where there is none."""
+    """Return a cubin and the assembler's report. Skips the test without an assembler."""
     try:
         return assemble.report_of(ptx, GPUS[target])
     except FileNotFoundError as missing:
@@ -35,7 +35,7 @@ def assembled(ptx: str, target: str) -> tuple[bytes, str]:
 
 
 def disassembled(cubin: bytes) -> str:
-    """Its SASS; the test is skipped where there is no disassembler."""
+    """Return the SASS of a cubin. Skips the test without a disassembler."""
     try:
         return assemble.sass_of(cubin)
     except FileNotFoundError as missing:
@@ -91,7 +91,7 @@ def test_a_recurrent_layer_on_tensor_cores_has_all_registers_of_its_threads() ->
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_the_sass_of_the_loop_over_k_is_little_more_than_its_products(target: str) -> None:
-    """Of a block of 128 pixels by 128 couts and 64 bytes of K: 64 products."""
+    """A block of 128 pixels by 128 output channels and 64 bytes of K has 64 products."""
     view, program = dense_view("uint8", (16, 16, 256)), EpilogueProgram()
     problem = Contraction(view, dense_view("uint8", (14, 14, 256)), (), program, "int8", (3, 3))
     way = Way(GpuContraction(problem, GPUS[target], (256, 256)), Tile(128, 128, (2, 2), 64, 4))
@@ -116,7 +116,7 @@ def test_the_sass_of_a_product_of_two_tensors_has_many_multiply_adds_to_an_instr
 
 
 def loops(sass: str) -> list[list[str]]:
-    """The instructions from each label to a branch back to it."""
+    """Return the instructions from each label to a branch back to it."""
     lines = [line for line in sass.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/|\.L_", line)]
     labels = {line.strip().rstrip(":"): at for at, line in enumerate(lines) if line.startswith(".L_")}
     return [[line for line in lines[labels[target]:at + 1] if not line.startswith(".L_")]
@@ -129,8 +129,10 @@ def loops(sass: str) -> list[list[str]]:
     ("sm_80", 512, "int8", 1700)])
 def test_the_sass_of_a_step_of_a_recurrent_layer_is_so_many_instructions(
         target: str, units: int, precision: str, most: int) -> None:
-    """Of an LSTM, for 8 items and the 16 units of a warp, or 32 where it has two tiles: four or eight updates of a
-    lane, of 150 instructions at least. What the model may choose of more items spills nothing either."""
+    """An LSTM step for 8 items has 16 units a warp, or 32 with two tiles.
+
+    That is four or eight updates a lane, of at least 150 instructions. Tactics with more items do not spill either.
+    """
     case = Layer(node_of("LSTM"), units, precision, 1)
     ways = [way for way in every_way(case.spec, GPUS[target]) if isinstance(way.tactic, Tiled)]
     reports = []
@@ -158,7 +160,7 @@ def test_the_sass_of_a_network_has_the_products_of_its_architecture(target: str,
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_120"])
 def test_the_cubin_of_an_attention_spills_nothing_by_any_tactic(target: str) -> None:
-    """Of so many columns as need the most registers, and of so few that the assembler would make room for more."""
+    """128 columns need the most registers; for 32 the assembler may limit them for more blocks."""
     for columns in (32, 128):
         view = dense_view("float16", (4, 40, columns))
         for way in every_way(Attention(view, view, view, view, None, EpilogueProgram(), "fp16"), GPUS[target]):
@@ -169,7 +171,7 @@ def test_the_cubin_of_an_attention_spills_nothing_by_any_tactic(target: str) -> 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(("dtype", "most"), [("uint8", 32), ("float16", 12), ("bfloat16", 12)])
 def test_the_sass_of_an_attention_is_so_many_instructions_a_score(dtype: str, most: int, target: str) -> None:
-    """Of 64 columns and any number of keys, in both of its loops if it has two; 32 scores of a lane in a turn."""
+    """It has 64 columns, any number of keys, and 32 scores a lane in an iteration; both loops are checked."""
     view = dense_view(dtype, (4, 384, 64))
     precision = {"uint8": "int8", "float16": "fp16", "bfloat16": "bf16"}[dtype]
     way, *_ = every_way(Attention(view, view, view, view, None, EpilogueProgram(), precision), GPUS[target])

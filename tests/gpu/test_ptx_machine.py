@@ -42,7 +42,7 @@ $DONE:
 
 
 def run(body: str, a: object = 0, b: object = 0, shared: int = 0, threads: int = LANES, blocks: int = 1) -> Array:
-    """What the lanes store: words, as unsigned integers."""
+    """Return the words that the lanes store, as unsigned integers."""
     memory = Memory(1 << 16)
     inputs = [np.broadcast_to(np.asarray(x), blocks * threads).copy() for x in (a, b)]
     inputs = [x.view(np.uint32) if x.dtype.itemsize == 4 else x.astype(np.int64).astype(np.uint32) for x in inputs]
@@ -151,7 +151,7 @@ def test_an_instruction_of_a_thread_gives_what_the_manual_says(body: str, a: int
 
 
 def test_a_fused_product_is_rounded_once() -> None:
-    """Where float64 alone rounds twice: the product and the addend leave a tie that a third, tiny part decides."""
+    """Inputs include cases that float64 alone rounds twice: a tie that a third, tiny part decides."""
     rng = np.random.default_rng(0)
     for _ in range(100):
         x, y, z = (rng.standard_normal(3) * 2.0 ** rng.integers(-30, 30, 3)).astype(np.float32)
@@ -240,7 +240,7 @@ def test_tiles_of_shared_memory_come_across() -> None:
     g, t = np.arange(LANES) // 4, np.arange(LANES) % 4
 
     def half(row: np.ndarray) -> np.ndarray:
-        """Of column g in that row of tile 2."""
+        """Return column g of a row of tile 2."""
         words = np.stack([low + (high << 16), low * 7, np.arange(LANES), low + (high << 16)], 1)
         return words[16 + row, g // 2] >> (16 * (g % 2)) & 0xFFFF
     np.testing.assert_array_equal(got, half(2 * t) + (half(2 * t + 1) << 16))

@@ -47,7 +47,7 @@ def run(body: list[str], words: Array, sums: int, dtype: str, shared: int = 0) -
 
 
 def drawn(dtype: str, rows: int, depth: int, seed: int) -> Array:
-    """Of which no sum is rounded."""
+    """Draw numbers whose sums are exact."""
     low, high = (-8, 9) if "f" in dtype else (np.iinfo(TYPES[dtype]).min, np.iinfo(TYPES[dtype]).max + 1)
     return np.random.default_rng(seed).integers(low, high, (rows, depth)).astype(TYPES[dtype])
 
@@ -60,8 +60,11 @@ def names(first: str, count: int, start: int = 0) -> str:
     ((16, 8, 32), ("s32", "u8", "s8")), ((8, 8, 16), ("s32", "u8", "s8")), ((16, 8, 16), ("f32", "f16", "f16")),
     ((16, 8, 8), ("f32", "f16", "f16")), ((16, 8, 16), ("f32", "bf16", "bf16"))], ids=str)
 def test_a_warp_multiplies_a_tile_by_a_tile(shape: tuple[int, int, int], types: tuple[str, str, str]) -> None:
-    """Lane 4 g + t brings of a the t-th word of rows g and g + 8, then of the next 16 bytes; of b the same of column g;
-    its sums are those of columns 2 t and 2 t + 1 in row g, then in row g + 8."""
+    """Lane 4 g + t holds parts of a, of b and of the sums.
+
+    Its registers of a are word t of rows g and g + 8, then of their next 16 bytes; those of b are the same of column g;
+    its sums are columns 2 t and 2 t + 1 of row g, then of row g + 8.
+    """
     (m, n, k), (type_d, type_a, type_b) = shape, types
     a, b = drawn(type_a, m, k, 0), drawn(type_b, n, k, 1)
     start = np.arange(m * n).reshape(m, n) * 3
@@ -88,13 +91,15 @@ FENCE = "fence.proxy.async.shared::cta"
 
 
 def descriptor(address: int) -> int:
-    """Of rows of 128 bytes, turned by 128; eight rows after eight rows 1024 bytes apart."""
+    """Return a descriptor of 128-byte rows with 128-byte swizzle; groups of eight rows are 1024 bytes apart."""
     return address >> 4 | 1024 >> 4 << 32 | 1 << 62
 
 
 def image(a: Array, b: Array, begin: int) -> Array:
-    """Shared memory: rows of 128 bytes whose 16-byte chunks are exchanged by the row's number; a matrix's row stands at
-    `begin` of its own."""
+    """Return shared memory with the matrices in 128-byte rows, with 128-byte swizzle.
+
+    begin: the matrix's first byte in each row.
+    """
     memory = np.zeros(COLUMNS_AT + COUTS * ROW, np.uint8)
     for place, matrix in ((0, a), (COLUMNS_AT, b)):
         for r, row in enumerate(np.ascontiguousarray(matrix).view(np.uint8)):
@@ -126,7 +131,7 @@ def grouped(types: str, a: Array, b: Array, begin: int = 0,
 @pytest.mark.parametrize("begin", [0, 32, 96])
 @pytest.mark.parametrize("types", ["k32.s32.u8.s8", "k16.f32.f16.f16", "k16.f32.bf16.bf16"])
 def test_four_warps_multiply_rows_of_shared_memory(types: str, begin: int) -> None:
-    """Of 32 bytes of K. Lane 4 g + t of warp w has rows 16 w + g and 16 w + g + 8, for eight columns after eight."""
+    """For 32 bytes of K, lane 4 g + t of warp w has rows 16 w + g and 16 w + g + 8 of each eight columns."""
     _, _, type_a, type_b = types.split(".")
     depth = 32 // TYPES[type_a].itemsize
     a, b = drawn(type_a, PIXELS, depth, 0), drawn(type_b, COUTS, depth, 1)

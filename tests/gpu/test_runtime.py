@@ -1,5 +1,4 @@
-"""Plans for GPUs: built without one, and run by the code that runs them on a real one, on the GPU that the PTX machine
-plays."""
+"""Plans for GPUs are built without a GPU, and run by the real runtime on the emulated one."""
 from __future__ import annotations
 
 import gc

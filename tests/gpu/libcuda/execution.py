@@ -155,7 +155,7 @@ def cuEventCreate(cuda: Libcuda, event: c_void_p, flags: int) -> None:
 
 @call(c_void_p, c_void_p)
 def cuEventRecord(cuda: Libcuda, event: int, stream: int | None) -> None:
-    """The second event after a first ends what is counted and does not run."""
+    """Record an event. Between a first and a second one, work is counted and not run."""
     found, where = cuda.get(event, Event), cuda.stream(stream)
     found.at, found.stream = where.seconds, where
     where.timed = None if where.timed else found

@@ -50,7 +50,7 @@ CALLS: dict[str, tuple[Callable[..., None], tuple[Any, ...], bool]] = {}
 
 
 def call(*kinds: Any, anywhere: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A function of the API: the types of its arguments. anywhere: it needs no context."""
+    """Register a function of the API with its argument types. anywhere: it needs no context."""
     def register(function: Callable[..., None]) -> Callable[..., None]:
         CALLS[function.__name__] = function, kinds, anywhere
         return function
@@ -61,7 +61,7 @@ USED = threading.local()        # the stack of each thread's contexts
 
 
 def used() -> Libcuda | None:
-    """The GPU of the calling thread's context."""
+    """Return the GPU of the calling thread's context."""
     return USED.stack[-1] if getattr(USED, "stack", None) else None
 
 
@@ -172,8 +172,10 @@ class Libcuda:
         return stream
 
     def wait_for(self, stream: Stream) -> None:
-        """What is under way in the legacy stream happens meanwhile. Waiting for what is being captured ends the
-        capture."""
+        """Finish a stream's tasks, with those of the legacy stream in their middle.
+
+        Waiting for a stream that is being captured ends the capture with an error.
+        """
         if stream.captured is not None:
             stream.spoiled = True
             raise Refused(CAPTURING)
@@ -190,7 +192,7 @@ class Libcuda:
 
 
 def _plain(name: str, argument: Any, kind: Any) -> Any:
-    """The argument without its ctypes, which are as they must be."""
+    """Return the argument without its ctypes wrapper, after a check of its type."""
     if isinstance(kind, Out):
         assert isinstance(getattr(argument, "_obj", None), kind.type), f"{name}: {argument} is no reference to {kind}"
         return argument._obj

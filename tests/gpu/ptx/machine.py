@@ -26,7 +26,7 @@ ACTIONS: dict[str, tuple[Action, frozenset[str]]] = {}      # by the first word:
 
 
 def action(*names: str, modifiers: str = "") -> Callable[[Action], Action]:
-    """Registers what these instructions do. A modifier that is neither a type nor among these is refused."""
+    """Register the action of these instructions. Modifiers that are neither types nor listed are refused."""
     def register(function: Action) -> Action:
         ACTIONS.update(dict.fromkeys(names, (function, frozenset(modifiers.split()))))
         return function
@@ -76,8 +76,10 @@ class Run:
         self.sel: Array | None = None           # threads that run now; None: all of them
 
     def run(self) -> None:
-        """Threads go on from their places in the code; those furthest behind first, so that they meet again. What takes
-        a whole warp or block waits until all of it are there."""
+        """Run all threads, those with the lowest instruction address first, so that they converge again.
+
+        Instructions of a whole warp or block wait until all of its threads are there.
+        """
         places: dict[int, Array] = {0: np.arange(self.lanes)}
         waiting: dict[int, Array] = {}
         while places:
@@ -109,7 +111,7 @@ class Run:
         return [others, (self.kernel.labels[instruction.one(0)], who[chosen])] if word == "bra" else [others]
 
     def _complete(self, who: Array, together: int) -> bool:
-        """Whether these are whole warps, or whole blocks."""
+        """Return True if these are whole warps, or whole blocks."""
         if len(who) == self.lanes:
             return True
         whole = np.bincount(who // together, minlength=self.lanes // together)
@@ -153,11 +155,11 @@ class Run:
 
     # ---- operands
     def width(self, register: str) -> np.dtype[Any]:
-        """The type that a register was declared with."""
+        """Return the type that a register was declared with."""
         return TYPES[self.kernel.registers[register.rstrip("0123456789")]]
 
     def get(self, operand: str, type_: str) -> Array:
-        """An operand of the threads that run, as that type."""
+        """Return an operand of the running threads as that type."""
         dtype = TYPES[type_]
         if operand.startswith("%"):
             values = self.pick(self.special[operand] if operand in self.special else self._register(operand))
@@ -206,7 +208,7 @@ class Run:
 
     @staticmethod
     def warps(values: Array) -> Array:
-        """[warps, 32]"""
+        """Reshape values to [warps, 32]."""
         return values.reshape(-1, WARP)
 
 

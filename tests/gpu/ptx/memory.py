@@ -54,7 +54,7 @@ class Memory:
         return np.ndarray(tuple(shape), dtype, self.bytes, address - BASE)
 
     def at(self, addresses: Array, size: int) -> Array:
-        """Where in `bytes`; a Fault if that is not allocated or not aligned."""
+        """Return indices into `bytes`. Raises Fault if memory is not allocated or an address not aligned."""
         places = addresses.astype(np.int64) - BASE
         if np.any(places % size):
             raise Fault(f"an address is not a multiple of {size}")
@@ -71,7 +71,7 @@ class Memory:
             self._writers[:] = 0
 
     def reads(self, places: Array, who: Array) -> None:
-        """Threads of the launch, by their numbers in the grid, read the bytes at these places."""
+        """Check a read of these bytes by threads, given by their numbers in the grid."""
         writers = self._writers[places]
         if np.any((writers >> 24 == self._launch) & (writers != self._stamp(who))):
             raise Fault("reads what another thread of the launch wrote")
@@ -115,7 +115,7 @@ class Shared:
         return places + block * self.size
 
     def reads(self, block: Array, thread: Array, places: Array, size: int) -> None:
-        """The threads of blocks are about to read."""
+        """Check a read of threads before it happens."""
         for words in _words(places, size):
             now = self.epoch[block]
             if np.any(self.on_its_way[words]):
@@ -129,7 +129,7 @@ class Shared:
             self.read[words] = now
 
     def reads_grouped(self, block: Array, places: Array, size: int) -> None:
-        """The tensor cores themselves are about to read."""
+        """Check a read by the tensor cores (wgmma) before it happens."""
         self.reads(block, np.full(places.shape, _SEVERAL), places, size)
         if any(np.any(self.unfenced[words]) for words in _words(places, size)):
             raise Fault("reads what was written without a fence.proxy.async before the barrier")
@@ -146,7 +146,7 @@ class Shared:
                 raise Fault("overwrites what another thread writes, without a barrier between")
 
     def _written_in_parts(self, now: Array, thread: Array, places: Array, size: int) -> Array:
-        """Whether another thread has written to one of these bytes."""
+        """Return True if another thread has written to one of these bytes."""
         found = self.parts[places[:, None] + np.arange(size)]
         by_another = (found >> _THREADS == now[:, None]) & (found != (now << _THREADS | thread)[:, None])
         return np.asarray(np.any(by_another, axis=1))
@@ -167,12 +167,12 @@ class Shared:
             self.parts[places[:, None] + np.arange(size)] = (now << _THREADS | thread)[:, None]
 
     def set_out(self, places: Array, size: int) -> None:
-        """A copy to these places has begun."""
+        """Note that an asynchronous copy to these addresses has begun."""
         for words in _words(places, size):
             self.on_its_way[words] = True
 
     def fence(self, block: Array, thread: Array) -> None:
-        """What these threads wrote is seen by wgmma."""
+        """Make these threads' writes visible to wgmma."""
         mine = np.zeros((len(self.epoch), thread.max() + 1), bool)
         mine[block, thread] = True
         words = np.flatnonzero(self.unfenced & (self.writer >= 0) & (self.writer < mine.shape[1]))

@@ -11,7 +11,7 @@ _SPACES = "global shared v2 v4"
 
 
 def _count(i: Instruction, names: tuple[str, ...]) -> int:
-    """Of elements that it moves."""
+    """Return the number of elements that an instruction moves."""
     if len(names) != max((int(word[1:]) for word in i.op if word in ("v2", "v4")), default=1):
         raise Fault(f"{len(names)} registers")
     return len(names)
@@ -73,7 +73,7 @@ def _cp(run: Run, i: Instruction) -> None:
 
 
 def _set_out(run: Run, i: Instruction, lanes: Array) -> None:
-    """A copy begins; it reads now, and lands when it is waited for."""
+    """Begin an asynchronous copy: it reads now and writes when it is waited for."""
     size = int(i.one(2))
     if size not in ((16,) if "cg" in i.op else (4, 8, 16)):
         raise Fault(f"copies {size} bytes")

@@ -17,7 +17,7 @@ def _operands(run: Run, i: Instruction, count: int, type_: str = "") -> list[Arr
 
 
 def _addends(run: Run, i: Instruction, count: int) -> list[Array]:
-    """Of sums, from sm_100 on, all but the last may be halves, which become float32."""
+    """Return the operands of a sum; from sm_100 on all but the last may be float16, converted to float32."""
     if [*i.op[-2:]] != ["f32", "f16"]:
         return _operands(run, i, count)
     halves = (array.astype(np.float32) for array in _operands(run, i, count - 1))
@@ -26,7 +26,7 @@ def _addends(run: Run, i: Instruction, count: int) -> list[Array]:
 
 def _each(count: int, function: Callable[..., Any],
           read: Callable[[Run, Instruction, int], list[Array]] = _operands) -> Callable[[Run, Instruction], None]:
-    """An instruction whose operands and result are of one type."""
+    """Return an instruction whose operands and result have one type."""
     def act(run: Run, i: Instruction) -> None:
         with np.errstate(all="ignore"):
             operands = read(run, i, count)
@@ -36,7 +36,7 @@ def _each(count: int, function: Callable[..., Any],
 
 # ---- arithmetic
 def _least(a: Array, b: Array) -> Array:
-    """A number where one of both is not one; -0 is below 0."""
+    """Return the minimum: a number if only one operand is NaN, and -0 below 0."""
     return a if a.dtype.kind == "b" else np.where((a == b) & np.signbit(b) if a.dtype.kind == "f" else False, b,
                                                   np.fmin(a, b))
 
@@ -46,7 +46,7 @@ def _greatest(a: Array, b: Array) -> Array:
 
 
 def _quotient(a: Array, b: Array) -> Array:
-    """Of integers truncated toward zero. By 0 it is not said what comes: all bits here."""
+    """Divide; integers truncate toward zero. Division by 0 is unspecified: all bits are set here."""
     if a.dtype.kind == "f":
         return np.asarray(a / b)
     exact = np.where(b == 0, 1, b)
@@ -85,7 +85,7 @@ def _ex2(run: Run, i: Instruction) -> None:
 
 
 def _high(a: Array, b: Array) -> Array:
-    """The upper half of the product."""
+    """Return the upper half of the product."""
     bits = 8 * a.dtype.itemsize
     if bits < 64:
         wide = np.dtype(f"{a.dtype.kind}{2 * a.dtype.itemsize}")
@@ -118,8 +118,11 @@ def _mad(run: Run, i: Instruction) -> None:
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c of float32, rounded once: the sum in float64, whose last bit is made odd if it was not exact
-    (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008)."""
+    """Compute a * b + c of float32, rounded once.
+
+    The sum is taken in float64, and its last bit made odd if it was inexact (Boldo and Melquiond, "Emulation of FMA and
+    correctly rounded sums", 2008).
+    """
     with np.errstate(all="ignore"):
         product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
         total = product + c
@@ -132,7 +135,7 @@ def fused(a: Array, b: Array, c: Array) -> Array:
 
 
 def fused_double(a: Array, b: Array, c: Array) -> Array:
-    """The same of float64, element by element as fractions, which are exact."""
+    """Compute a * b + c of float64, rounded once, by exact fractions."""
     with np.errstate(all="ignore"):
         result = np.asarray(a * b + c)
     usual = np.isfinite(a) & np.isfinite(b) & np.isfinite(c) & np.isfinite(result)
@@ -208,7 +211,7 @@ def _shift(run: Run, i: Instruction) -> None:
 
 @action("shf", modifiers="l r wrap clamp")
 def _funnel(run: Run, i: Instruction) -> None:
-    """The upper word of (b, a) shifted left, or the lower one of it shifted right."""
+    """Shift (b, a) left and keep the upper word, or right and keep the lower one."""
     low, high, by = (run.get(i.one(n), "u32").astype(np.uint64) for n in (1, 2, 3))
     by = by & np.uint64(31) if "wrap" in i.op else np.minimum(by, np.uint64(32))
     both = high << np.uint64(32) | low
@@ -228,7 +231,7 @@ def _bfe(run: Run, i: Instruction) -> None:
 
 @action("bfi")
 def _bfi(run: Run, i: Instruction) -> None:
-    """The lowest bits of a in b."""
+    """Insert the lowest bits of a into b."""
     a, b = (run.get(i.one(n), i.op[-1]) for n in (1, 2))
     start, length = ((run.get(i.one(n), "u32") & 255).astype(a.dtype) for n in (3, 4))
     if np.any(start + length >= 8 * a.dtype.itemsize + (start == 0)):
@@ -266,7 +269,7 @@ def _to_integer(x: Array, target: np.dtype[Any]) -> Array:
 
 
 def _halves(x: Array, kind: str) -> Array:
-    """The bits of float16 or bfloat16, in words; of no number all are 1 but the sign."""
+    """Convert to the bits of float16 or bfloat16 in 32-bit words; NaN is 0x7FFF."""
     if kind == "f16x2":
         bits = x.astype(np.float16).view(np.uint16).astype(np.uint32)
     else:

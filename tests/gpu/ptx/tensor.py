@@ -11,7 +11,7 @@ from tests.gpu.ptx.text import Fault, Instruction
 
 
 def _extents(word: str) -> tuple[int, int, int]:
-    """m16n8k32 -> 16, 8, 32"""
+    """Parse m16n8k32 into 16, 8, 32."""
     found = re.fullmatch(r"m(\d+)n(\d+)k(\d+)", word)
     assert found, word
     return int(found[1]), int(found[2]), int(found[3])
@@ -68,12 +68,15 @@ def _mma(run: Run, i: Instruction) -> None:
 
 
 def _quads(run: Run, i: Instruction) -> None:
-    """Four products of 8 x 8 x 4: the q-th of lanes 4 q.. and 16 + 4 q.., of which each has a row of a and of b, and of
-    the sums rows 0 and 2 behind its own, columns 0, 1, 4 and 5 behind its own."""
+    """Compute four products of 8 x 8 x 4, the q-th by lanes 4 q to 4 q + 3 and 16 + 4 q to 16 + 4 q + 3.
+
+    A lane has one row of a and one of b; of the sums it has its own row and the one two below, and columns 0, 1, 4 and
+    5 from its own.
+    """
     d, a, b, c = (i.several(n) for n in range(4))
 
     def rows(names: list[str]) -> Array:
-        """[warp][q][8 rows][4 of K]"""
+        """Return [warp][q][8 rows][4 of K]."""
         words = np.stack([run.warps(run.get(name, "b32")) for name in names], -1)
         return np.moveaxis(words.view(np.float16).reshape(-1, 2, 4, 4, 4), 1, 2).reshape(-1, 4, 8, 4).astype(np.float64)
     sums, lane = np.matmul(rows(a), rows(b).swapaxes(2, 3)), np.arange(WARP)
@@ -83,7 +86,7 @@ def _quads(run: Run, i: Instruction) -> None:
 
 
 def _added(before: Array, made: Array) -> Array:
-    """Sums of integers wrap."""
+    """Add products to sums; sums of integers wrap."""
     if before.dtype.kind == "i":
         return (before.astype(np.int64) + made.astype(np.int64)).astype(np.int32)
     return (before.astype(np.float64) + made).astype(np.float32)
@@ -116,7 +119,7 @@ def _wgmma(run: Run, i: Instruction) -> None:
 
 
 def _described(run: Run, operand: str, rows: int, type_: str) -> Array:
-    """The rows of 32 bytes that a descriptor names: [groups of warps][rows][elements], in float64."""
+    """Return the rows of 32 bytes of a matrix descriptor: [groups of warps][rows][elements], in float64."""
     group, blocks = 4 * WARP, run.who[0][::4 * WARP]
     values = run.get(operand, "b64").reshape(-1, group)
     if np.any(values != values[:, :1]) or np.any(values[:, 0] >> np.uint64(62) != 1):
@@ -139,6 +142,6 @@ def _values(type_: str, bytes_: Array) -> Array:
 
 
 def _elements(type_: str, words: Array) -> Array:
-    """Registers [registers][warp][32 lanes] -> [registers][warp][8][elements of 4 lanes]."""
+    """Reshape registers [registers][warp][32 lanes] to [registers][warp][8][elements of 4 lanes]."""
     values = _values(type_, np.ascontiguousarray(words).view(np.uint8))
     return values.reshape(*words.shape[:2], 8, -1)

@@ -9,7 +9,7 @@ Operand = str | tuple[str, ...]
 
 
 class Fault(Exception):
-    """What the kernel does wrong, and where."""
+    """Invalid operation of a kernel, with its position."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class Instruction:
     guard: str = ""                     # %p1 or !%p1
 
     def one(self, index: int) -> str:
-        """An operand that is no list."""
+        """Return an operand that is not a list."""
         operand = self.operands[index]
         assert isinstance(operand, str), self.text
         return operand
 
     def several(self, index: int) -> tuple[str, ...]:
-        """An operand as a list, perhaps of one."""
+        """Return an operand as a list, which may have one element."""
         operand = self.operands[index]
         return operand if isinstance(operand, tuple) else (operand,)
 
@@ -44,7 +44,7 @@ class Kernel:
 
 
 def parse(text: str) -> dict[str, Kernel]:
-    """The entries of a module."""
+    """Return the entry functions of a module by name."""
     return {match[1]: _kernel(*match.groups())
             for match in re.finditer(r"\.entry (\w+)\(([^)]*)\)([^{]*)\{(.*?)\n\}", text, re.S)}
 
