@@ -36,7 +36,7 @@ class Http2Client:
     """One connection, blocking."""
 
     def __init__(self, port: int, window_bytes: int = 1 << 20, connected: socket.socket | None = None) -> None:
-        """connected : the connection; None: one to the port is made."""
+        """Connect to the port, or use the connection `connected`."""
         self.socket = connected or socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_SECS)
         self.http2 = client_connection(window_bytes)
         self.events: list[Event] = []

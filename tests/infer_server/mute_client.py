@@ -27,8 +27,11 @@ class MuteClient:
         self._stream = -1
 
     def ask(self, path: str, message: bytes, announced: int = 0, **headers: str) -> None:
-        """Sends a request on a stream of its own. grpc_timeout="300m" is the header grpc-timeout. announced: the length
-        of a message of which this is the beginning."""
+        """Send a request on a new stream.
+
+        announced: length in the message's prefix, if `message` is only its beginning. headers: grpc_timeout="300m" is
+        the header grpc-timeout.
+        """
         self._stream += 2
         self._windows[self._stream] = 0
         fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "te": "trailers",
@@ -49,7 +52,7 @@ class MuteClient:
             self._windows[self._stream] -= len(piece)
 
     def read_frame(self) -> tuple[int, int, bytes]:
-        """The type, stream and payload of the next frame. EOFError: there is none."""
+        """Return the type, stream and payload of the next frame. Raises EOFError at the end."""
         head = self._read(9)
         payload = self._read(int.from_bytes(head[:3], "big"))
         kind, flags, stream = head[3], head[4], int.from_bytes(head[5:], "big")
@@ -88,5 +91,5 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes | memoryview = b""
 
 
 def _literal(*field: str) -> bytes:
-    """A header field without indexing, neither name nor value compressed, each below 127 bytes."""
+    """Encode a header field without indexing and compression; name and value are shorter than 127 bytes."""
     return b"\0" + b"".join(bytes((len(text),)) + text.encode() for text in field)

@@ -54,13 +54,13 @@ class Gate:
             self.held_items -= items
 
     def let_one_through(self) -> None:
-        """Of those that are held; the gate stays closed for the others."""
+        """Let one held execution through; the gate stays closed for the others."""
         with self._changed:
             self._passes += 1
             self._changed.notify_all()
 
     def holds(self, count: int) -> bool:
-        """Whether `count` executions are held, now or in the time that a test may take."""
+        """Return True if `count` executions are held, now or within the time that a test may take."""
         with self._changed:
             return self._changed.wait_for(lambda: self._held == count, TIMEOUT_SECS)
 
@@ -162,7 +162,7 @@ def load_numpy_engine(path: Path, threads: int, specialise: str = "", gpu: int =
 
 
 def write_model(repository: Path, name: str, version: int = 1, config: str = "", **plan: Any) -> Path:
-    """Puts a model into a repository; `plan` are the fields of NumpyEngine. Returns its folder."""
+    """Put a model into a repository and return its folder; `plan` are the fields of NumpyEngine."""
     folder = repository / name
     (folder / str(version)).mkdir(parents=True, exist_ok=True)
     (folder / str(version) / "model.plan").write_text(json.dumps(plan))

@@ -43,7 +43,7 @@ class RunningServer:
 
     @property
     def folder(self) -> Path:
-        """Of its models."""
+        """Return the first model repository."""
         return Path(self._options.model_repositories[0])
 
     def start(self) -> None:
@@ -51,11 +51,11 @@ class RunningServer:
         assert self._started.wait(TIMEOUT_SECS)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the server's loop."""
+        """Run a coroutine on the server's loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(TIMEOUT_SECS)
 
     def stop(self) -> bool:
-        """Whether it answered all that it had accepted. A second call has no effect."""
+        """Stop the server; return True if it answered all accepted requests. A second call has no effect."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(TIMEOUT_SECS)
@@ -84,7 +84,7 @@ def options(repository: Path, **given: Any) -> ServerOptions:
 @contextmanager
 def serving(repository: Path, load_engine: EngineLoader = load_numpy_engine, run: RunLoop = uvloop.run,
             **given: Any) -> Iterator[RunningServer]:
-    """A server on free ports, all models loaded; stopped at the end."""
+    """Run a server on free ports with all models loaded, and stop it at the end."""
     running = RunningServer(options(repository, **given), load_engine, run)
     running.start()
     try:

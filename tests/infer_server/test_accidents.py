@@ -1,5 +1,4 @@
-"""What happens to the machine and must not happen to clients: a disk that takes no more, threads that are refused, a
-clock that is set."""
+"""Clients do not notice a full disk, refused threads or a changed clock on the server's machine."""
 from __future__ import annotations
 
 import re
@@ -59,7 +58,7 @@ def test_nothing_is_decided_by_a_clock_that_can_be_set() -> None:
 
 def test_threads_that_the_system_refuses_end_a_load_and_nothing_else(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where in the load that is: at its worker, at the model's first instance, at its second."""
+    """They are refused to the load's workers, to the model's first instance, and to its second."""
     started, begin = [0], Thread.start
 
     def refused(thread: Thread) -> None:

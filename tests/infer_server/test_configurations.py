@@ -221,7 +221,7 @@ def test_check_says_that_a_model_is_called_other_than_its_folder(tmp_path: Path)
 
 
 class Outlines(LocalFolder):
-    """As a place of whose models only the sizes are known."""
+    """Repository of which only the models' sizes are known."""
     outlines_models = False
 
 

@@ -57,8 +57,11 @@ def infer(client: triton.InferenceServerClient, model: str, x: np.ndarray) -> np
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """plan: compiled before; onnx: to be built on loading; foreign: made for a CPU that can more than any; truncated,
-    text: files that are no plans."""
+    """Return a repository with one model for each way of loading.
+
+    plan: compiled before; onnx: built on loading; foreign: made for a CPU with features that none has; truncated, text:
+    files that are not plans.
+    """
     root = tmp_path_factory.mktemp("repository")
     write_cnn(root / "onnx" / "1" / "model.onnx")
     (root / "onnx" / "config.pbtxt").write_text("max_batch_size: 4")

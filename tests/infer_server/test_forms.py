@@ -1,4 +1,4 @@
-"""What the server keeps of requests' forms and of their responses', so that it need not find it again."""
+"""The server caches the layouts of requests and responses."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -16,8 +16,10 @@ from tests.infer_server.serving import serving
 @pytest.mark.parametrize("library", [tritonclient.grpc, tritonclient.http], ids=["gRPC", "HTTP"])
 def test_requests_that_differ_in_their_parameters_have_what_is_kept_of_responses_in_common(
         library: Any, tmp_path: Path) -> None:
-    """As those of sequences differ: it was kept for each of the last 4096, with the outputs of models that had been
-    replaced."""
+    """Requests of sequences differ in their parameters.
+
+    Each of the last 4096 had its own entry, with the outputs of models that had been replaced.
+    """
     write_model(tmp_path, "affine")
     tensor = library.InferInput("x", [1, 4], "FP32")
     tensor.set_data_from_numpy(np.zeros((1, 4), np.float32))

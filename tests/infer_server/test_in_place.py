@@ -26,7 +26,7 @@ Float32s = NDArray[np.float32]
 
 
 def pictures(count: int, seed: int) -> Float32s:
-    """Of whole numbers, so that every sum is exact."""
+    """Return pictures of whole numbers, so that every sum is exact."""
     return np.random.default_rng(seed).integers(-8, 8, (count, *SHAPE)).astype(np.float32)
 
 

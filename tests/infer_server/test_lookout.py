@@ -42,7 +42,7 @@ class Asked:
         self.lookout.idle()
 
     def after(self, *gaps_ns: int) -> bool:
-        """Whether the loop looks on when the last request is answered."""
+        """Return True if the loop keeps polling after the last request is answered."""
         for gap_ns in gaps_ns:
             self.clock.ns += gap_ns
             self.loop.turn()

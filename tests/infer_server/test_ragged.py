@@ -1,5 +1,4 @@
-"""Requests of unequal shapes that share an execution: ragged inputs, what is made of their shapes, and outputs that are
-taken apart by them."""
+"""Requests of unequal shapes share an execution: ragged inputs, batch inputs of their shapes, and scattered outputs."""
 from __future__ import annotations
 
 import re

@@ -118,8 +118,10 @@ def test_who_steps_aside_or_is_gone_holds_nobody_up() -> None:
 
 
 class Asking:
-    """Two instances of one queue, of which the first needs R and the second S; another instance, which has R; and one
-    behind them, which needs T."""
+    """Instances that compete for resources.
+
+    Two instances of one queue need R and S; another instance holds R, and one of lower precedence needs T.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, batching: BatchPolicy, *others: Resource) -> None:
         """others: that the first needs besides."""

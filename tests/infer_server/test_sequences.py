@@ -192,7 +192,7 @@ def test_iterative_sequences_and_states_are_refused_together() -> None:
 
 
 def test_a_model_with_sequences_is_served_beside_a_warm_up(tmp_path: Path) -> None:
-    """Its samples have controls, which no request has: it is executed on zeros."""
+    """Warm-up samples have control tensors, which no request has: the model is executed on zeros."""
     write_model(tmp_path, "sum", kind="two", config=SUM.format("direct {}", PATIENT, "") + """
         model_warmup { name: "w" batch_size: 8 inputs { key: "START" value { data_type: TYPE_INT32 dims: 1 } } }""")
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:

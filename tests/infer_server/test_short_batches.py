@@ -37,14 +37,14 @@ class Asked:
         return threading.get_ident()
 
     def on_the_loop(self, model: str, protocol: Any = tritonclient.grpc, **given: Any) -> bool:
-        """Whether that is where one is executed."""
+        """Return True if a request is executed on the event loop."""
         self._executed.clear()
         self._infer(model, protocol, **given)
         (thread,) = self._executed
         return thread == self._loops
 
     def ever_on_the_loop(self, model: str, protocol: Any) -> bool:
-        """The same of one of several, for an instance's thread takes what comes before it waits again."""
+        """Return True if one of several requests is; an instance's thread takes what comes before it waits again."""
         end = time.monotonic() + TIMEOUT_SECS
         while time.monotonic() < end:
             if self.on_the_loop(model, protocol):

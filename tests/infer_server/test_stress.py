@@ -218,7 +218,7 @@ class Looking(Inflight):
 
 
 def test_memory_that_no_call_tells_of_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What transports free of messages that were cancelled, or are none when decompressed, the allocator keeps."""
+    """The allocator keeps memory that transports free, e.g. of cancelled messages."""
     resident, trimmed_at = [100 << 20], list[int]()
 
     def trim() -> None:

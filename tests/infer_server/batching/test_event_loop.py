@@ -36,8 +36,10 @@ class CountingBatcher(Batcher):
 
 
 def submissions(turns_between: list[int], most: int = 4, executes: bool = False) -> list[int]:
-    """Submits a request after each of these numbers of turns; what waited at each wake-up. executes: the loop executes
-    what waits by itself."""
+    """Submit a request after each of these numbers of loop turns; return the queue's length at each wake-up.
+
+    executes: the loop itself executes what is queued.
+    """
 
     async def submit_all() -> list[int]:
         loop = asyncio.get_running_loop()

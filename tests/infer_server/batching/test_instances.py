@@ -1,4 +1,4 @@
-"""What an instance does with a batch."""
+"""Tests of the execution of a batch by an instance."""
 from __future__ import annotations
 
 import threading
@@ -51,7 +51,7 @@ class RecordingExecutor:
 
 
 def instance_of(executor: RecordingExecutor, *items: int, short: ShortBatches | None) -> tuple[Instance, Batcher]:
-    """An instance whose thread was not started, and its queue with requests of so many items."""
+    """Return an instance whose thread was not started, and its queue with requests of these numbers of items."""
     batcher = Batcher("m", BatchPolicy(4), QueuePolicy(), lambda requests, error: None)
     for count in items:
         batcher.submit(Request({"x": np.zeros(count)}, count, (), lambda outputs: b"", reply=None))

@@ -110,7 +110,7 @@ def times(**ms: int) -> BatchTimes:
 
 
 def due(*deadlines_ms: int) -> list[Waiting]:
-    """Requests that must be answered so many ms from now."""
+    """Return requests with these deadlines in ms."""
     return [Waiting(deadline_ns=ms * MS) for ms in deadlines_ms]
 
 
@@ -235,7 +235,7 @@ def test_an_estimate_that_nothing_confirms_refuses_nobody_for_ever() -> None:
 
 
 def test_requests_of_any_number_of_items_are_not_remembered_each_by_its_own() -> None:
-    """Those of max_batch_size 0 and split_requests: for weeks, and ModelStatistics copy all that is kept."""
+    """With max_batch_size 0 or split_requests sizes are unbounded, and ModelStatistics copies all that is kept."""
     measured, counted = BatchTimes(), Statistics()
     for items in range(1, 5001):
         measured.add(items, items * MS, 0)

@@ -1,5 +1,7 @@
-"""Sequences without a server: when those end that were not ended, on a clock that the test sets; whose requests share a
-batch; what becomes of those that wait."""
+"""Tests of sequences without a server, on a clock that the test sets.
+
+They cover the end of idle sequences, the requests that share a batch, and requests that wait for a slot.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -37,7 +39,7 @@ class Clock:
 
 
 class Queue:
-    """Of an instance. Without a batcher it executes what comes at once."""
+    """Queue of an instance. Without a batcher it executes requests at once."""
 
     def __init__(self, batcher: Batcher | None = None) -> None:
         self._batcher = batcher

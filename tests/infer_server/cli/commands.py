@@ -38,13 +38,13 @@ class Workshop:
         return self.path(name)
 
     def build(self, *options: str, model: str = "m.onnx", output: str = "m.plan") -> int:
-        """The exit code of build-engine."""
+        """Run build-engine and return its exit status."""
         code = build_engine.main([self.path(model), "-o", self.path(output), *options])
         self.said = self.capture.readouterr().err
         return code
 
     def built(self, *options: str, output: str = "m.plan") -> Engine:
-        """The engine of a build that must succeed."""
+        """Run a build that must succeed and return the engine."""
         assert self.build(*options, output=output) == 0, self.said
         return load_engine(self.path(output))
 
@@ -52,5 +52,5 @@ class Workshop:
         return {"input": images_for(self.model, items, seed=1)}
 
     def expected(self, items: int = 3) -> Array:
-        """What ONNX Runtime answers."""
+        """Return ONNX Runtime's output."""
         return run_onnx(self.model, self.feeds(items))["output"]

@@ -223,7 +223,7 @@ def test_a_build_that_says_nothing_for_long_prints_where_it_is(capsys: pytest.Ca
 
 @pytest.mark.parametrize(("columns", "shown"), [(0, b"searching: 3 of 18 trials"), (80, b"searching:  17%|")])
 def test_a_terminal_of_unknown_width_gets_lines(columns: int, shown: bytes) -> None:
-    """tqdm shows nothing on a terminal of 0 columns."""
+    """On a terminal of 0 columns tqdm shows nothing."""
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     script = ("import sys\nfrom infer_server.cli.build_engine import Bar\nBar.QUIET = Bar.BEAT = 0.01\n"
@@ -345,7 +345,7 @@ def test_a_shape_that_is_none_is_a_usage_error(workshop: Workshop, text: str) ->
 
 
 def _one_node(operator: str, shape: tuple[int | str, ...] = ("N", 3, 8, 8)) -> onnx.ModelProto:
-    """A model of one node from x to y."""
+    """Return a model of one node from x to y."""
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "xy")
     graph = helper.make_graph([helper.make_node(operator, ["x"], ["y"])], "one", [x], [y])
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)

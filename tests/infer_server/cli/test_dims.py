@@ -1,4 +1,4 @@
-"""What a server's configuration says of a model's shapes, as build-engine takes it."""
+"""Tests of build-engine's use of the shapes in a server configuration."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from infer_server.cli.dims import given_shapes, parse_dims
 
 
 def added(path: Path, *shapes: tuple[str | int | None, ...] | None) -> str:
-    """A model of inputs of these shapes, None of unknown rank, and their sum."""
+    """Return a model that sums inputs of these shapes; None is an unknown rank."""
     names = "abc"[:len(shapes)]
     inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
               for name, shape in zip(names, shapes, strict=True)]

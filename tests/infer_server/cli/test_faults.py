@@ -1,4 +1,4 @@
-"""How commands end: a user's error and a fault of ours are one line each, with statuses that tell them apart."""
+"""Commands report a user's error and a fault of ours in one line each, with different exit statuses."""
 from __future__ import annotations
 
 from typing import Any

@@ -26,7 +26,7 @@ def plan(workshop: Workshop) -> str:
 
 
 def run(workshop: Workshop, *arguments: str) -> dict[str, Any]:
-    """What run-engine --json prints."""
+    """Return what run-engine --json prints."""
     assert run_engine.main([*arguments, "--seconds", "0.01", "--json"]) == 0
     result: dict[str, Any] = json.loads(workshop.capture.readouterr().out)
     return result
@@ -107,7 +107,7 @@ def test_run_profiles_every_kernel(workshop: Workshop, plan: str) -> None:
 
 
 def profiled(workshop: Workshop, command: Callable[[list[str]], int], *arguments: str) -> dict[str, Any]:
-    """What --profile --json prints."""
+    """Return what --profile --json prints."""
     assert command([*arguments, "--profile", "--json"]) == 0
     result: dict[str, Any] = json.loads(workshop.capture.readouterr().out)
     return result

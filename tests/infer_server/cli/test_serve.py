@@ -36,7 +36,7 @@ def ipv6() -> bool:
 @contextmanager
 def process(repository: Path, *options: str, environment: Mapping[str, str] = os.environ
             ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The running command, and the address of its gRPC port."""
+    """Run the command; yield its process and the address of its gRPC port."""
     command = [sys.executable, "-P", "-m", "infer_server.cli.serve", "--model-repository", str(repository),
                "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", "--drain-grace-secs", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as running:
@@ -170,7 +170,7 @@ def contains(file: Path, text: str) -> bool:
 
 @contextmanager
 def logged_process(repository: Path, file: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The running command in a group of its own, which logs into a file."""
+    """Run the command in a process group of its own, with a log file."""
     repository.mkdir()
     command = [sys.executable, "-P", "-m", "infer_server.cli.serve", "--model-repository", str(repository),
                "--log-file", str(file), "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", *options]
@@ -183,7 +183,7 @@ def logged_process(repository: Path, file: Path, *options: str) -> Iterator[subp
 
 
 def live(file: Path, folder: Path) -> str:
-    """The answer to a liveness check of the server whose first log is among the files of the folder."""
+    """Return the answer to a liveness check of the server that logs into these files."""
     (port,) = {match[1] for log in (file, *folder.glob("log.*"))
                if (match := re.search(r"HTTP on 127.0.0.1:(\d+)", log.read_text()))}
     with socket.create_connection(("127.0.0.1", int(port)), TIMEOUT_SECS) as client:

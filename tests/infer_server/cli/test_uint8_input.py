@@ -19,7 +19,7 @@ def pixels_for(workshop: Workshop) -> Array:
 
 
 def expected_of(workshop: Workshop, pixels: Array) -> Array:
-    """What ONNX Runtime answers to the pixels, normalised."""
+    """Return ONNX Runtime's output for the pixels, normalised."""
     values = (pixels * IMAGENET.scale - np.array(IMAGENET.mean)) / np.array(IMAGENET.std)
     return run_onnx(workshop.model, {"input": np.ascontiguousarray(values.transpose(0, 3, 1, 2), np.float32)})["output"]
 

@@ -220,7 +220,7 @@ def test_a_model_with_a_tensor_out_of_the_batch_takes_whole_shapes() -> None:
 
 
 def leaves(descriptor: Any, above: str = "") -> Iterator[str]:
-    """The paths of all fields of a message that are no messages themselves, or are empty ones or maps."""
+    """Yield the paths of all fields that hold values, maps or empty messages."""
     for field in descriptor.fields:
         inner = field.message_type
         is_leaf = inner is None or inner.GetOptions().map_entry or not inner.fields

@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 @pytest.fixture
 def region(client: Any) -> Iterator[Any]:
-    """Registered as "r" from its byte 16 on: 96 bytes."""
+    """Register 96 bytes of shared memory as "r", from byte 16 of the region on."""
     handle = shm.create_shared_memory_region("r", KEY, 112)
     client.register_system_shared_memory("r", KEY, 96, offset=16)
     yield handle

@@ -1,4 +1,4 @@
-"""What Prometheus reads: Triton's names, and values that fit together."""
+"""Metrics have Triton's names, and values that are consistent with each other."""
 from __future__ import annotations
 
 import asyncio

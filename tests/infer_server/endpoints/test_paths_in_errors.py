@@ -67,7 +67,7 @@ def input_of(protocol: Any) -> Any:
 
 
 def errors(client: Any, x: Any) -> Iterator[str]:
-    """The text of every error that a client can be brought to see, and all of the index."""
+    """Yield the text of every error that a client can cause, and the repository index."""
     index = client.get_model_repository_index()
     yield index if isinstance(index, str) else str(index)
     calls: list[Callable[[], Any]] = [

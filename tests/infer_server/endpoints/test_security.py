@@ -128,7 +128,7 @@ def test_a_restriction_that_says_nothing_is_refused(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """server and client, each its own authority: .pem and .key."""
+    """Return a folder with self-signed certificates for server and client: NAME.pem and NAME.key."""
     folder = tmp_path_factory.mktemp("certificates")
     if not shutil.which("openssl"):
         pytest.skip("there is no openssl to make certificates with")
@@ -210,7 +210,7 @@ def test_what_comes_behind_the_last_request_over_tls_does_not_reset_its_answer(
 @contextmanager
 def asked_for_much(folder: Path, certificates: Path, run: RunLoop, header: str,
                    **given: Any) -> Iterator[tuple[RunningServer, ssl.SSLSocket]]:
-    """A server, and a client that has asked over TLS for 16 MiB, for which sockets have no room."""
+    """Yield a server and a TLS client that has requested 16 MiB, more than socket buffers hold."""
     values = np.zeros(4 << 20, np.float32)
     write_model(folder, "large", shape=[values.size], max_batch=1)
     head = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, values.size],

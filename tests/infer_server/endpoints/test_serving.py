@@ -1,4 +1,4 @@
-"""What the server promises under load, with clients that misbehave, and when it is told to stop."""
+"""Tests of the server under load, with misbehaving clients, and on shutdown."""
 from __future__ import annotations
 
 import asyncio
@@ -36,7 +36,7 @@ GROWING_SECS = (0.3, 3.0, 30.0)     # deadlines of requests that must reach a mo
 
 @pytest.fixture(params=FRONTS + WORKERS, autouse=True)
 def front(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What serves gRPC in the tests of this module."""
+    """Set the gRPC frontend in the tests of this module."""
     monkeypatch.setitem(DEFAULTS, "grpc_front", request.param)
 
 
@@ -48,7 +48,7 @@ def infer(client: triton.InferenceServerClient, model: str = "m", **options: obj
 
 
 def eventually(condition: Callable[[], bool], timeout_secs: float = TIMEOUT_SECS) -> bool:
-    """Whether a condition comes true within the time that a test may take."""
+    """Return True if a condition becomes true within the time that a test may take."""
     end = time.monotonic() + timeout_secs
     while time.monotonic() < end:
         if condition():
@@ -72,14 +72,14 @@ def executions(server: RunningServer, model: str = "m") -> int:
 
 
 def given_up(server: RunningServer) -> int:
-    """How many requests left the queue unexecuted: whether their client or the queue noticed first, is open."""
+    """Return the number of requests that left the queue unexecuted, whoever noticed first, client or queue."""
     failures = statistics(server).failures
     return failures[Failure.CANCELED] + failures[Failure.REJECTED]
 
 
 @pytest.fixture
 def gate(request: pytest.FixtureRequest) -> Gate:
-    """Of the models that are written with gate=request.node.name."""
+    """Return the gate of the models that are written with gate=request.node.name."""
     return GATES[request.node.name]
 
 

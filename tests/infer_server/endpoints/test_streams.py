@@ -187,7 +187,7 @@ def test_what_comes_when_a_stream_has_ended_with_an_error_is_not_read(
 
 def test_requests_that_a_front_hands_on_wait_at_their_client_as_those_of_one_process_do(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits where they are executed, and is not taken, is not counted for --max-inflight-mib."""
+    """Requests that the executing process has not taken yet are not counted for --max-inflight-mib."""
     request = request_of("large", shape=(1, 1 << 17), raw=bytes(4 << 17))
     waiting: list[int] = []
 

@@ -54,7 +54,7 @@ class Caller:
         return tensor
 
     def stream(self) -> list[Any]:
-        """The answers to two requests of one stream."""
+        """Return the answers to two requests of one stream."""
         if not self.is_grpc:
             return []
         if self.is_aio:
@@ -80,7 +80,7 @@ def refused(call: Callable[[], Any], said: str) -> bool:
 
 
 def registered(client: Caller) -> bool:
-    """Whether a region can be registered, is listed, and is gone when it is unregistered."""
+    """Return True if a region can be registered, is listed, and is gone after it is unregistered."""
     handle = shm.create_shared_memory_region("r", KEY, 16)
     client.register_system_shared_memory("r", KEY, 16)
     listed = "16" in str(client.settings("get_system_shared_memory_status", "r"))
@@ -90,7 +90,7 @@ def registered(client: Caller) -> bool:
 
 
 def inferred_in_shared_memory(client: Caller) -> bool:
-    """Whether an inference takes its input from a region, and leaves its output there."""
+    """Return True if an inference reads its input from a region and writes its output there."""
     handle = shm.create_shared_memory_region("r", KEY, 32)
     shm.set_shared_memory_region(handle, [X])
     client.register_system_shared_memory("r", KEY, 32)

@@ -1,4 +1,4 @@
-"""What users and tests of Triton look for in its errors is in ours, over both protocols."""
+"""Errors contain the phrases that users and tests of Triton look for, over both protocols."""
 from __future__ import annotations
 
 import json

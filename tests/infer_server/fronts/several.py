@@ -1,4 +1,4 @@
-"""What is to be seen of several processes that read and answer."""
+"""Helpers that observe the processes of a server with several frontend workers."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -34,15 +34,17 @@ def pids(server: RunningServer) -> set[int]:
 
 
 def open_calls(server: RunningServer) -> list[int]:
-    """That each front has handed on and waits for."""
+    """Return the number of calls that each frontend worker has forwarded and waits for."""
     return [len(front._end._replies) for front in fronts(server)._fronts]
 
 
 @contextmanager
 def waiting(server: RunningServer, pool: ThreadPoolExecutor,
             gate: Gate) -> Iterator[list[tuple[float, Future[np.ndarray]]]]:
-    """Requests of clients on all fronts, behind the first, which the closed gate holds: the number that each sent, and
-    its answer."""
+    """Send requests from clients on all frontend workers while the gate holds the first.
+
+    Yields the number that each client sent, and its future answer.
+    """
     asked: list[tuple[float, Future[np.ndarray]]] = []
     with ExitStack() as stack:
         while len(asked) < SOME or 0 in open_calls(server):
@@ -57,7 +59,7 @@ def waiting(server: RunningServer, pool: ThreadPoolExecutor,
 
 
 def children_of(pid: int) -> list[int]:
-    """Of whichever of its threads."""
+    """Return the children of a process, of all its threads."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):         # it has ended meanwhile

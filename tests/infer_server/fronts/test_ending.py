@@ -33,7 +33,7 @@ def test_fronts_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [
     signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_to_all_is_for_the_process_that_drains_the_fronts(tmp_path: Path, number: signal.Signals) -> None:
-    """As a terminal and a service manager send it."""
+    """Terminals and service managers send signals to the whole process group."""
     write_model(tmp_path, "m", gate="signalled")
     x = np.ones((1, 4), np.float32)
     with (serving(tmp_path, grpc_front=WORKERS[0]) as server, ThreadPoolExecutor(1) as pool,

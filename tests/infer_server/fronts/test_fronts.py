@@ -1,5 +1,7 @@
-"""Several processes that read and answer, over one that executes: real processes, sockets and clients. What every front
-has to do, the tests of endpoints ask of these, too."""
+"""Frontend workers over one engine process: real processes, sockets and clients.
+
+The tests of endpoints check them for everything that a single process does.
+"""
 from __future__ import annotations
 
 import json
@@ -158,7 +160,7 @@ def test_metrics_have_each_process_and_the_page_says_how_many_there_are(tmp_path
 
 
 def json_bodies() -> Iterator[dict[str, Any]]:
-    """Requests of more JSON than is worth handing on as it is: right ones, and one for each thing that may be wrong."""
+    """Yield valid and invalid JSON requests too large to be forwarded unparsed."""
     x = {"name": "x", "datatype": "FP32", "shape": [2, 512], "data": [i / 8 for i in range(1024)]}
     yield {"inputs": [x]}
     yield {"id": "é", "inputs": [{**x, "data": [x["data"][:512], x["data"][512:]]}], "parameters": {"priority": 0},

@@ -71,7 +71,7 @@ def test_what_is_said_beside_a_payload_may_be_more_than_the_buffer_has(piece: in
 
 
 def received(data: bytes, piece: int) -> list[Frame]:
-    """The frames of data that come in pieces of at most so many bytes."""
+    """Return the frames of data that is received in pieces of at most `piece` bytes."""
     end, at = Collects(), 0
     while at < len(data):
         room = end.get_buffer(-1)

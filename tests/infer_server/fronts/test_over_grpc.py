@@ -1,4 +1,4 @@
-"""What a front does over gRPC, in the test's process: the test is what executes."""
+"""Tests of a frontend worker over gRPC in the test's process, with the test as its engine process."""
 from __future__ import annotations
 
 import asyncio
@@ -32,7 +32,7 @@ class End(FrontEnd):
         self.sent.put_nowait((kind, number))
 
     async def number_of(self, kind: int) -> int:
-        """Of the next frame of a kind."""
+        """Return the call number of the next frame of a kind."""
         while (found := await asyncio.wait_for(self.sent.get(), TIMEOUT_SECS))[0] != kind:
             pass
         return found[1]

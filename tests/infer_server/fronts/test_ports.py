@@ -11,12 +11,12 @@ from tests.infer_server.numpy_engine import TIMEOUT_SECS
 
 
 def listening(port: int) -> socket.socket:
-    """As a front does it."""
+    """Listen as a frontend worker does."""
     return socket.create_server(("127.0.0.1", port), reuse_port=True)
 
 
 def test_a_port_that_another_server_has_reserved_cannot_be_had() -> None:
-    """Also before its fronts listen: both servers may start at the same time."""
+    """It is refused even before the other's workers listen, since both servers may start at the same time."""
     with closing(Reserved("127.0.0.1", 0)) as first:
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{first.port}: Address already in use"):
             Reserved("127.0.0.1", first.port)

@@ -38,7 +38,7 @@ from tests.infer_server.serving import WORKERS, options, serving
 
 def test_modules_of_the_folder_that_a_server_is_started_in_are_not_its_fronts(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where an installed infer-server is started in any folder."""
+    """An installed infer-server may be started in any folder."""
     (tmp_path / "json.py").write_text("raise SystemExit('of the folder')")
     monkeypatch.setenv("PYTHONPATH", str(Path(infer_server.__file__).parents[1]))
     monkeypatch.chdir(tmp_path)

@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, exporter: Any) -> Iterator[
 
 @pytest.fixture
 def spans(server: RunningServer, exporter: Any) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Those that were made until now, by name."""
+    """Yield a function that returns the spans made so far by name."""
     exporter.clear()
 
     def made() -> dict[str, Any]:
@@ -106,7 +106,7 @@ def test_steps_of_an_ensemble_have_spans_below_its_own(server: RunningServer, sp
 
 
 def made_of(settings: SpanSettings, *requests: dict[str, str]) -> Any:
-    """The spans of requests with these headers."""
+    """Return the spans of requests with these headers."""
     exporter = memory.InMemorySpanExporter()
     tracer = SpanTracer(settings, exporter)
     for headers in requests:

@@ -212,7 +212,7 @@ def test_typed_contents_in_packed_form_are_what_protobuf_reads(name: str) -> Non
 
 
 def packed(datatype: str, shape: list[int], contents: bytes) -> InferRequest:
-    """An input whose contents are these bytes of an InferTensorContents, whatever they are."""
+    """Return a request with one input whose InferTensorContents consists of these bytes."""
     tensor = inference.ModelInferRequest.InferInputTensor(name="x", datatype=datatype, shape=shape).SerializeToString()
     tensor += b"\x2a" + varint(len(contents)) + contents
     return split_request(b"\x2a" + varint(len(tensor)) + tensor)

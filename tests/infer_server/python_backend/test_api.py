@@ -1,4 +1,4 @@
-"""What a model.py finds in triton_python_backend_utils: each name of Triton's, and what it does here."""
+"""Tests of triton_python_backend_utils as a model.py sees it: each of Triton's names, and its behaviour here."""
 from __future__ import annotations
 
 import re

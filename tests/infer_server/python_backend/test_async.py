@@ -141,7 +141,7 @@ def tensor(*values: float, rank: int = 1) -> triton.InferInput:
 
 
 def streamed(client: triton.InferenceServerClient, model: str, *inputs: triton.InferInput) -> list[Any]:
-    """The answers to requests of one stream, each sent when those before were."""
+    """Send requests on one stream and return their answers."""
     answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: answers.put(error or result.as_numpy("y").item()))
     for one in inputs:

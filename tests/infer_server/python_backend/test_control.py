@@ -47,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 def changed(client: triton.InferenceServerClient, call: str, name: str, asked: str = "first",
             **arguments: object) -> bool:
-    """Whether the model is ready after the call."""
+    """Call a model-control function in a model; return True if the model is ready afterwards."""
     what = triton.InferInput("what", [1], "BYTES")
     what.set_data_from_numpy(np.array([json.dumps([call, name, arguments]).encode()], np.object_))
     return bool(client.infer(asked, [what]).as_numpy("ready")[0])

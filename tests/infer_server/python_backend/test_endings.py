@@ -1,4 +1,4 @@
-"""How a Python model's process ends, and what becomes of what it was doing: nobody waits for ever, nothing is left."""
+"""When a Python model's process ends, no request waits for ever and nothing is left behind."""
 from __future__ import annotations
 
 import errno
@@ -192,7 +192,7 @@ STATE = """ sequence_batching { state { input_name: "i" output_name: "o" data_ty
 
 
 def marking_model(folder: Path, name: str, source: str, config: str = CONFIG) -> None:
-    """Its marks are in the folder."""
+    """Write a model that leaves its marks in the folder."""
     python_model(folder, name, f"FOLDER = {str(folder)!r}" + MARKS + source, config)
 
 
@@ -206,7 +206,7 @@ def marked(file: Path) -> str:
 @pytest.mark.parametrize("source", [WAITS, FORKS_AT_SIGNALS])
 def test_a_signal_to_all_processes_is_for_the_server_which_lets_its_models_end(
         tmp_path: Path, number: signal.Signals, source: str) -> None:
-    """As a terminal and a service manager send it."""
+    """Terminals and service managers send signals to the whole process group."""
     marking_model(tmp_path, "m", source)
     with (serving(tmp_path) as server, ThreadPoolExecutor(1) as pool,
           triton.InferenceServerClient(server.address) as client):
@@ -218,7 +218,7 @@ def test_a_signal_to_all_processes_is_for_the_server_which_lets_its_models_end(
 
 
 def test_what_a_model_forks_and_ends_at_once_ends(tmp_path: Path) -> None:
-    """As a pool that is left does with its processes: it waited for one that had not begun when the signal came."""
+    """A process pool does so on exit; it used to wait for a process that had not begun when the signal came."""
     marking_model(tmp_path, "m", ENDS_WHAT_IT_FORKS)
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
         ended = client.infer("m", [tensor(1)], client_timeout=TIMEOUT_SECS)
@@ -227,7 +227,7 @@ def test_what_a_model_forks_and_ends_at_once_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [CONFIG, DECOUPLED])
 def test_requests_end_with_a_process_of_which_a_child_lives_on(tmp_path: Path, config: str) -> None:
-    """As those of a pool do: they have its end of the connection, which is not closed."""
+    """A child, e.g. of a process pool, inherits the connection's end, which then is not closed."""
     marking_model(tmp_path, "m", LEAVES_A_CHILD, config)
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
         (error,) = streamed(client, "m", tensor(1))

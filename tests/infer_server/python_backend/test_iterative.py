@@ -75,7 +75,7 @@ Answers = queue.Queue[tuple[str, int]]
 
 @contextmanager
 def streamed(server: RunningServer) -> Iterator[tuple[triton.InferenceServerClient, Answers]]:
-    """A client with an open stream, and what it answers: the ids of requests, and what they have left."""
+    """Yield a client with an open stream and its answers: the ids of requests, and the items left to do."""
     answers: Answers = queue.Queue()
 
     def take(result: triton.InferResult | None, error: InferenceServerException | None) -> None:

@@ -1,4 +1,4 @@
-"""What a model does wrongly with Triton's interface is refused where it does it, as Triton refuses it."""
+"""Wrong uses of Triton's interface are refused at the call, as in Triton."""
 from __future__ import annotations
 
 from collections.abc import Callable

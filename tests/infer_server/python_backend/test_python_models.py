@@ -224,7 +224,7 @@ def misc(client: triton.InferenceServerClient, what: str, x: NDArray[np.float32]
 
 
 def inferences(client: triton.InferenceServerClient) -> dict[str, int]:
-    """The items that each model has executed."""
+    """Return the number of items that each model has executed."""
     return {model.name: model.inference_count for model in client.get_inference_statistics().model_stats}
 
 

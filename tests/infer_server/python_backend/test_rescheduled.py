@@ -1,4 +1,4 @@
-"""What happens to a request of an iterative sequence between its executions."""
+"""Tests of rescheduled requests of iterative sequences between their executions."""
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a Python model's response has beside its tensors, and which of them it may leave out."""
+"""Tests of the parameters and optional tensors of a Python model's response."""
 from __future__ import annotations
 
 import json

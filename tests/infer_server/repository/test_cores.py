@@ -1,4 +1,4 @@
-"""How instances share the cores."""
+"""Tests of the distribution of cores to instances."""
 from __future__ import annotations
 
 import pytest

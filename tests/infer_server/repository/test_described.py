@@ -1,4 +1,4 @@
-"""What --check says of a model by its file, which is what loading it says."""
+"""--check describes a model by its file in the same words as loading it does."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -45,7 +45,7 @@ class TritonPythonModel:
 
 
 def write_chain(repository: Path, *models: str, max_batch: int, dims: str, reshape: str = "") -> str:
-    """An ensemble of models in a row, from x to y. Returns its name."""
+    """Write an ensemble of models in sequence, from x to y, and return its name."""
     tensors = ("x", *(f"t{number}" for number in range(1, len(models))), "y")
     steps = " ".join(f'step {{ model_name: "{model}" input_map {{ key: "x" value: "{before}" }} '
                      f'output_map {{ key: "y" value: "{behind}" }} }}'
@@ -72,7 +72,7 @@ def make_cached(repository: Path, name: str) -> None:
 
 
 def counting(repository: Path, config: str = "") -> None:
-    """The model "own", from x to y, which counts its responses: three to a request where it is decoupled."""
+    """Write the model "own", from x to y, which counts its responses; a decoupled one sends three to a request."""
     tensors = " ".join(f'{kind} {{ name: "{name}" data_type: TYPE_FP32 dims: 4 }}'
                        for kind, name in (("input", "x"), ("output", "y")))
     shutil.rmtree(repository / "own", ignore_errors=True)
@@ -81,7 +81,7 @@ def counting(repository: Path, config: str = "") -> None:
 
 def streamed(client: triton.InferenceServerClient, model: str, meanwhile: Callable[[], None] = lambda: None
              ) -> list[float]:
-    """The first elements of all responses to a request of a stream."""
+    """Return the first elements of all responses to a request of a stream."""
     answers = queue.SimpleQueue[Any]()
     client.start_stream(lambda result, error: answers.put((result, error)))
     tensor = triton.InferInput("x", [1, 4], "FP32")

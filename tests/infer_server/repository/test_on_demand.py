@@ -31,7 +31,7 @@ CHAIN = """platform: "ensemble" max_batch_size: 8
 
 
 def large(repository: Path, name: str, **plan: Any) -> None:
-    """A model that holds about a MiB."""
+    """Write a model that holds about 1 MiB."""
     file = write_model(repository, name, **plan) / "1" / "model.plan"
     file.write_text(file.read_text() + " " * MIB)
 

@@ -1,4 +1,4 @@
-"""What becomes of the files of models that are served: the real command, under load."""
+"""Plan files may be replaced or removed while their models are served: the real command, under load."""
 from __future__ import annotations
 
 import os
@@ -40,7 +40,7 @@ def repository(tmp_path: Path) -> Path:
 
 @contextmanager
 def asking(address: str, threads: int) -> Iterator[set[str]]:
-    """What so many clients are told while the body runs."""
+    """Send requests from `threads` clients while the body runs; yields the set of their errors."""
     told, done = set(), threading.Event()
 
     def ask() -> None:

@@ -72,7 +72,7 @@ class Page:
             self.errors.append(json.dumps(parameters["args"])[:500])
 
     def show(self, url: str, width: int, height: int = 1000, scheme: str = "light") -> None:
-        """Opens an address in a window of that size, and forgets the errors of the page before."""
+        """Open an address in a window of that size, and forget the errors of the page before."""
         self.call("Page.navigate", url="about:blank")
         self.evaluate("0")
         self.errors.clear()
@@ -87,7 +87,7 @@ class Page:
         return result["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """Waits until an expression is true, and returns its value."""
+        """Wait until an expression is true, and return its value."""
         end = time.monotonic() + _TIMEOUT_SECS
         while not (value := self.evaluate(expression)):
             assert time.monotonic() < end, f"{expression} did not become true; errors: {self.errors}"
@@ -95,14 +95,14 @@ class Page:
         return value
 
     def screenshot(self, file: Path) -> None:
-        """Writes a picture of the whole page."""
+        """Write a picture of the whole page."""
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(shot["data"]))
 
 
 @contextmanager
 def page(folder: Path) -> Iterator[Page]:
-    """A page of a browser of its own. folder: an empty one for its profile."""
+    """Start a browser and yield a page. folder: an empty one for its profile."""
     browser = executable()
     assert browser
     (commands, write), (read, answers) = os.pipe(), os.pipe()

@@ -32,7 +32,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(params=("HTTP/1.1", "HTTP/2"))
 def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The version that plain.ask() speaks."""
+    """Set the HTTP version that plain.ask() uses."""
     if request.param == "HTTP/2" and not http2.is_installed:
         pytest.skip("ngh2 is not installed")
     monkeypatch.setattr(plain, "version", request.param)

@@ -56,7 +56,7 @@ class Translated:
 
 
 def ask_over_http2(server: RunningServer, *requests: bytes) -> bytes:
-    """The answers to requests of HTTP/1.1 that are sent over HTTP/2, as HTTP/1.1 has them."""
+    """Send HTTP/1.1 requests over HTTP/2 and return the answers in the form of HTTP/1.1."""
     answers = []
     with Http2Client(server.ports.http) as client:
         for method, target, headers, body in Translated(b"".join(requests)).requests:
@@ -83,7 +83,7 @@ def body_of(shape: object = (1, 4), data: object = (1, 2, 3, 4), also: object = 
 
 
 def post_large(values: np.ndarray[Any, Any], *headers: str) -> bytes:
-    """A request of 1 MiB behind its JSON."""
+    """Return a request with 1 MiB of binary data after its JSON."""
     head = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, values.size],
                                    "parameters": {"binary_data_size": values.nbytes}}],
                        "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
@@ -92,7 +92,7 @@ def post_large(values: np.ndarray[Any, Any], *headers: str) -> bytes:
 
 
 def answer_from(stream: BinaryIO) -> bytes:
-    """The body of the next response."""
+    """Return the body of the next response."""
     lines = list(iter(stream.readline, b"\r\n"))
     assert b" 200 " in lines[0], lines
     return stream.read(next(int(line.split()[1]) for line in lines if line.lower().startswith(b"content-length")))

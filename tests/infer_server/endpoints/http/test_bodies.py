@@ -1,4 +1,4 @@
-"""What a body says, in JSON, behind JSON, without it, compressed or in pieces."""
+"""Tests of request bodies: JSON, JSON and binary data, raw binary, compressed and chunked."""
 from __future__ import annotations
 
 import gzip
@@ -72,7 +72,7 @@ def test_every_body_is_answered_with_a_status(server: RunningServer, version: st
 
 
 def described(server: RunningServer, model: str, sent: bytes) -> tuple[dict[str, Any], bytes]:
-    """What the answer says of its one output, and the bytes of that."""
+    """Return the answer's description of its one output, and the output's bytes."""
     answer = ask(server, post(f"/v2/models/{model}/infer", sent, CLOSE, "Inference-Header-Content-Length: 0"))
     head, _, body = answer.partition(b"\r\n\r\n")
     length = re.search(rb"Inference-Header-Content-Length: (\d+)", head)

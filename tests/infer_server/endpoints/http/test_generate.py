@@ -143,7 +143,7 @@ def test_an_answer_that_is_refused_for_the_number_of_its_responses_is_no_success
 
 
 def begun(server: RunningServer, model: str, body: str) -> http.client.HTTPConnection:
-    """A connection on which a stream was asked for."""
+    """Return a connection on which a stream was requested."""
     connection = http.client.HTTPConnection("127.0.0.1", server.ports.http, timeout=TIMEOUT_SECS)
     connection.request("POST", f"/v2/models/{model}/generate_stream", body)
     return connection

@@ -42,7 +42,7 @@ def test_a_client_that_leaves_within_a_large_body_holds_no_memory(server: Runnin
 
 
 def test_a_connection_keeps_no_body_that_was_received(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """uvloop's transports go on referring to what they wrote it by."""
+    """References remain in uvloop's transports to the buffers that they last received into."""
     receivers: list[LargeBody] = []
     monkeypatch.setattr(connections, "LargeBody", lambda *given: receivers.append(LargeBody(*given)) or receivers[-1])
     with socket.create_connection(("127.0.0.1", server.ports.http), timeout=TIMEOUT_SECS) as connection:

@@ -136,7 +136,7 @@ def test_who_leaves_while_a_model_is_loaded_for_it_leaves_no_body_behind(tmp_pat
     write_model(tmp_path, "slow", gate="on demand", shape=[1 << 18])
 
     def bodies() -> list[int]:
-        """How long they are that exchanges have. One that another thread is about to make has no request yet."""
+        """Return the sizes of the bodies that exchanges hold. One that a thread is creating has no request yet."""
         requests = [getattr(one, "request", None) for one in gc.get_objects() if type(one) is Exchange]
         return [len(request.body) for request in requests if request and request.body]
 

@@ -44,7 +44,7 @@ class Counted:
 
 
 class Received:
-    """What a reader hands on: with each request the bytes that it counts, and whether the connection stays."""
+    """Receiver of a reader's requests, with the bytes counted for each and whether the connection stays open."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[HttpRequest, int, bool]] = []
@@ -82,7 +82,7 @@ def each_parsed_alone(*requests: bytes) -> tuple[list[tuple[HttpRequest, int, bo
 
 @pytest.fixture
 def parsers(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What was really parsed."""
+    """Return a list that collects the data that is really parsed."""
     feed, seen = RequestReader._feed, list[bytes]()
 
     def recorded(reader: RequestReader, data: bytes) -> None:

@@ -26,7 +26,7 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 def get(server: RunningServer, path: str, method: str = "GET") -> tuple[dict[str, str], bytes]:
-    """The headers, in lower case, and the body."""
+    """Return the headers, in lower case, and the body."""
     head, _, body = ask(server, f"{method} {path} HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode()).partition(
         b"\r\n\r\n")
     first, *lines = head.decode().split("\r\n")
@@ -220,7 +220,7 @@ CONTRASTS = """
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_text_has_a_contrast_of_at_least_4_5(tab: browser.Page, shown: RunningServer, scheme: str) -> None:
-    """https://www.w3.org/TR/WCAG22/#contrast-minimum"""
+    """The limit is that of https://www.w3.org/TR/WCAG22/#contrast-minimum."""
     tab.show(f"http://127.0.0.1:{shown.ports.http}/", 1280, scheme=scheme)
     tab.wait_for("document.readyState === 'complete' && document.querySelectorAll('#rows tr').length === 3")
     least, where = tab.evaluate(CONTRASTS)
