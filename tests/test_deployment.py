@@ -12,7 +12,7 @@ DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 
 
 def entry() -> list[str]:
-    """The image's command."""
+    """Return the image's command."""
     match = re.search(r"^ENTRYPOINT (.*)$", (DEPLOY / "Containerfile").read_text(), re.M)
     assert match
     command: list[str] = json.loads(match[1])

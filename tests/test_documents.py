@@ -1,4 +1,4 @@
-"""What the documents name is there: files, modules, classes, functions, fields, and the commands that run modules."""
+"""Files, modules, classes, functions, fields and commands that the documents name exist."""
 from __future__ import annotations
 
 import ast
@@ -40,7 +40,7 @@ def defined() -> tuple[frozenset[str], frozenset[str]]:
 
 
 def names_in(holder: ast.Module | ast.ClassDef) -> Iterator[str]:
-    """What a module or class defines: classes, functions, constants, fields, and attributes that methods set."""
+    """Yield the classes, functions, constants, fields and attributes that a module or class defines."""
     for node in holder.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node.name
@@ -53,8 +53,11 @@ def names_in(holder: ast.Module | ast.ClassDef) -> Iterator[str]:
 
 @cache
 def known(name: str) -> bool:
-    """Whether a name is there: `frontend.onnx_import` ends a module's name, `Graph.dependence` is a class's field, and
-    `context.execute` a method of a class whose name ends in Context."""
+    """Return True if a name exists.
+
+    `frontend.onnx_import` ends a module's name, `Graph.dependence` is a class's field, and `context.execute` a method
+    of a class whose name ends in Context.
+    """
     modules, held = defined()
     ends = (f".{name}", f"{name[0].upper()}{name[1:]}")
     return any(whole == name or whole.endswith(ends) for whole in (*modules, *held))
@@ -62,7 +65,7 @@ def known(name: str) -> bool:
 
 @cache
 def ours(name: str) -> bool:
-    """Whether a dotted name is one of ours: it begins with a package, a module, a class or an instance of one."""
+    """Return True if a dotted name begins with a package, module or class of ours, or an instance of one."""
     modules, held = defined()
     first = name.split(".")[0]
     classes = tuple(whole.rpartition(".")[2] for whole in held)
@@ -89,7 +92,7 @@ def dotted_faults(text: str) -> Iterator[str]:
 
 
 def architecture_faults(text: str) -> Iterator[str]:
-    """As `faults`; and everything that pictures name, and classes in backticks."""
+    """Yield the faults of `faults`, of names in pictures, and of classes in backticks."""
     yield from faults(text)
     pictures = "\n".join(PICTURE.findall(text))
     yield from dotted_faults(pictures)

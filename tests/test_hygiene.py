@@ -1,4 +1,4 @@
-"""What a reader of the repository may rely on: no address of one machine in it, and a map that is the territory."""
+"""Rules for the text of the repository: no local addresses, and docstrings that can be understood alone."""
 from __future__ import annotations
 
 import ast
@@ -18,7 +18,7 @@ REGISTRY = re.compile(r"\b(?:pypi\.org|pythonhosted\.org|registry\.npmjs|npmjs\.
 
 
 def files() -> list[Path]:
-    """What is tracked, or would be if it were added."""
+    """Return the files that are tracked, or would be if they were added."""
     listing = subprocess.run(["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "-co", "--exclude-standard"],
                              cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return [path for name in listing.split("\0") if name and (path := ROOT / name).is_file()]
@@ -74,8 +74,9 @@ def docstrings(path: Path) -> list[tuple[int, str]]:
             if isinstance(node, nodes) and (text := ast.get_docstring(node))]
 
 
-def test_docstrings_of_the_product_begin_with_a_verb_or_a_noun() -> None:
-    assert not [f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}" for path in modules()
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    paths = [path for path in files() if path.suffix == ".py"]
+    assert not [f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}" for path in paths
                 for line, text in docstrings(path) if SUBJECTLESS.match(text)]
 
 

@@ -202,7 +202,7 @@ class Import:
 
 @cache
 def below(room: str) -> frozenset[str]:
-    """The rooms that `room` may import, itself included."""
+    """Return the packages that `room` may import, including itself."""
     return frozenset({room}).union(*(below(lower) for lower in STANDS_ON[room]))
 
 
@@ -231,7 +231,7 @@ def imports(module: str, source: str, modules: frozenset[str], is_package: bool 
 
 
 def fault(found: Import) -> str | None:
-    """What is wrong with the import, or None."""
+    """Return the violation of an import, or None."""
     package, target = found.module.split(".")[0], found.target.split(".")[0]
     if target in HOMES:
         homes = HOMES[target]
@@ -256,7 +256,7 @@ def fault(found: Import) -> str | None:
 
 
 def sources(*packages: str) -> dict[str, Path]:
-    """Module name -> file of these packages; without any, of all that is installed."""
+    """Return the file of each module of these packages, or of all installed ones."""
     found = {}
     for package in packages or PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""How much a folder, a module and a function may hold, and that no modules import each other in a circle."""
+"""Limits on the size of folders, modules and functions, and no import cycles."""
 from __future__ import annotations
 
 import ast
@@ -48,7 +48,7 @@ def circle(modules: Mapping[str, str]) -> list[str]:
 
 
 def read() -> dict[str, tuple[str, str]]:
-    """Module -> path from the root, source; benchmarks are held to the same."""
+    """Return the path from the root and the source of each module, benchmarks included."""
     files = sources(*PACKAGES, "benchmarks")
     return {name: (str(path.relative_to(ROOT)), path.read_text()) for name, path in files.items()}
 

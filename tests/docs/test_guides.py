@@ -36,7 +36,7 @@ def run(page: Path, folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all workers of a run share."""
+    """Return a folder that all workers of a run share."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if own.name.startswith("popen-") else own
 

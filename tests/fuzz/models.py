@@ -190,7 +190,7 @@ def _edit(model: onnx.ModelProto, rng: random.Random) -> str:
 
 
 def _rearranged(values: Any, at: int, rng: random.Random) -> str:
-    """A repeated field with one element twice, left out, or in another place."""
+    """Duplicate, remove or move one element of a repeated field."""
     turn, elements = rng.randrange(3), list(values)
     one = elements.pop(at)
     if turn < 2:
@@ -215,7 +215,7 @@ def _another(model: onnx.ModelProto, field: FieldDescriptor, old: Any, rng: rand
 
 
 def _shuffled(data: bytes, rng: random.Random) -> bytes:
-    """Its words of four bytes in another order: weights stay of a size that an answer can be judged by."""
+    """Permute the four-byte words, which keeps the weights' magnitudes and so lets outputs be compared."""
     words = [data[at:at + 4] for at in range(0, len(data), 4)]
     return b"".join(rng.sample(words, len(words)))
 

@@ -67,7 +67,7 @@ class File:
                                for name, r in manifest["sections"].items()})
 
     def write(self, version: int) -> bytes:
-        """The file, with records of its sections as they are."""
+        """Return the file's bytes; records of sections are updated only if they are objects."""
         manifest, body = self.manifest, bytearray(PAGE)
         for name, content in self.sections.items():
             record = manifest["sections"].get(name) if isinstance(manifest.get("sections"), dict) else None
@@ -214,7 +214,7 @@ def sections_moved(data: bytes, version: int, rng: random.Random) -> tuple[str, 
 
 
 def document_edited(data: bytes, version: int, rng: random.Random) -> tuple[str, bytes]:
-    """The graph: read by whoever asks for it."""
+    """Edit the graph, which is read only on demand."""
     file = File.read(data)
     document = json.loads(zlib.decompress(file.sections["graph"]))
     done = edit(document, rng)
@@ -249,7 +249,7 @@ def feeds_of(plan: Plan, items: int) -> dict[str, Any]:
 
 
 def answers(path: str, feeds: Sequence[Feed]) -> list[Feed]:
-    """Of a plan, after all that it holds was read."""
+    """Read everything in a plan, then run it on the feeds."""
     engine = load_engine(path, on_target_mismatch="refuse")
     dict(engine.plan.graph), dict(engine.plan.weights)
     return [engine.run(feed) for feed in feeds]

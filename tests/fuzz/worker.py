@@ -28,7 +28,7 @@ class Worker:
         self._mine.recv()       # it has imported all it needs
 
     def ask(self, *question: Any) -> str:
-        """The answer; "CRASH: ...", "HANG", or "TRACEBACK: ..." where there is none."""
+        """Return the worker's answer, or "CRASH: ...", "HANG: ..." or "TRACEBACK: ..."."""
         self._mine.send(question)
         try:
             if self._mine.poll(SECONDS):

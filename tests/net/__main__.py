@@ -1,7 +1,9 @@
-"""python -m tests.net [--family NAME ...] [--examples N] [--seed S] [--keep-going]
+"""Test thousands of random graphs.
 
-Random graphs by the thousand. Ends with 1 after the first family that a fault was found in (shrunk, printed with its
-model and inputs); prints what was refused, by message, at the end.
+    python -m tests.net [--family NAME ...] [--examples N] [--seed S] [--keep-going]
+
+Ends with status 1 after the first family with a fault, which is shrunk and printed with its model and inputs; prints
+the refusals by message at the end.
 """
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Wrong(AssertionError):
 
 
 def check(case: Case) -> None:
-    """Raises Wrong, or whatever exception escapes but a refusal that is known."""
+    """Check a case. Raises Wrong, or an exception that is not a known refusal."""
     try:
         engines = {name: engine_of(plan_of(case, target)) for name, target in BACKENDS.items()}
         check_stages(case)
@@ -55,7 +55,7 @@ def check(case: Case) -> None:
 
 
 def check_stages(case: Case) -> None:
-    """The meaning of the graph after each stage; after the last, tensors are stored as the precision says."""
+    """Compare the graph's results after each stage; at the end tensors have the dtypes of the precision."""
     builder = builder_of(case)
     for stage, graph in float_stages(case, builder.config):
         compare(replace(case, precision="fp32"), ITEMS, results_of(case, graph), stage)
@@ -76,7 +76,7 @@ def plan_of(case: Case, target: str) -> Plan:
 
 
 def ranges_of(case: Case, builder: Builder, graph: Graph) -> dict[str, tuple[float, float]] | None:
-    """What calibration on the case's own items would find, where the precision needs it."""
+    """Return the ranges that calibration on the case's own items would find, or None if the precision needs none."""
     if case.precision != "int8":
         return None
     watched = reference.run(graph, case.feeds(ITEMS), builder.edges(graph))
@@ -93,7 +93,7 @@ def engine_of(plan: Plan) -> Engine:
 
 
 def compare(case: Case, items: int, results: dict[str, Array], by: str) -> None:
-    """Raises Wrong where a result is further from ONNX's than roundings explain. by: who computed it."""
+    """Raise Wrong if a result differs from ONNX's by more than rounding explains. by: what computed it."""
     values = {**case.feeds(items), **case.constants}
     for name, wanted in expected(case.evaluators, values, case.outputs, case.precision).items():
         got, value = results[name], wanted.value

@@ -1,6 +1,6 @@
-"""What a model of nodes should compute, by onnx.reference, and how sure that is.
+"""Expected results of a model by onnx.reference, with their uncertainty.
 
-A node on float16 or bfloat16 computes in float32 and rounds its results. An element is as sure as it is stable: the
+A node on float16 or bfloat16 computes in float32 and rounds its results. An element is as certain as it is stable: the
 nodes are run again with every float of the graph moved at random by as much as the precision rounds it.
 """
 from __future__ import annotations
@@ -63,7 +63,7 @@ def widened(array: Array) -> Array:
 
 
 def evaluator(node: onnx.NodeProto, arrays: Sequence[Array | None]) -> Evaluator:
-    """Of a node whose inputs have the dtypes and ranks of these arrays. Unsupported: it has no such form."""
+    """Return the evaluator of a node with inputs of these dtypes and ranks. Raises Unsupported."""
     given = [(name, array) for name, array in zip(node.input, arrays, strict=True) if array is not None]
     infos = dict.fromkeys(name for name, _ in given)
     typed = [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
@@ -133,7 +133,7 @@ class Expected:
 
 def expected(evaluators: Sequence[Evaluator], values: Mapping[str, Array], outputs: Sequence[str],
              precision: str) -> dict[str, Expected]:
-    """The outputs, by name."""
+    """Return the expected outputs by name."""
     exact = evaluate(evaluators, values)
     moved = [evaluate(evaluators, values, mover(precision, exact, seed, way))
              for seed in range(SAMPLES) for way in (1, -1)]

@@ -1,4 +1,4 @@
-"""What nodes a graph is made of: a function a family, each of which adds one node, or a few, to a sketch."""
+"""Families of random nodes: each function adds one node, or a few, to a sketch."""
 from __future__ import annotations
 
 import math
@@ -29,7 +29,7 @@ COMPARISONS = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
 
 
 def beside(s: Sketch, x: Tensor, kind: str = "grid", dtype: str = "") -> Tensor:
-    """A tensor that broadcasts with x: a constant, an input or one that is there."""
+    """Return a tensor that broadcasts with x: a constant, an input or an existing one."""
     dtype = dtype or x.dtype
     if s.draw(st.booleans()):
         found = [t for t in s.tensors.values() if t.dtype == dtype and kind == "grid" and t.name not in s.constants
@@ -72,7 +72,7 @@ def binary(s: Sketch) -> None:
 
 
 def choice(s: Sketch) -> None:
-    """A comparison, and what it decides."""
+    """Add a comparison and a node that depends on it."""
     x = s.float()
     truth = s.add(s.draw(st.sampled_from(COMPARISONS)), x, beside(s, x))
     if s.draw(st.booleans()):

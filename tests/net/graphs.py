@@ -60,7 +60,7 @@ class Tensor:
                     None)
 
     def axes(self) -> list[int]:
-        """Those that are no batch."""
+        """Return the axes other than the batch."""
         return [axis for axis in range(self.rank) if axis != self.batch]
 
 
@@ -93,7 +93,7 @@ class Sketch:
         return (random.integers(low, 12, shape, endpoint=True) / 4).astype(dtype_of(dtype))
 
     def input(self, dtype: str, shape: Sequence[int], kind: str = "grid", batched: bool | None = None) -> Tensor:
-        """A new one. Its leading axis becomes the batch if the graph has one."""
+        """Add an input. Its leading axis becomes the batch if the graph has one."""
         batched = bool(shape) and (self.batched if batched is None else batched)
         name = f"x{len(self.inputs)}"
         array = self.numbers(dtype, (ITEMS, *shape[1:]) if batched else shape, kind)
@@ -103,7 +103,7 @@ class Sketch:
         return self._added(Tensor(name, array, array[:FEWER] if batched else array))
 
     def constant(self, array: Any, dtype: str = "", kind: str = EXACT) -> Tensor:
-        """What tells a node what to do; with another `kind`, what it computes with."""
+        """Add a constant that parametrises a node, or with another `kind` one that it computes with."""
         array = np.asarray(array)
         array = array.astype(dtype_of(dtype)) if dtype else array
         name = f"{kind}{len(self.constants)}"
@@ -124,7 +124,7 @@ class Sketch:
         return make()
 
     def float(self, low: int = 0, high: int = 5, kind: str = "grid") -> Tensor:
-        """A float tensor of a rank between these."""
+        """Return a float tensor with a rank between these."""
         return self.any(lambda t: t.dtype == self.floats and low <= t.rank <= high and kind == "grid",
                         lambda: self.input(self.floats, self.shape(low, high), kind))
 
@@ -134,7 +134,10 @@ class Sketch:
 
     # ---- nodes
     def add(self, op: str, *inputs: Tensor | None, outputs: int = 1, **attrs: Any) -> Tensor:
-        """The first output. Rejects the example if the reference has no answer, or one that no float16 holds."""
+        """Add a node and return its first output.
+
+        Rejects the example if the reference has no answer, or one beyond float16.
+        """
         return self.add_all(op, *inputs, outputs=outputs, **attrs)[0]
 
     def add_all(self, op: str, *inputs: Tensor | None, outputs: int = 1, **attrs: Any) -> list[Tensor]:
@@ -197,11 +200,11 @@ class Case:
         return {name: array[:items] if name in self.symbolic else array for name, array in self.inputs.items()}
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What hypothesis prints."""
+        """Print the case as hypothesis asks."""
         printer.text(repr(self))
 
     def __repr__(self) -> str:
-        """As a newcomer reads it: the model in ONNX's own words, and what it is fed."""
+        """Return the model in ONNX's text form, and its inputs and constants."""
         with np.printoptions(threshold=64, linewidth=160):
             fed = "\n".join(f"{name} = {array!r}" for name, array in {**self.inputs, **self.constants}.items())
         return f"--precision {self.precision}\n{onnx.printer.to_text(self.model())}\n{fed}"

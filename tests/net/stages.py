@@ -14,8 +14,10 @@ from tests.net.graphs import ITEMS, Case
 
 
 def float_stages(case: Case, config: BuildConfig) -> Iterator[tuple[str, Graph]]:
-    """(name, graph) as it is imported, after `simplify` and after `optimise`; none of a model whose batch has to be
-    fixed first, which is the builder's to find out."""
+    """Yield (name, graph) as imported, after `simplify` and after `optimise`.
+
+    There is none of a model whose batch has to be fixed first, which the builder finds out.
+    """
     try:
         graph = graph_from_onnx(case.model(), keep_batch=config.max_batch is not None)
         for name, stage in (("import", lambda g: g), ("simplify", simplify), ("optimise", optimise)):
@@ -26,5 +28,5 @@ def float_stages(case: Case, config: BuildConfig) -> Iterator[tuple[str, Graph]]
 
 
 def results_of(case: Case, graph: Graph) -> dict[str, Array]:
-    """The outputs of all ITEMS items, by the reference."""
+    """Return the reference's outputs of all ITEMS items."""
     return reference.run(graph, case.feeds(ITEMS))

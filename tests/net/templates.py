@@ -31,8 +31,10 @@ Extents = Mapping[str, int]
 
 
 def check(case: Case) -> str:
-    """Raises AssertionError where a template is wrong; else what was seen: "served", "traced" if its guards held for
-    no others, or why there is none."""
+    """Raise AssertionError if a template is wrong, else return the outcome.
+
+    It is "served", "traced" if its guards held for no other shapes, or the reason why there is no template.
+    """
     if any(0 in array.shape for array in case.inputs.values()):
         return "empty"          # constants of no elements are merged where they are known to have none
     subject, extents = opened(case)
@@ -63,7 +65,7 @@ def check(case: Case) -> str:
 
 
 def opened(case: Case) -> tuple[Subject, dict[str, int]]:
-    """The case's model, with names for the extents of its inputs, and their numbers."""
+    """Return the case's model with symbolic dimensions, and their values."""
     model = onnx.ModelProto.FromString(case.model().SerializeToString())
     for dim in (dim for info in model.graph.input for dim in info.type.tensor_type.shape.dim if dim.dim_value > 0):
         dim.dim_param = f"d{dim.dim_value}"
@@ -86,7 +88,10 @@ def lowered(subject: Subject, extents: Extents) -> Any:
 
 
 def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
-    """Where two values differ. Of nests what is computed counts: an operation may be there twice."""
+    """Yield the differences of two values.
+
+    Nests are equal if they compute the same, though an operation may occur twice.
+    """
     if isinstance(a, NestProgram) and isinstance(b, NestProgram):
         a, b = meaning(a), meaning(b)
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
@@ -107,7 +112,7 @@ def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
 
 
 def meaning(program: NestProgram) -> Sequence[Any]:
-    """Its results as trees of operations."""
+    """Return a nest's results as trees of operations."""
     trees: list[Any] = []
     for one in program.operations:
         trees.append((one.op, one.kind, tuple(trees[arg] for arg in one.args), one.what))

@@ -1,4 +1,4 @@
-"""What the net has found, and judges of its kind: models in ONNX's own words, each wrong or refused before."""
+"""Models that random tests found to be wrong or refused before, in ONNX's text form."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ FOUND = {
 
 
 def case_of(text: str, precision: str = "fp32") -> Case:
-    """Of a graph in ONNX's text form, fed numbers between -3 and 3."""
+    """Return a case of a graph in ONNX's text form, with inputs between -3 and 3."""
     model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": {OPSET}]> net {text}')
     random, symbolic = np.random.default_rng(0), set()
     inputs: dict[str, Array] = {}

@@ -13,12 +13,12 @@ from protos import health, inference, model_config
 
 
 def _is_repeated(field: Any) -> bool:
-    """protobuf 5 has only the label, of which newer ones warn."""
+    """Return True for a repeated field; protobuf 5 has only `label`, of which newer versions warn."""
     return bool(field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED)
 
 
 def _oneof(field: Any) -> str:
-    """What an `optional` field is in counts as none: it tells absent from 0, and the wire knows nothing of it."""
+    """Return the name of a field's oneof, or ""; the synthetic oneof of an `optional` field counts as none."""
     name = field.containing_oneof.name if field.containing_oneof else ""
     return "" if name == f"_{field.name}" else name
 

@@ -1,4 +1,4 @@
-"""The same model in the other ways that a file can say it."""
+"""Equivalent forms of a model in an ONNX file."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -19,7 +19,7 @@ def with_initializers_as_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def with_constant_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Initialisers become Constant nodes."""
+    """Replace initialisers by Constant nodes."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
     constants = [helper.make_node("Constant", [], [i.name], name=f"/{i.name}/Constant", value=i)
@@ -31,7 +31,7 @@ def with_constant_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def save_with_external_data(model: onnx.ModelProto, path: Path) -> Path:
-    """Writes `path` and its weights beside it, in one file with the suffix .data."""
+    """Write `path`, and its weights into one file with the suffix .data."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)            # saving moves the weights out of the message
     onnx.save(copy, path, save_as_external_data=True, location=f"{path.name}.data", size_threshold=SMALL)
