@@ -7,7 +7,7 @@ class ClientError(Exception):
 
 
 class ServerUnavailableError(ClientError):
-    """Nobody listens there, the model is not ready, or its queue is full."""
+    """The server does not listen, the model is not ready, or its queue is full."""
 
 
 class DeadlineExceededError(ClientError):

@@ -65,7 +65,7 @@ class Check:
         return int(bool(wrong))
 
     def table(self, results: Mapping[str, Found]) -> str:
-        """In Markdown; in place of what was not found, the reason."""
+        """Return the results in Markdown, with the reason in place of a result that is missing."""
         rows = [["of", "target", *self.columns], ["---"] * (len(self.columns) + 2)]
         for key, one in results.items():
             name, _, target = key.rpartition(" ")
@@ -83,7 +83,7 @@ class Check:
 
 
 def found(part: Callable[[], Found]) -> Found:
-    """And in how many seconds. What goes wrong is said, and the next part runs."""
+    """Run a part and return its result and seconds; an exception becomes a result, too."""
     begin = time.monotonic()
     try:
         result = part()

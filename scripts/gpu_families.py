@@ -25,7 +25,7 @@ TARGETS = ("sm_61", "sm_70", "sm_75", "sm_80", "sm_90a")
 
 
 def checked(name: str, target: str) -> Found:
-    """By how many tactics it was right, and what those said that were not."""
+    """Check all tactics of a case; return the number of correct ones and the errors of the others."""
     case, tolerance = CASES[name]
     problem, inputs, constants = case()
     ways = every_way(problem, GPUS[target])

@@ -1,7 +1,7 @@
-"""For every test: engines that are built by default are kept in a folder of this run, not in the user's cache.
+"""Caches of a test run: engines and compiled kernels are kept in its own folders, not in the user's cache.
 
-So are compiled kernels, in a folder that all workers of the run share: tests of unlike things compile the same texts.
-$INFER_OBJECT_CACHE, if it is set, names another folder, or disables that ("off").
+All workers of the run share the folder of kernels, since different tests compile the same code. $INFER_OBJECT_CACHE, if
+set, names another folder, or disables it ("off").
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engines.machine.object_cache import VARIABLE
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test or fixture builds; subprocesses, and the workers of pytest-xdist, inherit it."""
+    """Set the cache folders before any test builds; subprocesses and pytest-xdist's workers inherit them."""
     for variable in ("XDG_CACHE_HOME", VARIABLE):
         if variable == VARIABLE and os.environ.get(VARIABLE):
             continue

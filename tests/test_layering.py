@@ -1,7 +1,8 @@
-"""Who may import whom, as ARCHITECTURE.md draws it: the rooms are the folders, the imports are read from the sources.
+"""Dependencies between packages follow the layers that ARCHITECTURE.md draws.
 
-An import at module level costs every user of the module; one inside a function costs those who call it. The two are
-told apart: serving a ready plan must not load the compiler, yet may call it when there is something to compile.
+Imports are read from the sources. An import at module level costs every user of the module; one inside a function costs
+those who call it. The two are told apart: serving a ready plan must not load the compiler, yet may call it when there
+is something to compile.
 """
 from __future__ import annotations
 

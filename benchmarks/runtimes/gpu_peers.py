@@ -35,7 +35,7 @@ def peers(say: Say, models: Sequence[str], batches: Sequence[int]) -> None:
 
 
 def _network(torch: Any, name: str) -> tuple[Any, Callable[[int], Any]] | None:
-    """In float16, channels last, with random weights; and what makes its input."""
+    """Return a float16, channels-last network with random weights, and a function that makes its input."""
     if name == "minilm":
         from transformers import BertConfig, BertModel
         config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)

@@ -79,7 +79,7 @@ def _client(server: Running, case: Case) -> Connection | Connections:
 
 
 def path_of(case: Case) -> str:
-    """Over HTTP."""
+    """Return the path of the case's HTTP request."""
     return f"/v2/models/{case.model}/infer"
 
 

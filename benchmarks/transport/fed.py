@@ -33,7 +33,7 @@ _FED = [case for case in CASES if case.at_a_time > 1 and not (case.shared or cas
 
 
 class Feeder(Link):
-    """In the place of a front's end of the link."""
+    """Link that stands in for a frontend worker and sends the case's request."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()

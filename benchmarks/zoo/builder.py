@@ -347,7 +347,7 @@ class Net:
         return self.op("Slice", x, *bounds, shape=tuple(shape))
 
     def reshape(self, x: Tensor, *shape: int) -> Tensor:
-        """To [batch, *shape]; -1 stands for the batch when it is symbolic, its number when it is fixed."""
+        """Reshape to [batch, *shape]; the batch is -1 if it is symbolic, else its number."""
         batch = self.batch if isinstance(self.batch, int) else -1
         return self.op("Reshape", x, self.integers(batch, *shape), shape=shape)
 

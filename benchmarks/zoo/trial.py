@@ -153,7 +153,7 @@ def compared(expected: Sequence[Array], found: Sequence[Array]) -> tuple[float, 
 
 
 def timed(facts: Facts, folder: Folder, peer: str, kind: str, seconds: float, turns: int) -> Facts:
-    """With the times of our plan and of one build of a peer, by turns."""
+    """Measure our plan and one build of a peer in turns, and return the facts with their times."""
     model = folder.exported if kind == QDQ else folder.model
     if not model.exists():
         return facts.timed(peer, kind, Beside(failure="no Q/DQ model"))

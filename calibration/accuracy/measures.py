@@ -106,7 +106,7 @@ def typical(items: Sequence[Powers]) -> Powers | None:
 
 
 def _comparable(reference: Array, value: Array) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Both arrays' elements, flat, where the reference is finite."""
+    """Return the flat elements of both arrays where the reference is finite."""
     known = np.isfinite(reference)
     return np.asarray(reference[known], np.float64), np.asarray(value[known], np.float64)
 

@@ -18,7 +18,7 @@ _PATH = next(method.path for method in protos.methods(protos.HEALTH_SERVICE) if 
 
 
 class HealthCheck:
-    """When a connection's server was last asked for its health."""
+    """Health checks of a connection's server at intervals of CHECK_SECS."""
 
     def __init__(self, service: str | None) -> None:
         self._service = service

@@ -31,10 +31,10 @@ _DURATION = re.compile(r"(\d+(?:\.\d{1,9})?)s")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Which failures of a method are retried, how often and after how long.
+    """Retry policy of a method: statuses, number of attempts and backoff.
 
-    The wait before attempt n is random between 0.8 and 1.2 times
-    min(initial_backoff_secs * multiplier**(n - 2), max_backoff_secs).
+    The wait before attempt n is random between 0.8 and 1.2 times min(initial_backoff_secs * multiplier**(n - 2),
+    max_backoff_secs).
     """
     max_attempts: int
     initial_backoff_secs: float

@@ -1,4 +1,4 @@
-"""If nodes of known condition: the branch taken is inlined into the graph around the node."""
+"""Inlining of If nodes with a constant condition: the branch that is taken replaces the node."""
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -206,7 +206,10 @@ class InSharedMemory:
 @asynccontextmanager
 async def clients(address: str, http_port: int, repository: Path, rng: random.Random,
                   seen: Counter[str]) -> AsyncIterator[Sequence[tuple[str, Ask]]]:
-    """By what they ask over which protocol: some are more than once. seen: what a client is to count by itself."""
+    """Yield (name, request function) of each client, by kind of request and protocol.
+
+    seen: counts that clients keep themselves.
+    """
     async with AsyncExitStack() as until_asked:
         channel = Channel(await until_asked.enter_async_context(grpc.aio.insecure_channel(address)))
         images = digits(load_engine(repository / DIGITS / "1" / "model.plan", threads=1), rng)

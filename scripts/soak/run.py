@@ -84,7 +84,7 @@ class Soak:
 
 
 def _after(secs: float) -> Iterator[float]:
-    """When the next one is due, if that long after the last one has ended."""
+    """Yield times that are `secs` after the previous one has ended."""
     while True:
         yield time.monotonic() + secs
 

@@ -1,4 +1,4 @@
-"""Both clients against a real server."""
+"""Tests of both clients against a real server."""
 from __future__ import annotations
 
 import asyncio

@@ -46,7 +46,7 @@ def entries() -> list[Entry]:
 
 @cache
 def cases() -> dict[str, TestCase]:
-    """By name. Importing onnx's modules of node tests makes their data, of numbers that are drawn then."""
+    """Return ONNX's test cases by name. onnx draws their data when its modules are imported."""
     state = np.random.get_state(), random.getstate()
     np.random.seed(0)
     random.seed(0)

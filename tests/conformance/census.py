@@ -56,7 +56,7 @@ def judged(name: str, target: str = "") -> Verdict:
 
 
 def census(match: str = "*", target: str = "") -> dict[str, Verdict]:
-    """By name of the test."""
+    """Return the verdicts by name of the test."""
     return {name: judged(name, target) for name, case in cases().items()
             if fnmatchcase(name, match) and is_about_tensors(model_of(case))}
 

@@ -1,7 +1,7 @@
-"""No attribute is ignored: each one of each operator that we write ourselves, in each opset, set to other values.
+"""Every attribute of every operator that we implement has its effect, in each opset.
 
-What comes out is what onnx.reference computes, or ONNX Runtime where the two differ, or an error that says why not. The
-models are those of onnx's node tests.
+An attribute set to another value changes the result as in onnx.reference, or as in ONNX Runtime where the two differ,
+or is refused with a reason. The models are those of onnx's node tests.
 
 Importer, passes and reference compute every variant (target "numpy", which compiles no kernel). Kernels compute every
 value of each attribute of the newest opset on one model of the operator: the importer makes the same nodes of every

@@ -76,7 +76,7 @@ def recurrent_model() -> onnx.ModelProto:
 
 
 def quantised_model() -> onnx.ModelProto:
-    """No sum is midway between two steps of the result, where others round to the other one."""
+    """Return a quantised model with no sum midway between two steps, where other runtimes round differently."""
     integers = np.random.default_rng(3).integers
     nodes = [node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "q s z", "d"),
              node("DequantizeLinear", "w ws wz", "v", axis=0), node("Conv", "d v", "c"),

@@ -196,7 +196,7 @@ def manifest_edited(data: bytes, version: int, rng: random.Random) -> tuple[str,
 
 
 def sections_moved(data: bytes, version: int, rng: random.Random) -> tuple[str, bytes]:
-    """In another order, twice, or over each other."""
+    """Reorder, duplicate or overlap sections."""
     file, body = File.read(data), data[:HEADER.unpack_from(data)[3]]
     records = file.manifest["sections"]
     one, other = rng.sample(sorted(records), 2)

@@ -253,7 +253,7 @@ def rows(kind: type[RowProblem], precision: str, width: int = 100, **options: An
 
 
 def wide_sum(precision: str) -> Case:
-    """Too wide to stay in registers."""
+    """Return a Reduce that is too wide for registers."""
     problem = Reduce((gapped(STORED[precision], (3, 1500)),), gapped("float32", (3, 1)))
     return problem, inputs_of(problem), {}
 

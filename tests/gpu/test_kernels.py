@@ -70,7 +70,7 @@ def test_every_family_equals_its_reference(case: str) -> None:
 
 
 def test_halves_are_added_to_floats_on_the_latest_architecture() -> None:
-    """By one instruction, from LLVM 22 on."""
+    """LLVM 22 and later use one instruction."""
     problem, inputs, constants = CASES["average, fp16"][0]()
     check(problem, GpuRunner(GPUS["sm_120"]), inputs, constants)
 
@@ -91,7 +91,7 @@ def test_an_attention_equals_its_reference_by_queries_and_by_tiles_of_them(gpu: 
     ("sm_90a", "fp16", False)])
 def test_an_attention_whose_keys_lie_in_shared_memory_equals_its_reference(
         gpu: str, precision: str, masked: bool) -> None:
-    """It takes several blocks and stages, the last of each partial."""
+    """There are several blocks and stages, the last of each partial."""
     problem, inputs, constants = attention(precision, 70, 150, (64, 32), masked)
     way, *_ = every_way(problem, GPUS[gpu])
     assert str(way.tactic) == "64 queries a block, keys in shared memory"
@@ -104,7 +104,7 @@ def test_an_attention_whose_keys_lie_in_shared_memory_equals_its_reference(
     (1, 300, (64, 32), False), (4, 150, (6, 70), True)], ids=["whole pieces", "columns that are in no piece"])
 def test_an_attention_by_one_query_equals_its_reference(gpu: str, precision: str, queries: int, keys: int,
                                                         columns: tuple[int, int], masked: bool) -> None:
-    """By a block and by a warp, whose last turns are not whole."""
+    """Kernels of a block and of a warp run, whose last iterations are partial."""
     problem, inputs, constants = attention(precision, queries, keys, columns, masked)
     found = {str(way.tactic): way for way in every_way(problem, GPUS[gpu])}
     for name in ("a query a block", "a query a warp"):
@@ -140,7 +140,7 @@ def test_a_product_of_two_tensors_equals_its_reference_by_tiles(gpu: str, precis
 @pytest.mark.parametrize(("gpu", "precision"), [("sm_75", "int8"), ("sm_75", "fp16"), ("sm_80", "int8"),
                                                 ("sm_90a", "bf16")])
 def test_a_product_out_of_shared_memory_equals_its_reference(gpu: str, precision: str, across: bool) -> None:
-    """It takes several blocks and stages, the last of each partial."""
+    """There are several blocks and stages, the last of each partial."""
     problem, inputs, constants = product(precision, across, rows=70, depth=176, columns=80)
     way, *_ = every_way(problem, GPUS[gpu])
     assert str(way.tactic) == "64 x 64 a block, in shared memory"
@@ -180,7 +180,7 @@ def test_a_nest_with_a_cycle_equals_its_reference_however_many_threads_an_elemen
 @pytest.mark.parametrize(("gpu", "case"), [("sm_61", "lstm, int16"), ("sm_75", "recurrence, fp32"),
                                            ("sm_80", "recurrence, int8"), ("sm_80", "lstm, rounded, int8")])
 def test_a_recurrent_layer_equals_its_reference_wherever_its_weights_are(gpu: str, case: str) -> None:
-    """In registers, the rest in shared memory; in the caches, for one item and for several."""
+    """Weights are in registers and shared memory, or in the caches, for one item and for several."""
     (problem, inputs, constants), tolerance = CASES[case][0](), CASES[case][1]
     first, *_ = every_way(problem, GPUS[gpu])
     assert first.tactic.parts > 1
@@ -210,7 +210,7 @@ def test_a_recurrent_layer_equals_its_reference_by_tensor_cores(gpu: str, case: 
 
 
 def test_a_recurrent_layer_of_a_large_batch_is_multiplied_by_tensor_cores() -> None:
-    """By the model; floats, and a batch of few items, are not."""
+    """The cost model chooses them; floats and small batches are computed without."""
     kernels = {precision: way_of(CASES[f"lstm, {precision}"][0]()[0], GPUS["sm_80"]).kernel
                for precision in ("int16", "fp32")}
     card = CARDS["sm_80"]

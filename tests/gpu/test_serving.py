@@ -211,7 +211,7 @@ def test_inputs_and_outputs_may_lie_in_memory_of_a_gpu_that_clients_register(ser
 
 
 def test_a_batch_is_put_together_of_what_lies_on_the_gpu_and_on_the_host(served: Served) -> None:
-    """And taken apart: an output that fits in its room on the GPU is put there."""
+    """Outputs are split again, those that fit into their buffers on the GPU."""
     gpu, executor = served.gpus[1], EngineExecutor(served.engine.create_context(), ["y"], 4, gpu=1)
     gpu.use()
     memory = SharedMemory(gpu, gpu.share(gpu.allocate(256)))

@@ -56,7 +56,7 @@ def decoder(target: str, precision: str) -> Plan:
 @pytest.mark.parametrize(("target", "precision"), [("sm_80", "int8"), ("sm_61", "fp32"), ("sm_80", "fp16")])
 def test_an_attention_of_one_query_is_cut_along_its_keys_and_gives_what_a_whole_one_does(
         target: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In INT8 to the byte."""
+    """INT8 results are equal to the byte."""
     install(monkeypatch, EmulatedGpu(target))
     plan = decoder(target, precision)
     x = {name: RANDOM.standard_normal((2, 2, rows, WIDTH), np.float32) for name, rows in (("a", 1), ("b", KEYS))}

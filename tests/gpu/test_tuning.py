@@ -78,7 +78,7 @@ def test_a_tactic_that_a_gpu_refuses_is_not_taken_and_without_any_the_build_says
 
 
 def test_resnet50_in_int8_is_expected_to_run_at_70_000_images_a_second_on_an_h200() -> None:
-    """By the model of cost.py, at batch 128; MLPerf's best of 94,620 was measured."""
+    """The model of cost.py expects it at batch 128; MLPerf's best measured result is 94,620."""
     builder = Builder(BuildConfig(precision="int8", target="sm_90a", max_batch=128, timing=False))
     graph = builder.graph(resnet50())
     chosen = CudaSession("sm_90a", TimingCache()).choose(

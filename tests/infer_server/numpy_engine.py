@@ -109,7 +109,7 @@ class NumpyContext:
         return self._outputs[name][:batch] if self._engine.max_batch else self._outputs[name]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 @dataclass

@@ -87,7 +87,7 @@ class Memory:
         os.truncate(f"/dev/shm{self.key}", size)
 
     def ask(self) -> Float32s:
-        """From any thread: each has a client of its own, as the one over HTTP needs."""
+        """Infer with a client of its own, which the HTTP client needs on each thread."""
         protocol = self._protocol
         tensors = inputs_of(protocol, self.image, self.more)
         tensors[0] = protocol.InferInput("image", list(self.image.shape), "FP32")

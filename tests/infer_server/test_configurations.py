@@ -235,7 +235,7 @@ def test_a_check_does_not_guess_for_what_device_a_plan_is_that_it_cannot_read(tm
 
 
 def test_check_says_of_an_ensemble_which_step_no_model_serves(tmp_path: Path) -> None:
-    """With the same words as its loading, where that says it."""
+    """Messages are those of loading the ensemble, where loading reports the fault."""
     def ensemble(name: str, step: str) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.pbtxt").write_text(f"""ensemble_scheduling {{ step {{ {step} }} }}

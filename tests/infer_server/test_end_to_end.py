@@ -1,4 +1,4 @@
-"""From an ONNX file to answers over a socket: the compiler's plans, the real command, Triton's client."""
+"""Tests from an ONNX file to answers over a socket: the compiler's plans, the real command, Triton's client."""
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""When the event loop looks for the next request instead of sleeping, by a clock that is set."""
+"""Tests of the event loop's busy polling for the next request, on a clock that the test sets."""
 from __future__ import annotations
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Which instances may execute, where they share resources; and that a server does so."""
+"""Tests of the rate limiter between instances that share resources, alone and in a server."""
 from __future__ import annotations
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Which threads execute what is served: short batches the event loop's, all others an instance's."""
+"""Tests of the threads that execute batches: the event loop's for short ones, an instance's for others."""
 from __future__ import annotations
 
 import threading

@@ -1,4 +1,4 @@
-"""No accident costs anybody else an answer. scripts/soak has the same for as long as one likes."""
+"""Accidents to one client do not affect the answers of others. scripts/soak runs the same for longer."""
 from __future__ import annotations
 
 import asyncio

@@ -85,7 +85,7 @@ def ranges_of(case: Case, builder: Builder, graph: Graph) -> dict[str, tuple[flo
 
 
 def engine_of(plan: Plan) -> Engine:
-    """By way of a file, as a server has it."""
+    """Load the plan by way of a file, as a server does."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "net.plan"
         write_plan(plan, path)

@@ -122,7 +122,7 @@ class Expected:
     tolerance: Array
 
     def wrong(self, got: Array) -> Array:
-        """Which elements are."""
+        """Return a mask of the elements that differ by more than the tolerance."""
         if self.value.dtype.kind in "iub":
             return (got != self.value) & (self.tolerance < np.inf)
         value, found = self.value.astype(np.float64), got.astype(np.float64)

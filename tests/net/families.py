@@ -119,7 +119,7 @@ def truth(s: Sketch) -> None:
 
 
 def casts(s: Sketch) -> None:
-    """Between any two dtypes, the numbers within both."""
+    """Add a Cast between any two dtypes, of numbers within the range of both."""
     source, target = (s.draw(st.sampled_from([*FLOATS, *INTEGERS, "bool"])) for _ in range(2))
     unsigned = target.startswith("u") or source.startswith("u")
     x = s.any(lambda t: t.dtype == source and not unsigned,

@@ -20,7 +20,7 @@ BY_REFERENCE = {"mask_rcnn", "unet3d"}
 
 @pytest.mark.parametrize("name", [name for name, one in WORKLOADS.items() if one.shrunk and name not in COVERED])
 def test_a_workload_agrees_with_onnx_runtime_in_float_and_in_int8(name: str) -> None:
-    """Which boxes Mask R-CNN keeps may be others in INT8, so that there is nothing to compare."""
+    """Mask R-CNN is left out in INT8: it may keep other boxes, which cannot be compared."""
     model = WORKLOADS[name].tiny()
     feeds = feeds_for(model, 2, seed=100)
     expected = list(run_onnx(model, feeds).values())

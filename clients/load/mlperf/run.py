@@ -169,11 +169,11 @@ class _System:
 
     @property
     def seconds(self) -> float:
-        """From the first sample to the last answer."""
+        """Return the time from the first sample to the last answer."""
         return self._ended - self._began
 
     def issue(self, samples: Sequence[mlperf_loadgen.QuerySample]) -> None:
-        """On the generator's thread, whose samples are not valid any more when this returns."""
+        """Start requests for samples. Called on the generator's thread; the samples are invalid after the call."""
         wanted = [(sample.id, sample.index) for sample in samples]
         if self.stopped:
             _complete(number for number, _ in wanted)

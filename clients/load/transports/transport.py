@@ -19,7 +19,7 @@ MOST_OF_DESCRIPTORS = 512                       # requests in flight that have o
 
 
 class Slots:
-    """So many requests at a time. More wait, as part of the time that they have."""
+    """Limit on concurrent requests. The wait for a slot counts towards a request's timeout."""
 
     def __init__(self, count: int) -> None:
         self._free = asyncio.Semaphore(count)

@@ -121,7 +121,7 @@ class RequestStream:
 
     # ---- http2.Stream
     def expect(self) -> None:
-        """To be called when the headers of a request with a body have come."""
+        """Check the announced length, once the headers of a request with a body have arrived."""
         headers = self._request.headers
         try:
             self._connection.limits.check_announced(headers, digits(headers.get("content-length", "0")) or 0)

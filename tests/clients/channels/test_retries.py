@@ -1,4 +1,4 @@
-"""Which failed calls are made again: streams that no server processed, and what the service config says."""
+"""Tests of retries: of streams that no server processed, and by the service config."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""Who runs the suite of this folder: a backend registers itself here, and every family's tests run on it.
+"""Registry of the runners on which every family's tests run; a backend adds itself here.
 
-GPUs are many, and the machine that plays them is slow: INFER_TEST_GPUS=sm_61,sm_80 names those that take part, none by
-default; `cuda` is the GPU of this machine itself. tests/gpu has a few problems of every family for every run. Kernels
-that are told their numbers run a part of the suite, and all of it with INFER_TEST_TOLD=1.
+GPUs are many and their emulation is slow: INFER_TEST_GPUS=sm_61,sm_80 names those that take part, none by default;
+`cuda` is the GPU of this machine itself. tests/gpu has a few problems of every family for every run. Dynamic kernels
+run a part of the suite, and all of it with INFER_TEST_TOLD=1.
 """
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def window(view: View, memory: Array, batch: int) -> Array:
 
 
 def random_array(random: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> Array:
-    """Any byte for integers; floats around 0 that the dtype holds."""
+    """Draw any byte for byte types, integers up to 1000, or normal floats that the dtype can represent."""
     if dtype in ("uint8", "int8"):
         info = np.iinfo(dtype)
         return random.integers(info.min, info.max + 1, shape).astype(dtype)

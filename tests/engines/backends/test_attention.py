@@ -112,7 +112,7 @@ def test_a_few_queries_that_see_nothing_see_zeros(runner):
 @EVERY_BACKEND
 @pytest.mark.parametrize("precision, zero", [("int8", 125 - 128), ("fp32", 0)])
 def test_a_query_that_may_look_at_nothing_sees_zeros(precision, zero, runner):
-    """In int8 the program is given means less 128; that of real zeros is their zero point less 128."""
+    """The int8 program is given means less 128; that of real zeros is their zero point less 128."""
     spec, inputs, constants = problem(SHAPES["wider than a panel, values wider than keys"], precision)
     inputs[3] = inputs[3].copy()
     inputs[3][:, :, 2] = -np.inf

@@ -222,7 +222,7 @@ def test_taps_in_a_border_of_zeros_are_left_out(shape, border, tile, cpu):
 @EVERY_ISA
 @pytest.mark.parametrize("shape, border", BORDERED.values(), ids=BORDERED)
 def test_dot_products_leave_out_rows_of_taps_in_a_border_of_zeros(shape, border, cpu):
-    """With other numbers above and below, only what was left out can make the result right."""
+    """The rows above and below hold other numbers, so the result is right only if they are skipped."""
     spec, (x, *others), constants = problem(replace(shape, cout=3), "fp32")
     spec, tile = replace(spec, border=border), DotTile(1, min(3, shape.cols), 1, 2, skip=True)
     between_columns = zeros_around(x, replace(border, top=0, bottom=0))
@@ -375,7 +375,7 @@ def test_the_text_of_a_kernel_names_its_loops():
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("residual, allowed", [(False, 0), (True, 4)])
 def test_tiles_of_floats_hardly_spill_on_a_machine_of_32_registers(precision, residual, allowed):
-    """Not in the K loop, and not where constants join the sums: five of a residual's program beside 28 sums do."""
+    """Nothing spills in the K loop or where constants are added; five spill in a residual's program with 28 sums."""
     spec, _, _ = problem(Shape(1, 196, 64, 128), precision, residual=residual)
     for tactic in kernel_of(spec).tactics(AVX512_BF16):
         module = Module()

@@ -152,7 +152,7 @@ EXACT = {"gelu_u8": lambda x: 0.5 * x * math.erfc(-x / math.sqrt(2)), "silu_u8":
 
 @pytest.mark.parametrize("op, largest", [("gelu_u8", 1 / 16), ("gelu_tanh_u8", 1 / 16), ("silu_u8", 1 / 10)])
 def test_what_is_stored_in_a_byte_is_as_fine_as_a_byte_shows(op, largest):
-    """In units of a byte whose range ends at x, or at 1/2 if x is less."""
+    """Errors are in units of a byte whose range ends at x, or at 1/2 if x is less."""
     x = np.linspace(-40, 40, 40001).astype(np.float32)
     error = np.abs(INSTRUCTIONS[op](NUMPY, x) - np.array([EXACT[op](v) for v in x.astype(np.float64)]))
     assert (error / np.abs(x).clip(0.5) * 255).max() < largest

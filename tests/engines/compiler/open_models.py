@@ -98,7 +98,7 @@ def by_onnx_runtime(model: onnx.ModelProto, feeds: dict[str, Array]) -> dict[str
 
 
 def spans_net() -> onnx.ModelProto:
-    """Which elements of x each of several spans has: their ends and sizes are inputs."""
+    """Return a model that marks the elements of x in each of several spans, whose ends and sizes are inputs."""
     return small_model(
         [node("Shape", "x", "n"), node("Squeeze", "n", "count"), node("Cast", "count", "most", to=1),
          node("Range", "zero most one", "at"), node("Unsqueeze", "ends axis", "to"),

@@ -238,7 +238,7 @@ def test_long_ranges_are_kernels_and_right() -> None:
     {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [2, 2]}, {"kernel_shape": [2, 2], "strides": [2, 2]},
     {"kernel_shape": [2, 2], "pads": [1, 1, 1, 1], "dilations": [2, 2], "storage_order": 1}], ids=str)
 def test_a_window_with_indices_begins_with_its_first_pixel_even_if_that_is_no_number(window: dict[str, Any]) -> None:
-    """Beside the image there is no maximum, not even of windows in which nothing is greater than what stands there."""
+    """Pads are never the maximum, not even in windows of -inf."""
     session = pytest.importorskip("onnxruntime").InferenceSession
     x = floats(3, 2, 6, 6)
     x[0], x[1, :, ::2, ::2], x[2, :, 1:4] = -np.inf, np.nan, np.nan

@@ -133,7 +133,7 @@ def test_states_that_are_stacked_as_they_come_keep_their_type() -> None:
 
 
 def test_products_of_rows_are_made_before_the_first_step() -> None:
-    """With what is before and behind them; of rows of a weight they are not, for a step chooses one of many."""
+    """Neighbouring operators move with them. Products with rows of a weight stay, since a step chooses one of many."""
     def operators(model: onnx.ModelProto) -> tuple[list[str], list[list[str]]]:
         found = cut(read_model(model))
         made = [[one.op_type for one in onnx.load_from_string(segment.model).graph.node] for segment in found.segments]
@@ -187,7 +187,6 @@ def test_what_a_backend_does_not_select_is_selected_by_the_host() -> None:
     (models.exchanged(), fed(0, 5), {}, "gathers a row that is not there")])
 def test_a_loop_that_leads_nowhere_is_an_error(model: onnx.ModelProto, feed: dict[str, Array], changed: dict[str, Any],
                                                message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place and anew."""
     engine = built(model).engine()
     for name, value in changed.items():
         monkeypatch.setattr(iteration, name, value)
@@ -257,7 +256,7 @@ def test_a_context_holds_the_inputs_until_the_program_runs() -> None:
     ({"x": np.zeros((3, 5), np.float32)}, r"has shape \[3, 5\]"),
     ({"x": np.zeros((3, 6), np.float32), "z": np.zeros(3)}, "no input 'z'")])
 def test_feeds_that_do_not_fit_are_refused(feed: dict[str, Array], message: str) -> None:
-    """By an engine that has met none, and by one that remembers what did fit."""
+    """Engines refuse them before and after they have run feeds that fit."""
     engine = built(models.chosen_rows()).engine()
     for _ in range(2):
         with pytest.raises(InputError, match=message):

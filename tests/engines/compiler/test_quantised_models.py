@@ -272,7 +272,7 @@ def test_weights_of_uint8_around_another_number_than_their_middle_are_multiplied
 
 @pytest.mark.parametrize("group", [1, 8])
 def test_a_convolution_by_uint8_off_its_middle_adds_what_each_window_sees(group: int) -> None:
-    """At the border that is less than elsewhere."""
+    """The sum over a window is smaller at the border."""
     w = np.random.default_rng(3).integers(0, 256, (8, 8 // group, 3, 3)).astype(np.uint8)
     w[:, 0, 0, :2] = 0, 255
     nodes = [*pair("x", "a"), node("DequantizeLinear", "w wscale wzero", "b", axis=0),

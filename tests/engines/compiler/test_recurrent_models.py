@@ -171,7 +171,7 @@ NODE_TESTS = [name for name, case in cases().items()
 
 @pytest.mark.parametrize("name", NODE_TESTS)
 def test_onnx_node_tests_are_compiled(name: str) -> None:
-    """With their weights constant, as those of networks are; that the answers are right, tests/conformance shows."""
+    """Weights are constants here, as in networks; tests/conformance checks the results."""
     model = model_of(cases()[name])
     for (_, *weights), _ in data_of(cases()[name]):
         names = [value.name for value in model.graph.input]

@@ -264,7 +264,7 @@ FACTORS: dict[str, tuple[str, int, Any]] = {
 
 @pytest.mark.parametrize("op", FACTORS)
 def test_a_number_that_changes_nothing_where_it_was_traced_does_elsewhere(op: str) -> None:
-    """At 20 rows the factor is 1, the summand 0, the exponent 2."""
+    """The factor is 1, the summand 0 and the exponent 2 at 20 rows."""
     made_by, by, expected = FACTORS[op]
     model = small_model(
         [node("Shape", "x", "s"), node("Gather", "s one", "n"), node("Cast", "n", "rows", to=1),

@@ -49,7 +49,7 @@ class Chunks:
         kernel(self.arena.operands + int(row[ChunkRow.OPERANDS]), *map(int, row[ChunkRow.ROW_BEGIN:ChunkRow.LIMIT]))
 
     def run_each_as_early_as_it_may(self, order: list[int]) -> None:
-        """For each chunk in turn, run what it waits for and nothing else, then the chunk."""
+        """Run each chunk in this order, preceded only by the chunks that it waits for."""
         done: set[int] = set()
 
         def visit(index: int) -> None:
@@ -67,7 +67,7 @@ class Chunks:
 
 
 def depends_of(schedule: Schedule) -> list[list[int]]:
-    """For each chunk those that it waits for, by itself or with its stage."""
+    """Return the chunks that each chunk waits for, by itself or with its stage."""
     def chunks_of(begin: int, end: int) -> list[int]:
         return [index for first, last in schedule.depends[begin:end].tolist() for index in range(first, last)]
 

@@ -1,4 +1,4 @@
-"""Which extents of a model's inputs are open, what they are called, and which of them is the batch."""
+"""Tests of the dynamic dimensions of a model's inputs, their names, and the batch axis."""
 import numpy as np
 import pytest
 

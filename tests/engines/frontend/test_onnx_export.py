@@ -154,7 +154,7 @@ def exact_in_peers():
                                   "shufflenet_v1", "shufflenet_v2_by_slices", "yolo_v5", "nanodet", "unet", "deeplab",
                                   "super_resolution", "decoder", "activations", "pointwise", "views", "layout_traps"])
 def test_onnx_runtime_takes_an_int8_model_without_and_with_its_default_optimisations(name):
-    """Before, it fused the quantised AveragePool to one that knows no dilations, and refused the model."""
+    """ONNX Runtime used to fuse the quantised AveragePool into one without dilations, and refuse the model."""
     graph, feeds = tiny(name)
     model = onnx_from_graph(graph)
     onnx.checker.check_model(model, full_check=True)
@@ -170,7 +170,7 @@ def test_onnx_runtime_takes_an_int8_model_without_and_with_its_default_optimisat
 
 @pytest.mark.parametrize("in_bytes", [False, True])
 def test_volumes_are_written_channels_first_like_images(in_bytes):
-    """Before, they were turned by the perms of images, and no runtime read the model."""
+    """They used to be transposed like images, and no runtime read the model."""
     model = WORKLOADS["unet3d"].tiny()
     feeds = feeds_for(model)
     graph = quantised(model, feeds) if in_bytes else optimise(simplify(graph_from_onnx(model)))
@@ -183,7 +183,7 @@ def test_volumes_are_written_channels_first_like_images(in_bytes):
 
 @pytest.mark.parametrize("name", ["densenet", "shufflenet_v1", "shufflenet_v2"])
 def test_openvino_computes_the_same_and_does_not_crash(name, tmp_path):
-    """It is an extra of 180 MB that only benchmarks need; it runs in a process of its own, which a crash ends."""
+    """OpenVINO, an extra of 180 MB that only benchmarks need, runs in its own process, since it may crash."""
     if importlib.util.find_spec("openvino") is None:
         pytest.skip("openvino is not installed; pip install '.[bench]' has it")
     graph, feeds = tiny(name)

@@ -85,7 +85,7 @@ def test_a_transform_along_the_parts_of_a_number_is_refused() -> None:
 
 
 def test_a_deformed_convolution_is_a_product_with_samples_at_places_of_its_own() -> None:
-    """With two groups of offsets, strides, dilations and pads that differ by axis."""
+    """Two groups of offsets, and strides, dilations and pads that differ by axis."""
     shapes = {"x": [2, 4, 6, 7], "w": [4, 2, 3, 2], "o": [2, 2 * 6 * 2, 3, 6], "b": [4], "m": [2, 2 * 6, 3, 6]}
     attrs = {"pads": [1, 1, 1, 0], "strides": [2, 1], "dilations": [1, 2], "group": 2, "offset_group": 2}
     model = small_model([node("DeformConv", "x w o b m", "y", **attrs)], shapes, ["y"], opset=20)

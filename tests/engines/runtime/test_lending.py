@@ -219,7 +219,7 @@ def test_a_results_memory_is_used_again_when_its_last_view_is_gone_and_not_befor
 
 
 def test_a_debugger_that_holds_what_it_looks_at_frees_no_memory() -> None:
-    """From when the module is read, and while it runs."""
+    """Tracing is on while the module is imported and while it runs."""
     found = importlib.util.find_spec("engines.runtime.results")
     assert found is not None and found.loader is not None
     module, before = importlib.util.module_from_spec(found), sys.gettrace()

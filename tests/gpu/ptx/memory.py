@@ -44,7 +44,7 @@ class Memory:
         return start + BASE
 
     def take_back(self, address: int, size: int) -> None:
-        """Nobody may touch it any more; what was placed last makes room again."""
+        """Free memory; the last allocation's space can be used again."""
         start = address - BASE
         self.owned[start:start + size] = False
         if start + size == self._end:

@@ -54,7 +54,7 @@ def _quotient(a: Array, b: Array) -> Array:
 
 
 def _remainder(a: Array, b: Array) -> Array:
-    """With the sign of a."""
+    """Return the remainder, with the sign of a."""
     return np.where(b == 0, a, np.fmod(a, np.where(b == 0, 1, b)))
 
 
@@ -160,7 +160,7 @@ def _dp4a(run: Run, i: Instruction) -> None:
 
 @action("dp2a", modifiers="lo hi")
 def _dp2a(run: Run, i: Instruction) -> None:
-    """Both halves of a word by the lower or the upper two bytes of another."""
+    """Multiply both halves of a word by the lower or the upper two bytes of another, and add."""
     a = run.get(i.one(1), "b32").view(np.uint16 if i.op[2] == "u32" else np.int16).reshape(-1, 2)
     b = run.get(i.one(2), "b32").view(np.uint8 if i.op[3] == "u32" else np.int8).reshape(-1, 4)
     b = b[:, 2:] if i.op[1] == "hi" else b[:, :2]
@@ -195,7 +195,7 @@ def _selp(run: Run, i: Instruction) -> None:
 
 # ---- bits
 def _shifted(a: Array, by: Array, left: bool) -> Array:
-    """By more bits than there are: 0, or the sign."""
+    """Shift; by more bits than the type has the result is 0, or the sign."""
     bits = 8 * a.dtype.itemsize
     inside = np.minimum(by, bits - 1).astype(a.dtype)
     if left:

@@ -1,4 +1,4 @@
-"""When an idle instance is woken, counted in turns of the event loop."""
+"""Tests of the moment at which an idle instance is woken, counted in turns of the event loop."""
 from __future__ import annotations
 
 import asyncio
@@ -75,7 +75,7 @@ def test_requests_far_apart_wake_an_instance_each() -> None:
 
 
 def test_after_requests_that_came_alone_the_next_one_is_waited_for_less() -> None:
-    """And after some that came together as long as ever."""
+    """After requests that came together the wait is as long as before."""
     alone = [0, *[30] * 3]
     assert submissions([30, 4], most=100) == [2]
     assert submissions([*alone, 30, 4], most=100) == [1, 2, 3, 4, 5, 6]

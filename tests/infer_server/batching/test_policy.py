@@ -1,4 +1,4 @@
-"""When batches are sent and requests expire: pure decisions, no threads, no sleep."""
+"""Tests of the decisions when batches are sent and requests expire: pure functions, no threads, no sleep."""
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Who may call what, and over encrypted connections."""
+"""Tests of the restrictions on methods, and of encrypted connections."""
 from __future__ import annotations
 
 import asyncio

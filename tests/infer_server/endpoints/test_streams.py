@@ -155,7 +155,7 @@ def test_what_a_stream_asked_for_is_withdrawn_when_its_client_leaves(
 
 def test_what_comes_when_a_stream_has_ended_with_an_error_is_not_read(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody would answer it, and its bytes would be counted for --max-inflight-mib for ever."""
+    """Such a request would not be answered, and its bytes would be counted for --max-inflight-mib for ever."""
     left = threading.Event()
     both: list[bool] = []                               # are here
 

@@ -43,7 +43,7 @@ def ask(server: RunningServer, model: str, library: Any = tritonclient.grpc, val
 
 
 def objects_of(file: Path) -> dict[int, list[dict[str, Any]]]:
-    """By the ids of the traces in a file."""
+    """Return the trace objects of a file by the traces' ids."""
     found: dict[int, list[dict[str, Any]]] = {}
     for each in json.loads(file.read_text()):
         found.setdefault(each["id"], []).append(each)

@@ -19,7 +19,7 @@ def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To say that they are ready, to finalize, and to end."""
+    """Give models' processes as much time to start, finalize and end as a test may take."""
     monkeypatch.setattr(executor, "_CHECK_SECS", TIMEOUT_SECS)
     monkeypatch.setattr(process, "_FINALIZE_SECS", TIMEOUT_SECS)
     monkeypatch.setattr(process, "_ENDING_SECS", TIMEOUT_SECS)

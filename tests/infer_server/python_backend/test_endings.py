@@ -247,7 +247,7 @@ def test_a_process_that_cannot_take_a_tensor_ends_and_says_so(tmp_path: Path) ->
 
 def test_a_process_that_cannot_be_sent_a_large_tensor_serves_on(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For want of descriptors, in the server; and who waits for an answer with one is told."""
+    """The server has no file descriptors left; clients that wait for an answer with such a tensor get an error."""
     def none_left(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 

@@ -78,7 +78,7 @@ def test_the_least_used_makes_room_for_what_is_asked_for(server: RunningServer) 
 
 
 def test_what_was_loaded_for_a_request_makes_no_room_before_the_request_has_gone_on(server: RunningServer) -> None:
-    """Over grpcio that goes on a turn of the event loop later, and others that wait to make room may come first."""
+    """On grpcio the request continues a turn of the event loop later, and others that need memory may come first."""
     on_demand, victims = server.server._front.on_demand, list[str | None]()
     assert on_demand
     go_on, least_used = on_demand._go_on, on_demand._least_used

@@ -35,7 +35,7 @@ def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
 
 @pytest.fixture
 def poller(server: RunningServer) -> Poller:
-    """Which looks when it is told to."""
+    """Return a poller that polls only when told to."""
     repository = server.server.repository
     made = Poller(repository, repository._roots, 3600)
     server.run(made.begin())

@@ -145,7 +145,7 @@ def check_windows(solved: Kernel[Any], isa: Isa, tactic: Any, kernel: Called, op
 
 
 def _inside(view: View, window: Window, memory: Array, rows: range, period: int) -> Array:
-    """Which bytes of the memory some of the rows may touch."""
+    """Return a mask of the bytes of the memory that these rows may touch."""
     inside = np.zeros(len(memory), bool)
     for row in rows:
         at = row // period * view.item + row % period // window.rows * window.stride

@@ -33,7 +33,7 @@ def conv(pixels, cin, cout, taps=1):
 
 
 def taken(spec, batches=(1,)):
-    """Without timing."""
+    """Return the tactic that is chosen without timing."""
     weights = np.zeros((spec.y.shape[2], 1 if isinstance(spec, Depthwise) else spec.x.shape[2], *spec.taps), np.int8)
     tuner = Tuner(AVX512_VNNI, TimingCache(), "", timing=False)
     return tuner.choose({spec: {"weights": weights, "program": []}}, batches=batches)[spec].tactic

@@ -55,7 +55,7 @@ def test_int8_equals_the_reference_bit_for_bit(shape, isa):
 @WINOGRAD_ISAS
 @EVERY_SHAPE
 def test_float32_agrees_with_the_reference(shape, isa):
-    """Between the rows of x lie any bytes: as floats they may be infinite, and must not be read as part of a patch."""
+    """Bytes between the rows of x are arbitrary: as floats they may be infinite, and must not enter a patch."""
     spec, inputs, constants = problem(shape, "fp32", gapped)
     check(WinogradContraction(spec), CpuRunner(isa), inputs, constants, 1e-4, pieces=2)
 

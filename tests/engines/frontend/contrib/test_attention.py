@@ -95,7 +95,7 @@ MULTI_HEAD = {
 
 
 def multi_head(form, **more):
-    """With the inputs from the fourth on by name."""
+    """Return the inputs of MultiHeadAttention, with others replaced by name."""
     names = ("query", "key", "value", "bias", "key_padding_mask", "attention_bias", "past_key", "past_value")
     given = dict(zip(names, MULTI_HEAD[form](), strict=False)) | more
     return [given.get(name) for name in names]

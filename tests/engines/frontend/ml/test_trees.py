@@ -112,7 +112,7 @@ def test_trees_tell_classes(transform, base):
 
 @pytest.mark.parametrize("base", [[], [0.0] * 4])
 def test_a_class_that_no_tree_speaks_of_is_not_the_answer(base):
-    """Not even where all others have less than nothing; with bases it is."""
+    """It is not chosen even if all other scores are negative, unless there are base values."""
     trees = forest(targets=4, prefix="class", trees=2, positive=True)
     trees["class_weights"] = [-weight for weight in trees["class_weights"]]
     more = {"base_values": base} if base else {}

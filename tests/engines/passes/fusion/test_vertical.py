@@ -64,7 +64,7 @@ def test_what_was_rounded_to_bytes_is_stored_as_bytes(last: dict[str, float], fu
 
 
 def test_bytes_behind_a_layer_are_made_by_themselves() -> None:
-    """Not all kernels of layers store them."""
+    """Some kernels of layers cannot store bytes."""
     net = Build()
     rounded = net("Clip", net("Round", net.linear(net.input("x", 4), 3)), min=0.0, max=255.0, saturates=1)
     assert ops(keeps(fuse_pointwise, net.graph(net("Cast", rounded, to="uint8")))) == ["Gemm+Round+Clip", "Cast"]

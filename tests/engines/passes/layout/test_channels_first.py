@@ -73,7 +73,7 @@ def test_beside_convolutions_it_takes_their_images() -> None:
 
 @pytest.mark.parametrize("channels", [3, 20])
 def test_samples_are_taken_of_an_image_as_it_lies(channels: int) -> None:
-    """Between convolutions its channels are last; alone, and however many it has, they are where ONNX has them."""
+    """GridSample between convolutions is channels last; alone it is channels first, for any number of channels."""
     for layers, expected in ((False, ["GridSample"]), (True, ["Transpose", "Conv", "GridSample", "Conv", "Transpose"])):
         net = Build()
         x, grid = net.input("x", channels, 7, 6), net.input("grid", 4, 5, 2)

@@ -21,7 +21,7 @@ OTHERS = (
 
 
 class Counted:
-    """In the place of an Inflight."""
+    """Stand-in for an Inflight."""
     most = max_partial_bytes = 1 << 20
 
     def check_room(self, count: int) -> None:
@@ -68,7 +68,7 @@ class Received:
 
 
 def parsed(*pieces: bytes) -> tuple[list[tuple[HttpRequest, int, bool]], int]:
-    """And how often a client was told to go on."""
+    """Return the parsed requests, and how often a client was told to continue."""
     found = Received()
     for piece in pieces:
         found.reader.feed(piece)

@@ -72,7 +72,7 @@ class PoolByThreads(ProgramKernel[Pool]):
         zero = f.constant(lowest if largest else 0.0, FLOAT)
 
         def window(axes: Sequence[int], at: Value) -> list[Value]:
-            """Over the taps along these axes, the last one's outermost."""
+            """Emit loops over the taps along these axes, the last axis outermost, and return the sums."""
             if not axes:
                 return load_channels(self.gpu, x, at, self.each)
             *others, axis = axes

@@ -196,7 +196,7 @@ def test_arrays_that_a_late_helper_may_write_to_are_kept_and_not_the_callers() -
 
 @pytest.mark.usefixtures("eager")
 def test_what_is_not_numpys_memory_is_not_lent() -> None:
-    """It may be unmapped as soon as the run has ended, while a helper is late."""
+    """Such memory may be unmapped as soon as the run has ended, while a helper is late."""
     plan, _, _ = random_plan(np.random.default_rng(5))
     execution = ParallelExecution(ParallelProgram(LoadedPlan(plan), workers=2))
     owned = lendable(1, ROWS, COLUMNS)
