@@ -13,16 +13,16 @@ from protos import http2
 log = logging.getLogger(__name__)
 
 NGHTTP2, GRPCIO = "nghttp2", "grpcio"
-FRONTS = (NGHTTP2, GRPCIO)
+GRPC_LIBRARIES = (NGHTTP2, GRPCIO)
 
 
-def grpc_server(front: str, methods: Methods, inflight: Inflight, channel: Mapping[str, int], max_message_bytes: int,
+def grpc_server(library: str, methods: Methods, inflight: Inflight, channel: Mapping[str, int], max_message_bytes: int,
                 min_body_rate: int, body_grace_secs: float, shares_port: bool = False) -> GrpcServer:
     """Create a server for the gRPC port, which is not open yet.
 
     Parameters
     ----------
-    front : str
+    library : str
         "nghttp2" or "grpcio"; the latter is also used if ngh2 is not installed.
     methods, inflight, max_message_bytes, shares_port
         See GrpcioServer.
@@ -33,11 +33,11 @@ def grpc_server(front: str, methods: Methods, inflight: Inflight, channel: Mappi
     body_grace_secs : float
         Period over which the rate is averaged, in seconds; no effect with grpcio.
     """
-    if front == NGHTTP2 and http2.is_installed:
+    if library == NGHTTP2 and http2.is_installed:
         from infer_server.endpoints.grpc.nghttp2.server import Nghttp2Server
         from infer_server.endpoints.http2.settings import settings_of
         return Nghttp2Server(methods, inflight, settings_of(channel, max_message_bytes, min_body_rate,
                                                             body_grace_secs), shares_port)
-    if front == NGHTTP2:
+    if library == NGHTTP2:
         log.warning("ngh2 is not installed (pip install ngh2): grpcio serves gRPC, which costs more for each request")
     return GrpcioServer(methods, inflight, max_message_bytes, channel, shares_port)

@@ -14,7 +14,7 @@ from engines.files import user_cache
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.config.kinds import ModelKind
-from infer_server.endpoints.front import Front
+from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.grpcio.server import Behind, GrpcioServer
 from infer_server.endpoints.grpc.methods import Methods
 from infer_server.endpoints.grpc.service.methods import HEADER_PREFIX, service_methods
@@ -33,8 +33,8 @@ from infer_server.endpoints.status.snapshot import Snapshots
 from infer_server.endpoints.status.state import ServerState
 from infer_server.endpoints.tls import Tls
 from infer_server.errors import RepositoryError
-from infer_server.fronts.fronts import Fronts
-from infer_server.fronts.settings import Door, FrontSettings
+from infer_server.fronts.fronts import FrontendWorkers
+from infer_server.fronts.settings import ListenAddress, WorkerSettings
 from infer_server.grpc_ports import NGHTTP2, grpc_server
 from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.listeners import SENDING_SECS, Listeners
@@ -173,18 +173,18 @@ class Server:
                                     self.repository, self.log_settings, self._tracer or TraceFiles(TraceSettings())))
         log_of = AccessLog(options.access_log) if options.access_log else None
         inferences = Inferences(self.repository, log_of, self._tracer, options.forwarded)
-        self._front = Front(inferences, self._inflight, regions, on_demand, options.max_message_bytes,
-                            options.max_json_bytes)
+        self._services = InferenceServices(inferences, self._inflight, regions, on_demand, options.max_message_bytes,
+                                           options.max_json_bytes)
         restrictions = Restrictions(options.grpc_secrets, HEADER_PREFIX)
-        self._methods = service_methods(self._service, self._front, self.lifecycle, restrictions,
+        self._methods = service_methods(self._service, self._services, self.lifecycle, restrictions,
                                         options.grpc_reflection)
-        self._fronts = Fronts(
+        self._workers = FrontendWorkers(
             options.workers, Behind(GrpcioServer(self._methods, self._inflight, options.max_message_bytes, {})),
-            self._front, restrictions) if options.workers > 1 else None
+            self._services, restrictions) if options.workers > 1 else None
         self._loading: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
         self._state = ServerState(self.repository, self.lifecycle, self._inflight, options.max_inflight_bytes,
-                                  self._front_processes)
+                                  self._worker_processes)
         self._history = History(self.repository.models)
         redaction.register([*(root.path for root in self._roots), *filter(None, [options.cache_dir])])
 
@@ -199,24 +199,24 @@ class Server:
         options = self._options
         hosts = HostCheck([*options.allowed_hosts, self._host("http")])
         routes = server_routes(
-            self._service, self._front, self.repository, Restrictions(options.http_secrets), hosts,
+            self._service, self._services, self.repository, Restrictions(options.http_secrets), hosts,
             Snapshots(self._state, self._history, options.workers, options.page_cache_secs))
-        metrics = Metrics(options.metrics, custom=self._custom_metrics, fronts=self._front_processes,
+        metrics = Metrics(options.metrics, custom=self._custom_metrics, workers=self._worker_processes,
                           state=self._state.gauges)
         with self.lifecycle.startup.phase("listening"):
             metrics_port = await self._listen_http("metrics", options.metrics_port, metrics_routes(
                 self.repository, metrics, options.page_cache_secs))
-            if self._fronts:
-                grpc, http = await self._fronts.start(self._frontend_settings(), routes)
+            if self._workers:
+                grpc, http = await self._workers.start(self._frontend_settings(), routes)
             else:
                 http = await self._listen_http("http", options.http_port, routes, options.http_tls)
                 grpc = 0 if "grpc" in options.closed else await self._listen_grpc(self._methods)
         self._loading = asyncio.create_task(self._load())
         return Ports(grpc, http, metrics_port)
 
-    def _front_processes(self) -> Mapping[str, int]:
+    def _worker_processes(self) -> Mapping[str, int]:
         """Return the process ids of the frontend workers by name."""
-        return self._fronts.processes() if self._fronts else {}
+        return self._workers.processes() if self._workers else {}
 
     async def loaded(self) -> None:
         """Wait until the models to load at start are ready or have failed; see failures()."""
@@ -248,21 +248,21 @@ class Server:
         self._compiler.close()
         await asyncio.sleep(self._options.drain_grace_secs)
         await self._listeners.send_away()
-        if self._fronts:
-            await self._fronts.send_away()
+        if self._workers:
+            await self._workers.send_away()
         self.lifecycle.enter(ServerPhase.STOPPED)
         answered = True                 # models are drained first: requests are refused while the ports close
-        self._front.inferences.close()
+        self._services.inferences.close()
         try:
             await asyncio.wait_for(self._drain(), self._options.exit_timeout_secs)
         except TimeoutError:
             answered = False
             log.error("requests were still executing after %g s and are dropped (--exit-timeout-secs)",
                       self._options.exit_timeout_secs)
-        if self._fronts:
+        if self._workers:
             if answered:
                 await self._inflight.wait_sent(SENDING_SECS)        # streams, to the frontend workers
-            await self._fronts.close(answered)
+            await self._workers.close(answered)
         await self._listeners.close(answered)
         if self._tracer:
             with suppress(TimeoutError):
@@ -302,13 +302,13 @@ class Server:
                              options.max_message_bytes, options.min_body_rate, options.body_grace_secs)
         return await self._listeners.listen_grpc(server, self._host("grpc"), options.grpc_port, options.grpc_tls)
 
-    def _frontend_settings(self) -> FrontSettings:
+    def _frontend_settings(self) -> WorkerSettings:
         options = self._options
 
-        def door(what: str, port: int, tls: Tls | None) -> Door | None:
-            return None if what in options.closed else Door(self._host(what), port, tls)
+        def door(what: str, port: int, tls: Tls | None) -> ListenAddress | None:
+            return None if what in options.closed else ListenAddress(self._host(what), port, tls)
 
-        return FrontSettings(
+        return WorkerSettings(
             door("grpc", options.grpc_port, options.grpc_tls), door("http", options.http_port, options.http_tls), "",
             options.max_message_bytes, options.max_body_bytes, options.max_inflight_bytes, options.send_timeout_secs,
             max_json_bytes=options.max_json_bytes, min_body_rate=options.min_body_rate,

@@ -27,7 +27,7 @@ from infer_server.cli.triton_options import (
 )
 from infer_server.config.fields import MOST_THREADS
 from infer_server.errors import RepositoryError
-from infer_server.grpc_ports import FRONTS, NGHTTP2
+from infer_server.grpc_ports import GRPC_LIBRARIES, NGHTTP2
 from infer_server.listeners import address
 from infer_server.observing.log_stream import LogStream, reopen_log
 from infer_server.process import age_secs, raise_descriptor_limit, tune_malloc
@@ -256,7 +256,7 @@ def _add_ports(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=up_to(_MOST_WORKERS), default=1, metavar="N",
                         help="processes that read requests and write responses; with more than one, models execute in "
                              "a separate process (default %(default)s)")
-    parser.add_argument("--grpc-front", choices=FRONTS, default=NGHTTP2,
+    parser.add_argument("--grpc-front", choices=GRPC_LIBRARIES, default=NGHTTP2,
                         help="library that serves gRPC; grpcio costs more for each request (default %(default)s)")
     parser.add_argument("--http-port", type=_port, default=8000, metavar="N",
                         help="port of HTTP/REST: inference, metadata, health, control (default %(default)s)")

@@ -10,7 +10,7 @@ from infer_server.serving import Inferences
 
 
 @dataclass(frozen=True)
-class Front:
+class InferenceServices:
     """Services that inference endpoints use, and the size limits of requests."""
     inferences: Inferences
     inflight: Inflight

@@ -72,7 +72,7 @@ class Metrics:
     """Renderer of the metrics page."""
 
     def __init__(self, settings: MetricsSettings = MetricsSettings(), gpus: Gpus | None = None,     # noqa: B008
-                 custom: CustomMetrics | None = None, fronts: Callable[[], Mapping[str, int]] = dict,
+                 custom: CustomMetrics | None = None, workers: Callable[[], Mapping[str, int]] = dict,
                  state: Callable[[], Iterable[tuple[str, str, Samples]]] = tuple) -> None:
         """Choose the sources of metrics.
 
@@ -83,13 +83,13 @@ class Metrics:
             None: the GPUs of this machine.
         custom : CustomMetrics, optional
             Metrics that Python models create.
-        fronts : callable
+        workers : callable
             See MachineMetrics.
         state : callable
             Returns name, help text and values of the server's gauges; called on the event loop.
         """
         self._settings, self._custom, self._state = settings, custom or CustomMetrics(), state
-        self._machine = MachineMetrics(fronts)
+        self._machine = MachineMetrics(workers)
         self._gpus = (gpus or Gpus()) if settings.gpu else None
 
     async def render(self, models: Iterable[Model]) -> str:

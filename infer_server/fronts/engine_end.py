@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable
 from functools import lru_cache
 
-from infer_server.endpoints.front import Front
+from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.infer_reply import InferReply
 from infer_server.endpoints.grpc.service.infer_calls import InferCalls
 from infer_server.endpoints.http.exchange import Exchange, Handler
@@ -18,7 +18,7 @@ from infer_server.endpoints.restrictions import Restrictions
 from infer_server.errors import MemoryLimitError
 from infer_server.fronts import link
 from infer_server.fronts.link import Frame, Link
-from infer_server.fronts.settings import FrontSettings
+from infer_server.fronts.settings import WorkerSettings
 from infer_server.fronts.streams import Streams
 from infer_server.protocol.wire import KEPT_BYTES, KEPT_FORMS
 
@@ -30,13 +30,13 @@ _OF_STREAMS = (link.STREAM, link.MESSAGE, link.ALL_SENT, link.LEFT_STREAM, link.
 class EngineEnd(Link):
     """Engine-process end of the link to one frontend worker, open while the worker's process lives."""
 
-    def __init__(self, front: Front, restrictions: Restrictions, handle: Handler,
+    def __init__(self, services: InferenceServices, restrictions: Restrictions, handle: Handler,
                  ready: Callable[[str], None], gone: Callable[[], None]) -> None:
         """Create the end of a link.
 
         Parameters
         ----------
-        front : Front
+        services : Front
         restrictions : Restrictions
             Restrictions of gRPC calls.
         handle : Handler
@@ -47,15 +47,15 @@ class EngineEnd(Link):
             Called when the worker's process has ended.
         """
         super().__init__()
-        self._inflight, self._handle, self._ready, self._gone = front.inflight, handle, ready, gone
-        self._infers = InferCalls(front, restrictions)
+        self._inflight, self._handle, self._ready, self._gone = services.inflight, handle, ready, gone
+        self._infers = InferCalls(services, restrictions)
         self._replies: dict[int, _Reply] = {}               # pending gRPC calls by number
         self._exchanges: dict[int, _Connection] = {}        # pending HTTP requests by number
-        self._streams = Streams(front, restrictions, self)
+        self._streams = Streams(services, restrictions, self)
         self._sent_away = asyncio.Event()                   # clients have been sent GOAWAY, or the worker has ended
         self._unread: dict[int, OpenCall] = {}              # responses that clients have not read yet
 
-    def begin(self, settings: FrontSettings) -> None:
+    def begin(self, settings: WorkerSettings) -> None:
         """Send the settings, upon which the worker listens."""
         self.send(link.SETTINGS, 0, pickle.dumps(settings))
 

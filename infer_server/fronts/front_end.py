@@ -13,7 +13,7 @@ from typing import Protocol
 from infer_server.endpoints.inflight import Inflight, OpenCall
 from infer_server.fronts import link
 from infer_server.fronts.link import Frame, Link
-from infer_server.fronts.settings import FrontSettings
+from infer_server.fronts.settings import WorkerSettings
 
 
 class Infers(Protocol):
@@ -36,9 +36,9 @@ class Exchanges(Protocol):
 class HeldElsewhere(Inflight):
     """Inflight of a worker: it also tells the engine process, which counts the calls too, when responses are read."""
 
-    def __init__(self, max_bytes: int, send_timeout_secs: float, front: FrontEnd) -> None:
+    def __init__(self, max_bytes: int, send_timeout_secs: float, end: WorkerEnd) -> None:
         super().__init__(max_bytes, send_timeout_secs)
-        self._front = front
+        self._end = end
         self._numbers: dict[OpenCall, int] = {}
 
     def held_as(self, call: OpenCall, number: int) -> None:
@@ -48,15 +48,15 @@ class HeldElsewhere(Inflight):
     def end(self, call: OpenCall) -> None:
         super().end(call)
         if (number := self._numbers.pop(call, None)) is not None:
-            self._front.read(number)
+            self._end.read(number)
 
 
-class FrontEnd(Link):
+class WorkerEnd(Link):
     """Worker's end of the link. When the engine process is gone, the worker's process ends, too."""
     infers: Infers
     exchanges: Exchanges
 
-    def __init__(self, start: Callable[[FrontSettings], None], send_away: Callable[[], None],
+    def __init__(self, start: Callable[[WorkerSettings], None], send_away: Callable[[], None],
                  drain: Callable[[bool], None]) -> None:
         """Create the end of a link.
 
@@ -107,7 +107,7 @@ class FrontEnd(Link):
 class ToLink(logging.Handler):
     """Log handler that forwards records to the engine process, which writes the only log. Thread-safe."""
 
-    def __init__(self, end: FrontEnd, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, end: WorkerEnd, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self._end, self._loop = end, loop
 

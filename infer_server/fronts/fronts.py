@@ -15,14 +15,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from infer_server.endpoints.front import Front
+from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.grpcio.server import Behind
 from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.restrictions import Restrictions
 from infer_server.errors import RepositoryError
 from infer_server.fronts.engine_end import EngineEnd
 from infer_server.fronts.ports import Reserved
-from infer_server.fronts.settings import Door, FrontSettings
+from infer_server.fronts.settings import ListenAddress, WorkerSettings
 from infer_server.listeners import SENDING_SECS
 from infer_server.process import blocked
 from infer_server.workers import in_daemon_thread
@@ -38,20 +38,20 @@ _LOOKING_SECS = 0.02                    # interval between checks whether a proc
 MakeEnd = Callable[[Callable[[str], None], Callable[[], None]], EngineEnd]      # (ready, gone): see EngineEnd
 
 
-class Fronts:
+class FrontendWorkers:
     """Frontend workers of a server. Call start() once, then close() once, on one event loop."""
 
-    def __init__(self, count: int, behind: Behind, front: Front, restrictions: Restrictions) -> None:
+    def __init__(self, count: int, behind: Behind, services: InferenceServices, restrictions: Restrictions) -> None:
         """Set the number of workers, the server of all gRPC calls but ModelInfer, and the restrictions of gRPC."""
-        self._count, self._behind, self._front, self._restrictions = count, behind, front, restrictions
+        self._count, self._behind, self._services, self._restrictions = count, behind, services, restrictions
         self._reserved: list[Reserved] = []
-        self._fronts: list[_Front] = []
+        self._workers: list[_Worker] = []
 
     def processes(self) -> Mapping[str, int]:
         """Return the process IDs of the workers by name."""
-        return {front.name: front.pid for front in self._fronts if front.pid}
+        return {worker.name: worker.pid for worker in self._workers if worker.pid}
 
-    async def start(self, settings: FrontSettings, handle: Handler) -> tuple[int, int]:
+    async def start(self, settings: WorkerSettings, handle: Handler) -> tuple[int, int]:
         """Start the workers; return the ports of gRPC and HTTP (0 if not served) when all workers listen.
 
         handle: answers HTTP requests. Raises OSError if a worker cannot listen; then all ports are closed.
@@ -59,10 +59,10 @@ class Fronts:
         try:
             grpc, http = self._reserve(settings.grpc), self._reserve(settings.http)
             settings = replace(settings, grpc=grpc, http=http, others=await self._behind.start())
-            make_end = partial(EngineEnd, self._front, self._restrictions, handle)
+            make_end = partial(EngineEnd, self._services, self._restrictions, handle)
             code = _code_on_disk()
-            self._fronts = [_Front(i, make_end, code) for i in range(self._count)]
-            await asyncio.gather(*(front.start(settings) for front in self._fronts))
+            self._workers = [_Worker(i, make_end, code) for i in range(self._count)]
+            await asyncio.gather(*(worker.start(settings) for worker in self._workers))
         except OSError:
             await self.close(answered=False)
             raise
@@ -70,16 +70,16 @@ class Fronts:
 
     async def send_away(self) -> None:
         """Send GOAWAY to the workers' clients. See Listeners.send_away."""
-        await asyncio.gather(*(front.send_away() for front in self._fronts))
+        await asyncio.gather(*(worker.send_away() for worker in self._workers))
 
     async def close(self, answered: bool) -> None:
         """Have the workers send pending responses and end. answered: see Listeners.close."""
-        await asyncio.gather(*(front.close(answered) for front in self._fronts))
+        await asyncio.gather(*(worker.close(answered) for worker in self._workers))
         await self._behind.stop()
         for reserved in self._reserved:
             reserved.close()
 
-    def _reserve(self, door: Door | None) -> Door | None:
+    def _reserve(self, door: ListenAddress | None) -> ListenAddress | None:
         """Reserve a port for all workers; return it with its number, a free one if it was 0."""
         if door is None:
             return None
@@ -89,7 +89,7 @@ class Fronts:
         return replace(door, port=reserved.port)
 
 
-class _Front:
+class _Worker:
     """Frontend worker: a process, which is restarted when it ends."""
 
     def __init__(self, number: int, make_end: MakeEnd, code: bytes) -> None:
@@ -107,7 +107,7 @@ class _Front:
     def pid(self) -> int:
         return self._process.pid if self._process else 0
 
-    async def start(self, settings: FrontSettings) -> None:
+    async def start(self, settings: WorkerSettings) -> None:
         """Start the worker and its supervision. Raises OSError if it cannot listen."""
         await self._start(settings)
         if not self._closed:                    # closed if another worker could not start
@@ -130,7 +130,7 @@ class _Front:
                     log.warning("%s did not end in %g s, and is killed", self.name, _ENDING_SECS)
         await self._kill()
 
-    async def _start(self, settings: FrontSettings) -> None:
+    async def _start(self, settings: WorkerSettings) -> None:
         loop = asyncio.get_running_loop()
         self._started, self._gone = loop.create_future(), asyncio.Event()
         ours, theirs = socket.socketpair()
@@ -150,7 +150,7 @@ class _Front:
         if reason:
             raise OSError(reason)
 
-    async def _watch(self, settings: FrontSettings) -> None:
+    async def _watch(self, settings: WorkerSettings) -> None:
         while not self._closed:
             began = time.monotonic()
             await self._gone.wait()

@@ -19,9 +19,9 @@ from infer_server.endpoints.grpc.errors import StatusError
 from infer_server.endpoints.grpc.methods import INFER_PATH, Methods
 from infer_server.endpoints.inflight import Inflight, OpenCall
 from infer_server.fronts import link
-from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
+from infer_server.fronts.front_end import HeldElsewhere, WorkerEnd
 from infer_server.fronts.link import Frame
-from infer_server.fronts.settings import FrontSettings
+from infer_server.fronts.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def _encoded(metadata: Iterable[tuple[str, Any]]) -> bytes:
 class GrpcCalls:
     """The calls of a frontend worker's gRPC port. Belongs to the event loop."""
 
-    def __init__(self, end: FrontEnd, inflight: HeldElsewhere, settings: FrontSettings) -> None:
+    def __init__(self, end: WorkerEnd, inflight: HeldElsewhere, settings: WorkerSettings) -> None:
         self._end, self._inflight = end, inflight
         self._tells_metadata, self._reflection = settings.tells_metadata, settings.reflection
         self._most_bytes = settings.max_message_bytes
@@ -120,7 +120,7 @@ class GrpcCalls:
 class _Stream:
     """ModelStreamInfer call that a worker forwards."""
 
-    def __init__(self, end: FrontEnd, context: CallContext, inflight: Inflight) -> None:
+    def __init__(self, end: WorkerEnd, context: CallContext, inflight: Inflight) -> None:
         self._end, self._context, self.number = end, context, end.next_number()
         self._inflight, self._client = inflight, Client(context)
         self._untaken: deque[int] = deque()                     # sizes of forwarded requests not yet consumed

@@ -9,7 +9,7 @@ from typing import Any
 from infer_server.endpoints.http.exchange import Exchange
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse
 from infer_server.fronts import link
-from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
+from infer_server.fronts.front_end import HeldElsewhere, WorkerEnd
 from infer_server.fronts.json_requests import is_worthwhile, with_bytes
 from infer_server.fronts.link import Frame
 from infer_server.protocol.json_documents import LARGE_BYTES
@@ -21,7 +21,7 @@ _KEPT = 1024                    # number of parsed response heads that are cache
 class HttpCalls:
     """Handler of a worker's HTTP port. Not thread-safe: belongs to the event loop."""
 
-    def __init__(self, end: FrontEnd, inflight: HeldElsewhere) -> None:
+    def __init__(self, end: WorkerEnd, inflight: HeldElsewhere) -> None:
         self._end, self._inflight = end, inflight
         self._exchanges: dict[int, Exchange] = {}           # pending requests by number
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from infer_server.endpoints.http.reading import Limits
 from infer_server.fronts import link
-from infer_server.fronts.front_end import FrontEnd, HeldElsewhere, ToLink
+from infer_server.fronts.front_end import HeldElsewhere, ToLink, WorkerEnd
 from infer_server.fronts.over_grpc import GrpcCalls
 from infer_server.fronts.over_http import HttpCalls
-from infer_server.fronts.settings import FrontSettings
+from infer_server.fronts.settings import WorkerSettings
 from infer_server.grpc_ports import grpc_server
 from infer_server.listeners import GrpcServer, Listeners
 from infer_server.process import raise_descriptor_limit, tune_malloc
@@ -26,12 +26,12 @@ class FrontendWorker:
     """Ports and link of a frontend worker. Not thread-safe: belongs to the event loop."""
 
     def __init__(self) -> None:
-        self.end = FrontEnd(self._begin, self._send_away, self._finish)
+        self.end = WorkerEnd(self._begin, self._send_away, self._finish)
         self.ended = asyncio.Event()
         self._tasks = set[asyncio.Task[None]]()     # the event loop keeps only weak references to tasks
         self._listeners: Listeners
 
-    def _begin(self, settings: FrontSettings) -> None:
+    def _begin(self, settings: WorkerSettings) -> None:
         self._do(self._listen(settings))
 
     def _send_away(self) -> None:
@@ -45,7 +45,7 @@ class FrontendWorker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _listen(self, settings: FrontSettings) -> None:
+    async def _listen(self, settings: WorkerSettings) -> None:
         logging.basicConfig(level=settings.log_level, handlers=[ToLink(self.end, asyncio.get_running_loop())],
                             format="%(message)s")           # the engine process adds the time and the level
         inflight = HeldElsewhere(settings.max_inflight_bytes, settings.send_timeout_secs, self.end)
@@ -62,7 +62,7 @@ class FrontendWorker:
             return
         self.end.send(link.READY)
 
-    def _grpc(self, settings: FrontSettings, inflight: HeldElsewhere) -> GrpcServer:
+    def _grpc(self, settings: WorkerSettings, inflight: HeldElsewhere) -> GrpcServer:
         self.end.infers = calls = GrpcCalls(self.end, inflight, settings)
         return grpc_server(settings.grpc_front, calls.methods(), inflight, settings.channel, settings.max_message_bytes,
                            settings.min_body_rate, settings.body_grace_secs, shares_port=True)

@@ -8,7 +8,7 @@ from infer_server.endpoints.tls import Tls
 
 
 @dataclass(frozen=True)
-class Door:
+class ListenAddress:
     """Address of a port that all workers share."""
     host: str
     port: int
@@ -16,10 +16,10 @@ class Door:
 
 
 @dataclass(frozen=True)
-class FrontSettings:
+class WorkerSettings:
     """Settings of a frontend worker."""
-    grpc: Door | None                   # None: no gRPC port
-    http: Door | None                   # None: no HTTP port
+    grpc: ListenAddress | None                   # None: no gRPC port
+    http: ListenAddress | None                   # None: no HTTP port
     others: str                         # path of the Unix socket of the server of all gRPC calls but inference
     max_message_bytes: int              # maximum size of a gRPC message
     max_body_bytes: int                 # maximum size of an HTTP body

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import grpc
 
-from infer_server.endpoints.front import Front
+from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.context import CallContext
 from infer_server.endpoints.grpc.errors import described
 from infer_server.endpoints.grpc.service.stream import infer_stream
@@ -21,8 +21,8 @@ from infer_server.fronts.link import Frame, Link
 class Streams:
     """Streams of one frontend worker. Not thread-safe: belongs to the event loop."""
 
-    def __init__(self, front: Front, restrictions: Restrictions, end: Link) -> None:
-        self._front, self._restrictions, self._end = front, restrictions, end
+    def __init__(self, services: InferenceServices, restrictions: Restrictions, end: Link) -> None:
+        self._services, self._restrictions, self._end = services, restrictions, end
         self._open: dict[int, tuple[_Context, asyncio.Task[None]]] = {}
 
     def received(self, frame: Frame) -> None:
@@ -45,7 +45,7 @@ class Streams:
     async def _serve(self, number: int, context: _Context) -> None:
         code, details = grpc.StatusCode.OK, ""
         try:
-            await infer_stream(self._front, self._check, context)
+            await infer_stream(self._services, self._check, context)
         except asyncio.CancelledError:
             return
         except Exception as error:

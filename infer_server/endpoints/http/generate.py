@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from infer_server.batching.request import Arrays, parameters_of
 from infer_server.config.config import TensorSpec
-from infer_server.endpoints.front import Front
+from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.http.exchange import Exchange
 from infer_server.endpoints.http.infer import LITTLE_JSON_BYTES, HttpReply
 from infer_server.endpoints.http.messages import HttpResponse, error_text, json_text, member
@@ -36,29 +36,30 @@ _EVENTS = "text/event-stream; charset=utf-8"
 _PARAMETERS = "parameters"              # optional member that holds further inputs and parameters
 
 
-def generate(exchange: Exchange, model: Model, version: str, front: Front, streamed: bool) -> None:
+def generate(exchange: Exchange, model: Model, version: str, services: InferenceServices, streamed: bool) -> None:
     """Submit the generate request of an exchange. Raises ServeErrors.
 
     streamed: send an event for every response; otherwise the model must give exactly one response.
     """
     if len(exchange.request.body) > LARGE_BYTES:
-        exchange.answer_later(_generate_large(exchange, model, version, front, streamed))
+        exchange.answer_later(_generate_large(exchange, model, version, services, streamed))
     else:
-        _submit(exchange, GenerateCall(exchange, exchange.request.json(), model, version, front), front, streamed)
+        _submit(exchange, GenerateCall(exchange, exchange.request.json(), model, version, services), services, streamed)
 
 
-async def _generate_large(exchange: Exchange, model: Model, version: str, front: Front, streamed: bool) -> None:
+async def _generate_large(exchange: Exchange, model: Model, version: str, services: InferenceServices,
+                          streamed: bool) -> None:
     """Submit a generate request whose body is parsed in steps."""
-    steps = exchange.while_present(_read(exchange, model, front))
-    call = GenerateCall(exchange, await front.inflight.steps.run(steps), model, version, front)
+    steps = exchange.while_present(_read(exchange, model, services))
+    call = GenerateCall(exchange, await services.inflight.steps.run(steps), model, version, services)
     if not exchange.gone:
         exchange.request = exchange.request._replace(body=b"")
-        _submit(exchange, call, front, streamed)
+        _submit(exchange, call, services, streamed)
 
 
-def _read(exchange: Exchange, model: Model, front: Front) -> Steps[dict[str, Any]]:
+def _read(exchange: Exchange, model: Model, services: InferenceServices) -> Steps[dict[str, Any]]:
     """Read a large body; long arrays of inputs become ndarrays."""
-    hold = partial(front.inflight.hold, exchange.held)
+    hold = partial(services.inflight.hold, exchange.held)
     specs = {spec.name: spec for spec in model.config.inputs}
     body = yield from read_members(exchange.request.body, len(exchange.request.body), hold)
     for members in (body, member(body, _PARAMETERS, dict, {})):
@@ -70,20 +71,20 @@ def _read(exchange: Exchange, model: Model, front: Front) -> Steps[dict[str, Any
     return body
 
 
-def _submit(exchange: Exchange, call: GenerateCall, front: Front, streamed: bool) -> None:
+def _submit(exchange: Exchange, call: GenerateCall, services: InferenceServices, streamed: bool) -> None:
     reply = EventsReply(exchange) if streamed else OneReply(exchange)
-    exchange.when_left(front.inferences.submit(call, reply).cancel)
+    exchange.when_left(services.inferences.submit(call, reply).cancel)
 
 
 class GenerateCall(Call):
     """Generate request; its response is a JSON object as text."""
     protocol = "HTTP"
 
-    def __init__(self, exchange: Exchange, body: Any, model: Model, version: str, front: Front) -> None:
+    def __init__(self, exchange: Exchange, body: Any, model: Model, version: str, services: InferenceServices) -> None:
         """Read the request from the parsed body of an exchange. Raises InvalidRequestError if it is malformed."""
         request = exchange.request
         self.model, self.version, self.received_ns = model.name, version, request.received_ns
-        self._front, self._held, self._headers = front, exchange.held, request.headers
+        self._services, self._held, self._headers = services, exchange.held, request.headers
         self._answer_bytes = 0                  # not known
         self.id = member(body, "id", str, "")
         members = {**body, **member(body, _PARAMETERS, dict, {})}
@@ -117,7 +118,7 @@ class GenerateCall(Call):
 
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
         self._answer_bytes = response_bytes
-        self._front.inflight.expect(self._held, response_bytes, decoded_bytes)
+        self._services.inflight.expect(self._held, response_bytes, decoded_bytes)
 
     def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, NDArray[Any]]:
         return {tensor.name: shaped(tensor, values) if isinstance(values := self._values[tensor.name], np.ndarray)

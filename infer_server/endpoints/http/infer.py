@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from infer_server.batching.request import Arrays, Outputs, Reply, parameters_of
 from infer_server.config.config import ModelConfig
-from infer_server.endpoints.front import Front
+from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.http.exchange import Exchange
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, accepted, compressed, json_text
 from infer_server.endpoints.inflight import OpenCall
@@ -54,7 +54,8 @@ _NO_VALUES: Mapping[int, Sequence[bytes]] = MappingProxyType({})
 _FEW_TENSORS = 64                                   # up to so many tensors are reported by name if they are too many
 
 
-def infer(exchange: Exchange, model: str, version: str, front: Front, find: Callable[[str, str], Model]) -> None:
+def infer(exchange: Exchange, model: str, version: str, services: InferenceServices,
+          find: Callable[[str, str], Model]) -> None:
     """Submit the inference request of an exchange, which is answered when it is computed. Raises ServeErrors.
 
     find: returns the model of a name and a version.
@@ -62,25 +63,25 @@ def infer(exchange: Exchange, model: str, version: str, front: Front, find: Call
     request = exchange.request
     size = json_size(request)
     if size > LARGE_BYTES:
-        exchange.answer_later(_infer_large(exchange, size, model, version, front, find))
+        exchange.answer_later(_infer_large(exchange, size, model, version, services, find))
         return
     form, binary = (_raw_form(find(model, version).config, request.body) if request.headers.get(_JSON_BYTES) == "0"
                     else _split(request, size, lambda: find(model, version).config))
-    _submit(exchange, HttpCall(request, form, binary, model, version, front, exchange.held))
+    _submit(exchange, HttpCall(request, form, binary, model, version, services, exchange.held))
 
 
-async def _infer_large(exchange: Exchange, size: int, model: str, version: str, front: Front,
+async def _infer_large(exchange: Exchange, size: int, model: str, version: str, services: InferenceServices,
                        find: Callable[[str, str], Model]) -> None:
     """Submit a request whose `size` bytes of JSON are parsed in steps; values only if the tensors match the model."""
-    request, inflight = exchange.request, front.inflight
-    if size > front.max_json_bytes:
+    request, inflight = exchange.request, services.inflight
+    if size > services.max_json_bytes:
         raise TooLargeError(f"request JSON size of {size} bytes exceeds the maximum allowed input size of "
-                            f"{front.max_json_bytes} bytes. Use --http-max-json-mib to increase the limit")
+                            f"{services.max_json_bytes} bytes. Use --http-max-json-mib to increase the limit")
     found = find(model, version)
     hold = functools.partial(inflight.hold, exchange.held)
     head = await inflight.steps.run(exchange.while_present(read_inference(request.body, size, hold)))
     _check_counts(head, found.config)
-    call = HttpCall(request, Form(head), memoryview(request.body)[size:], model, version, front, exchange.held)
+    call = HttpCall(request, Form(head), memoryview(request.body)[size:], model, version, services, exchange.held)
     fits = True
     try:
         found.signature.fit(call.inputs())
@@ -95,7 +96,7 @@ async def _infer_large(exchange: Exchange, size: int, model: str, version: str, 
 
 
 def _submit(exchange: Exchange, call: HttpCall) -> None:
-    exchange.when_left(call.front.inferences.submit(call, _InferReply(exchange)).cancel)
+    exchange.when_left(call.services.inferences.submit(call, _InferReply(exchange)).cancel)
 
 
 class HttpReply(Reply):
@@ -122,11 +123,11 @@ class HttpCall(Call):
     protocol = "HTTP"
     _lent: Sequence[Place] = ()         # shared memory that is read during execution; set by contents()
 
-    def __init__(self, request: HttpRequest, form: Form, binary: memoryview, model: str, version: str, front: Front,
-                 held: OpenCall) -> None:
+    def __init__(self, request: HttpRequest, form: Form, binary: memoryview, model: str, version: str,
+                 services: InferenceServices, held: OpenCall) -> None:
         """Take the body of a request in two parts: the JSON, parsed, and the binary tensors."""
         self.model, self.version, self.received_ns = model, version, request.received_ns
-        self.front, self._held, self._headers = front, held, request.headers
+        self.services, self._held, self._headers = services, held, request.headers
         self._read: dict[int, NDArray[Any] | InvalidRequestError] = {}      # long JSON arrays, by the input's position
         self._answer_bytes = 0                                              # 0: not known
         self._form, self._binary = form, binary
@@ -151,7 +152,7 @@ class HttpCall(Call):
 
     async def read_json(self, exchange: Exchange) -> None:
         """Convert the long JSON arrays of the inputs in steps, for contents()."""
-        inflight = self.front.inflight
+        inflight = self.services.inflight
         for i, (tensor, member) in enumerate(zip(self.inputs(), self._form.inputs, strict=True)):
             if isinstance(member.data, JsonArray):
                 steps = read_values(tensor, member.data, functools.partial(inflight.hold, self._held))
@@ -163,15 +164,15 @@ class HttpCall(Call):
 
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
         self._answer_bytes = response_bytes
-        self.front.inflight.expect(self._held, response_bytes, decoded_bytes)
+        self.services.inflight.expect(self._held, response_bytes, decoded_bytes)
 
     def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, Any]:
         arrays: dict[str, Any] = {}
         at = 0
         placed: Mapping[int, Any] = {}
         if references := self._form.references:
-            placed, self._lent = read(references, tensors, self.front.regions,
-                                      functools.partial(self.front.inflight.hold, self._held), devices)
+            placed, self._lent = read(references, tensors, self.services.regions,
+                                      functools.partial(self.services.inflight.hold, self._held), devices)
         for i, (tensor, member, size) in enumerate(zip(tensors, self._form.inputs, self._form.sizes, strict=True)):
             if i in placed:
                 arrays[tensor.name] = from_raw(tensor, raw) if isinstance(raw := placed[i], memoryview) else raw
@@ -187,7 +188,7 @@ class HttpCall(Call):
                 raise InvalidRequestError(f"unexpected size for input '{tensor.name}', expecting {size - left} "
                                           f"additional bytes for model '{self.model}': binary_data_size {size} exceeds "
                                           f"the {left} bytes that are left of the body")
-            self.front.inflight.hold(self._held, object_bytes(tensor, size))
+            self.services.inflight.hold(self._held, object_bytes(tensor, size))
             arrays[tensor.name] = from_raw(tensor, self._binary[at:at + size])
             at += size
         if at != len(self._binary):
@@ -204,7 +205,7 @@ class HttpCall(Call):
         return array
 
     def encoder(self, served: Served) -> Callable[[Arrays], HttpResponse | ServeError]:
-        encode = _encoder_of(self._form, served, self.front.regions)
+        encode = _encoder_of(self._form, served, self.services.regions)
         writes_much = not all(encode.binary) and not 0 < self._answer_bytes <= LITTLE_JSON_BYTES
         self.lengthy, self.rooms = bool(self._coding) or encode.has_places or writes_much, encode.gpu_buffers
         return checking_inputs(self._lent, functools.partial(_compressed, encode, self._coding)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
 
-from infer_server.endpoints.front import Front
+from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.http.exchange import Exchange, Handler
 from infer_server.endpoints.http.generate import generate
 from infer_server.endpoints.http.infer import infer
@@ -33,13 +33,13 @@ _MEMORY = r"/v2/(?P<kind>system|cuda)sharedmemory(/region/(?P<region>[^/]+))?"
 _CONTROL = r"/v2/repository(/(?P<repository>[^/]+))?/models/(?P<model>[^/]+)"
 
 
-def server_routes(service: Service, front: Front, repository: Repository, restrictions: Restrictions, hosts: HostCheck,
-                  snapshots: Snapshots) -> Handler:
+def server_routes(service: Service, services: InferenceServices, repository: Repository, restrictions: Restrictions,
+                  hosts: HostCheck, snapshots: Snapshots) -> Handler:
     """Return the handler of the HTTP port: inference and all other calls of the protocol.
 
     hosts: checks calls that change the server. snapshots: data of the status page.
     """
-    pages = ModelPages(service.models, front.inflight.steps)
+    pages = ModelPages(service.models, services.inflight.steps)
     server = ServerPages(service.memory, service.settings)
     routes = _Routes([
         *(("statistics", "GET", re.escape(path), page) for path, page in status_pages(snapshots).items()),
@@ -62,18 +62,19 @@ def server_routes(service: Service, front: Front, repository: Repository, restri
         ("shared-memory", CHANGE, _MEMORY + "/register", server.register_memory),
         ("shared-memory", CHANGE, _MEMORY + "/unregister", server.unregister_memory),
     ], restrictions, hosts)
-    return _with_inference(front, repository, restrictions, routes)
+    return _with_inference(services, repository, restrictions, routes)
 
 
-def _with_inference(front: Front, repository: Repository, restrictions: Restrictions, routes: Handler) -> Handler:
+def _with_inference(services: InferenceServices, repository: Repository, restrictions: Restrictions,
+                    routes: Handler) -> Handler:
     """Return a handler that answers inference requests and passes all others to `routes`."""
     def _submit(exchange: Exchange, model: str, version: str, how: str) -> None:
         if exchange.gone:
             return
         if how == "infer":
-            infer(exchange, model, version, front, repository.find)
+            infer(exchange, model, version, services, repository.find)
         else:
-            generate(exchange, repository.find(model, version), version, front, how == "generate_stream")
+            generate(exchange, repository.find(model, version), version, services, how == "generate_stream")
 
     inference_path = re.compile(_MODEL + "/(?P<how>infer|generate|generate_stream)")
 
@@ -84,8 +85,8 @@ def _with_inference(front: Front, repository: Repository, restrictions: Restrict
         elif exchange.request.method == "POST":
             restrictions.check("inference", exchange.request.header_bytes)
             submit = partial(_submit, exchange, path["model"], path["version"] or "", path["how"])
-            if front.on_demand:
-                front.on_demand.when_loaded(path["model"], submit, exchange.fail)
+            if services.on_demand:
+                services.on_demand.when_loaded(path["model"], submit, exchange.fail)
             else:
                 submit()
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import tritonclient.grpc as triton
 
-from infer_server.fronts.fronts import Fronts
+from infer_server.fronts.fronts import FrontendWorkers
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import Gate
 from tests.infer_server.serving import RunningServer
@@ -24,9 +24,9 @@ def infer(client: triton.InferenceServerClient, x: np.ndarray, model: str = "m")
     return y
 
 
-def fronts(server: RunningServer) -> Fronts:
-    assert server.server._fronts
-    return server.server._fronts
+def fronts(server: RunningServer) -> FrontendWorkers:
+    assert server.server._workers
+    return server.server._workers
 
 
 def pids(server: RunningServer) -> set[int]:
@@ -35,7 +35,7 @@ def pids(server: RunningServer) -> set[int]:
 
 def open_calls(server: RunningServer) -> list[int]:
     """Return the number of calls that each frontend worker has forwarded and waits for."""
-    return [len(front._end._replies) for front in fronts(server)._fronts]
+    return [len(front._end._replies) for front in fronts(server)._workers]
 
 
 @contextmanager

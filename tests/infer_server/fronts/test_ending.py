@@ -80,7 +80,7 @@ def test_what_a_front_logs_is_logged_once_with_its_level(tmp_path: Path, caplog:
 def test_a_front_that_ends_by_a_bug_says_so(
         tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        end = fronts(server)._fronts[0]._end
+        end = fronts(server)._workers[0]._end
         server.loop.call_soon_threadsafe(lambda: end.send(link.FAIL, 1, b"", about=b"no code"))     # as a bug would
         assert eventually(lambda: "front 0 has ended (exit status 1)" in caplog.text)
         assert "invalid literal for int() with base 10: b'no code'" in capfd.readouterr().err

@@ -86,7 +86,7 @@ def test_what_is_held_is_counted_over_all_fronts(front: str, tmp_path: Path) -> 
             answers = [pool.submit(infer, client, np.ones((1, values), np.float32)) for client in clients]
             assert eventually(lambda: sum(answer.done() for answer in answers) >= 3 * SOME)
         errors = [error for answer in answers if (error := answer.exception(TIMEOUT_SECS))]
-        assert {error.status() for error in errors} == {"StatusCode.RESOURCE_EXHAUSTED"}        # type: ignore[attr-defined]
+        assert {error.status() for error in errors} == {"StatusCode.RESOURCE_EXHAUSTED"}  # type: ignore[attr-defined]
         over_http.result(TIMEOUT_SECS).close()
         assert eventually(lambda: server.server._inflight.held_bytes == 0)
 
@@ -117,7 +117,7 @@ def test_answers_whose_size_is_not_known_before_are_counted_until_they_are_read(
 
 def test_a_stream_that_is_left_before_it_began_is_forgotten(tmp_path: Path) -> None:
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        opened = fronts(server)._fronts[0]._end._streams
+        opened = fronts(server)._workers[0]._end._streams
 
         async def open_and_leave() -> None:
             opened.received(Frame(link.STREAM, 1, b"", about=b"[]"))

@@ -10,18 +10,18 @@ import pytest
 import protos
 from infer_server.endpoints.http.reading import Limits
 from infer_server.fronts import link
-from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
+from infer_server.fronts.front_end import HeldElsewhere, WorkerEnd
 from infer_server.fronts.link import Frame
 from infer_server.fronts.over_grpc import GrpcCalls
-from infer_server.fronts.settings import FrontSettings
-from infer_server.grpc_ports import FRONTS, grpc_server
+from infer_server.fronts.settings import WorkerSettings
+from infer_server.grpc_ports import GRPC_LIBRARIES, grpc_server
 from infer_server.listeners import Listeners
 from tests.infer_server.numpy_engine import TIMEOUT_SECS
 
 STREAM = f"/{protos.INFERENCE_SERVICE}/ModelStreamInfer"
 
 
-class End(FrontEnd):
+class End(WorkerEnd):
     """Keeps what it is to send."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class End(FrontEnd):
 
 
 class Inflight(HeldElsewhere):
-    def __init__(self, end: FrontEnd) -> None:
+    def __init__(self, end: WorkerEnd) -> None:
         super().__init__(1 << 30, TIMEOUT_SECS, end)
         self.is_waited_for = asyncio.Event()
 
@@ -48,7 +48,7 @@ class Inflight(HeldElsewhere):
         await super().wait_sent(timeout_secs)
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", GRPC_LIBRARIES)
 def test_the_responses_of_a_stream_reach_its_client_before_the_ports_close(
         front: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer_server.listeners.SENDING_SECS", TIMEOUT_SECS)
@@ -57,7 +57,8 @@ def test_the_responses_of_a_stream_reach_its_client_before_the_ports_close(
         end = End()
         inflight = Inflight(end)
         listeners = Listeners(Limits(1 << 20, inflight))
-        calls = GrpcCalls(end, inflight, FrontSettings(None, None, "/nowhere", 1 << 20, 1 << 20, 1 << 30, TIMEOUT_SECS))
+        calls = GrpcCalls(end, inflight,
+                          WorkerSettings(None, None, "/nowhere", 1 << 20, 1 << 20, 1 << 30, TIMEOUT_SECS))
         server = grpc_server(front, calls.methods(), inflight, {}, 1 << 20, 0, 10.0)
         port = await listeners.listen_grpc(server, "127.0.0.1", 0, None)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -24,9 +24,9 @@ import infer_server
 from infer_server.errors import RepositoryError
 from infer_server.fronts import fronts as fronts_of_servers
 from infer_server.fronts.engine_end import EngineEnd
-from infer_server.fronts.fronts import Fronts
+from infer_server.fronts.fronts import FrontendWorkers
 from infer_server.fronts.ports import Reserved
-from infer_server.fronts.settings import FrontSettings
+from infer_server.fronts.settings import WorkerSettings
 from infer_server.server import Server
 from infer_server.workers import in_daemon_thread
 from tests.infer_server.cli.test_serve import process
@@ -81,7 +81,7 @@ def test_a_front_that_is_killed_takes_its_own_requests_with_it_and_comes_back(fr
         model, before = server.server.repository.find("m"), pids(server)
         with GATES["killed"].closed(), waiting(server, pool, GATES["killed"]) as asked:
             lost, kept = open_calls(server)
-            os.kill(fronts(server)._fronts[0].pid, signal.SIGKILL)
+            os.kill(fronts(server)._workers[0].pid, signal.SIGKILL)
             assert eventually(lambda: open_calls(server)[-1] == sum(open_calls(server)) == kept)
             assert eventually(lambda: model.pending in (kept - 1, kept)), "what nobody waits for is not executed"
             for _ in range(kept + 1):
@@ -116,8 +116,8 @@ def test_a_front_that_cannot_be_started_for_a_while_comes_back(
         monkeypatch.setattr(fronts_of_servers, "_PAUSE_SECS", 0.01)
         monkeypatch.setattr(fronts_of_servers, "_start_process", fails_twice)
         monkeypatch.setattr("socket.socketpair", pairs)
-        os.kill(fronts(server)._fronts[0].pid, signal.SIGKILL)
-        assert eventually(lambda: len(asked) == 3 and all(front._listens() for front in fronts(server)._fronts))
+        os.kill(fronts(server)._workers[0].pid, signal.SIGKILL)
+        assert eventually(lambda: len(asked) == 3 and all(front._listens() for front in fronts(server)._workers))
         assert len(pids(server) - before) == 1 and len(pids(server)) == 2
         assert [end.fileno() for end in made[:4]] == [-1] * 4, "of those that were not started"
         assert caplog.text.count("front 0: [Errno 11] Resource temporarily unavailable") == 2
@@ -137,8 +137,8 @@ def test_a_front_comes_back_for_which_there_was_no_thread_for_a_while(
         before = pids(server)
         monkeypatch.setattr(fronts_of_servers, "_PAUSE_SECS", 0.01)
         monkeypatch.setattr(fronts_of_servers, "in_daemon_thread", fails_twice)
-        os.kill(fronts(server)._fronts[0].pid, signal.SIGKILL)
-        assert eventually(lambda: len(asked) >= 3 and all(front._listens() for front in fronts(server)._fronts))
+        os.kill(fronts(server)._workers[0].pid, signal.SIGKILL)
+        assert eventually(lambda: len(asked) >= 3 and all(front._listens() for front in fronts(server)._workers))
         assert len(pids(server) - before) == 1 and len(pids(server)) == 2
         assert caplog.text.count("front 0: no more threads") == 2
 
@@ -146,15 +146,15 @@ def test_a_front_comes_back_for_which_there_was_no_thread_for_a_while(
 def test_a_front_that_is_closed_as_it_comes_back_is_not_started_again(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     closing: list[asyncio.Future[None]] = []
-    tell = fronts_of_servers._Front._tell
+    tell = fronts_of_servers._Worker._tell
 
-    def tell_and_close(front: fronts_of_servers._Front, reason: str) -> None:
+    def tell_and_close(front: fronts_of_servers._Worker, reason: str) -> None:
         tell(front, reason)
         if not closing and not reason:
             closing.append(asyncio.ensure_future(front.close(answered=True)))
 
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        front = fronts(server)._fronts[0]
+        front = fronts(server)._workers[0]
         monkeypatch.setattr(fronts_of_servers, "_PAUSE_SECS", 0.01)
         monkeypatch.setattr(front, "_tell", lambda reason: tell_and_close(front, reason))
         os.kill(front.pid, signal.SIGKILL)
@@ -186,12 +186,12 @@ def test_a_server_whose_fronts_cannot_listen_says_why_and_leaves_none(
                 super().__init__(host, port)
                 self.port = other.getsockname()[1]
 
-        async def start() -> Fronts | None:
+        async def start() -> FrontendWorkers | None:
             server = Server(options(tmp_path, workers=2), load_numpy_engine)
             with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{other.getsockname()[1]}"):
                 await server.start()
             await server._listeners.close(answered=True)
-            return server._fronts
+            return server._workers
 
         monkeypatch.setattr("infer_server.fronts.fronts.Reserved", Taken)
         started = asyncio.run(start())
@@ -200,31 +200,31 @@ def test_a_server_whose_fronts_cannot_listen_says_why_and_leaves_none(
 
 def test_a_front_that_listens_as_another_cannot_start_is_not_watched(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    start_one, begin = fronts_of_servers._Front._start, EngineEnd.begin
+    start_one, begin = fronts_of_servers._Worker._start, EngineEnd.begin
     begun = asyncio.Event()
     ends: list[EngineEnd] = []
 
-    def begins(end: EngineEnd, settings: FrontSettings) -> None:
+    def begins(end: EngineEnd, settings: WorkerSettings) -> None:
         begin(end, settings)
         ends.append(end)
         begun.set()
 
-    async def start() -> list[fronts_of_servers._Front]:
+    async def start() -> list[fronts_of_servers._Worker]:
         server = Server(options(tmp_path, workers=2), load_numpy_engine)
 
-        async def fails(front: fronts_of_servers._Front, settings: FrontSettings) -> None:
+        async def fails(front: fronts_of_servers._Worker, settings: WorkerSettings) -> None:
             if front.name == "front 1":
                 return await start_one(front, settings)
             await begun.wait()
             select.select([ends[0]._transport.get_extra_info("socket")], [], [], TIMEOUT_SECS)      # it says so
             raise OSError("nothing goes")
 
-        monkeypatch.setattr(fronts_of_servers._Front, "_start", fails)
+        monkeypatch.setattr(fronts_of_servers._Worker, "_start", fails)
         monkeypatch.setattr(EngineEnd, "begin", begins)
         with pytest.raises(OSError, match="nothing goes"):
             await server.start()
         await server._listeners.close(answered=True)
-        return server._fronts._fronts                   # type: ignore[union-attr]
+        return server._workers._workers                   # type: ignore[union-attr]
 
     started = asyncio.run(start())
     assert not started[1]._watching and not is_alive(started[1].pid) and "started again" not in caplog.text

@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, exporter: Any) -> Iterator[
     write_model(folder, "fragile", kind="fails_on_negative")
     write_chain(folder, "affine", "affine", max_batch=8, dims="4")
     with serving(folder) as running:
-        inferences = running.server._front.inferences
+        inferences = running.server._services.inferences
         inferences._tracer = SpanTracer(SpanSettings(), exporter)
         yield running
 
@@ -49,7 +49,7 @@ def spans(server: RunningServer, exporter: Any) -> Iterator[Callable[[], dict[st
     exporter.clear()
 
     def made() -> dict[str, Any]:
-        server.server._front.inferences._tracer._provider.force_flush()
+        server.server._services.inferences._tracer._provider.force_flush()
         return {span.name: span for span in exporter.get_finished_spans()}
     yield made
 

@@ -79,7 +79,7 @@ def test_the_least_used_makes_room_for_what_is_asked_for(server: RunningServer) 
 
 def test_what_was_loaded_for_a_request_makes_no_room_before_the_request_has_gone_on(server: RunningServer) -> None:
     """On grpcio the request continues a turn of the event loop later, and others that need memory may come first."""
-    on_demand, victims = server.server._front.on_demand, list[str | None]()
+    on_demand, victims = server.server._services.on_demand, list[str | None]()
     assert on_demand
     go_on, least_used = on_demand._go_on, on_demand._least_used
 
@@ -157,7 +157,7 @@ def test_what_an_ensemble_needs_that_is_being_loaded_makes_no_room(server: Runni
 
 def test_what_an_ensemble_needs_that_somebody_waits_for_makes_no_room_either(server: RunningServer) -> None:
     async def victims() -> tuple[str | None, str | None]:
-        demand = server.server._front.on_demand
+        demand = server.server._services.on_demand
         assert demand is not None
         usually = demand._least_used("a")
         demand._loading["chain"] = asyncio.ensure_future(asyncio.sleep(0))      # as until who waits has gone on
@@ -175,7 +175,7 @@ def test_what_clients_load_and_what_is_loaded_at_the_start_makes_room_as_well(tm
     with serving(tmp_path, model_memory_bytes=5 * MIB // 2, explicit_control=True,
                  load_models=("a", "b", "c")) as running, tritonclient.grpc.InferenceServerClient(
                      running.address) as client:
-        demand = running.server._front.on_demand
+        demand = running.server._services.on_demand
         assert demand is not None and eventually(lambda: len(loaded(running)) == 2)
         for name in ("a", "b", "d"):
             assert eventually(lambda: not demand._evicting.locked())
@@ -187,7 +187,7 @@ def test_a_model_that_was_unloaded_and_cannot_be_read_says_why(tmp_path: Path) -
     repository = tmp_path / "repository"
     write_model(repository, "m")
     with serving(repository, model_memory_bytes=MIB) as running:
-        demand = running.server._front.on_demand
+        demand = running.server._services.on_demand
         assert demand is not None
         for is_gone, said in ((False, "nonsense"), (True, "No such file")):
             assert answer(tritonclient.grpc, running, "m") == [3, 5, 7, 9]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from infer_server.batching.request import Arrays, AwaitedReply, Outputs, parameters_of
-from infer_server.endpoints.front import Front
+from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.compression import plain
 from infer_server.endpoints.grpc.context import CallContext, Client, HasHeaders
 from infer_server.endpoints.inflight import OpenCall
@@ -31,18 +31,18 @@ from protos import inference
 _FEW_BYTES = 64 << 10       # size of a batch's output up to which one copy is split into responses
 
 
-async def infer(front: Front, data: bytes, context: CallContext) -> bytes:
+async def infer(services: InferenceServices, data: bytes, context: CallContext) -> bytes:
     """Serve one serialised ModelInferRequest and return the serialised response. Raises ServeError."""
     received_ns = time.monotonic_ns()
-    inflight = front.inflight
+    inflight = services.inflight
     held = inflight.begin(Client(context), len(data))
     context.when_done(functools.partial(inflight.end, held))
-    data = await plain(data, front.max_message_bytes, inflight, held)
-    call = GrpcCall(split_request(data), received_ns, context.time_remaining(), front, held)
-    if front.on_demand:
-        await front.on_demand.load(call.model)
+    data = await plain(data, services.max_message_bytes, inflight, held)
+    call = GrpcCall(split_request(data), received_ns, context.time_remaining(), services, held)
+    if services.on_demand:
+        await services.on_demand.load(call.model)
     reply = AwaitedReply(asyncio.get_running_loop())
-    submitted = front.inferences.submit(call, reply)
+    submitted = services.inferences.submit(call, reply)
     try:
         response: bytes = await reply.response
     except asyncio.CancelledError:
@@ -57,11 +57,11 @@ class GrpcCall(Call):
     protocol = "gRPC"
     _shared_inputs: Sequence[Place] = ()         # shared memory read during the execution; known after contents()
 
-    def __init__(self, message: InferRequest, received_ns: int, remaining_secs: float | None, front: Front,
-                 held: OpenCall) -> None:
+    def __init__(self, message: InferRequest, received_ns: int, remaining_secs: float | None,
+                 services: InferenceServices, held: OpenCall) -> None:
         """Wrap a parsed request; `remaining_secs` is the time until the client's deadline."""
         form = message.form
-        self._message, self._front, self._held = message, front, held
+        self._message, self._services, self._held = message, services, held
         self.model, self.version, self.id = form.model, form.version, message.id
         self.form = form if form.is_kept else None
         self.received_ns = received_ns
@@ -90,17 +90,17 @@ class GrpcCall(Call):
         return from_messages(parameters) if parameters else NONE
 
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
-        self._front.inflight.expect(self._held, response_bytes, decoded_bytes)
+        self._services.inflight.expect(self._held, response_bytes, decoded_bytes)
 
     def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, Any]:
         sent_bytes = self._held.held_bytes
         for tensor in tensors:
             if not tensor.is_plain:
-                self._front.inflight.hold(self._held, object_bytes(tensor, sent_bytes))
+                self._services.inflight.hold(self._held, object_bytes(tensor, sent_bytes))
         if not (references := self._message.form.references):
             return decode_inputs(self._message, tensors)
-        found = read(references, tensors, self._front.regions, functools.partial(self._front.inflight.hold, self._held),
-                     devices)
+        found = read(references, tensors, self._services.regions,
+                     functools.partial(self._services.inflight.hold, self._held), devices)
         self._shared_inputs = found.lent
         return decode_inputs(self._message, tensors, found.arrays)
 
@@ -108,7 +108,8 @@ class GrpcCall(Call):
         form = self._message.form
         if not form.outputs_have_parameters:
             return checking_inputs(self._shared_inputs, GrpcEncoder(served, self.id))
-        outputs = requested_outputs(served, [_requested(tensor) for tensor in form.header.outputs], self._front.regions)
+        outputs = requested_outputs(served, [_requested(tensor) for tensor in form.header.outputs],
+                                    self._services.regions)
         self.lengthy, self.rooms = any(output.place for output in outputs), gpu_buffers(outputs)
         return checking_inputs(self._shared_inputs, functools.partial(_encode_requested, served, outputs, self.id))
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from infer_server.batching.request import Request
 from infer_server.batching.statistics import Failure
-from infer_server.endpoints.front import Front
+from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.infer_reply import InferReply
 from infer_server.endpoints.grpc.service.infer import GrpcCall, GrpcEncoder
 from infer_server.endpoints.restrictions import OF_CALL, Restrictions
@@ -33,10 +33,10 @@ class _CachedLayout(NamedTuple):
 class InferCalls:
     """Handler of ModelInfer calls. Belongs to the event loop."""
 
-    def __init__(self, front: Front, restrictions: Restrictions) -> None:
-        self.front, self._restrictions = front, restrictions
+    def __init__(self, services: InferenceServices, restrictions: Restrictions) -> None:
+        self.services, self._restrictions = services, restrictions
         self._is_restricted = _CATEGORY in restrictions.secrets
-        self._repeats = not (front.on_demand or front.inferences.observes(GrpcCall.protocol))
+        self._repeats = not (services.on_demand or services.inferences.observes(GrpcCall.protocol))
 
     def take(self, reply: InferReply, data: bytes, received_ns: int, remaining_secs: float | None) -> None:
         """See TakesInfer."""
@@ -45,16 +45,16 @@ class InferCalls:
                 self._restrictions.check(_CATEGORY, dict(reply.metadata()).get)
             layout = layout_of(data) if self._repeats else None
             if layout:
-                model = self.front.inferences.find(layout.form.model, layout.form.version)
+                model = self.services.inferences.find(layout.form.model, layout.form.version)
                 if repeated := model.repeated.get(layout.form):
                     self._take_again(model, repeated, reply, data, received_ns, remaining_secs)
                     return
             held = reply.held
             if held is None:
-                held = reply.held = self.front.inflight.begin(reply, len(data))
-            call = GrpcCall(split_request(data), received_ns, remaining_secs, self.front, held)
-            if self.front.on_demand:
-                self.front.on_demand.when_loaded(call.model, partial(self._submit, call, reply), reply.fail)
+                held = reply.held = self.services.inflight.begin(reply, len(data))
+            call = GrpcCall(split_request(data), received_ns, remaining_secs, self.services, held)
+            if self.services.on_demand:
+                self.services.on_demand.when_loaded(call.model, partial(self._submit, call, reply), reply.fail)
             else:
                 self._submit(call, reply)
             if layout:
@@ -64,7 +64,7 @@ class InferCalls:
 
     def _submit(self, call: GrpcCall, reply: InferReply) -> None:
         if not reply.gone:
-            reply.submitted = self.front.inferences.submit(call, reply)
+            reply.submitted = self.services.inferences.submit(call, reply)
 
     def _take_again(self, model: Model, repeated: _CachedLayout, reply: InferReply, data: bytes, received_ns: int,
                     remaining_secs: float | None) -> None:
@@ -72,9 +72,9 @@ class InferCalls:
         prepared, inputs, encode = repeated
         try:
             if held := reply.held:
-                self.front.inflight.expect(held, prepared.answer_bytes, 0)
+                self.services.inflight.expect(held, prepared.answer_bytes, 0)
             else:
-                reply.held = self.front.inflight.begin(reply, len(data), prepared.answer_bytes)
+                reply.held = self.services.inflight.begin(reply, len(data), prepared.answer_bytes)
         except MemoryLimitError:
             model.statistics.failed(Failure.OTHER, time.monotonic_ns() - received_ns)
             raise

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 import protos
-from infer_server.endpoints.front import Front
+from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.context import CallContext, Serve, unary
 from infer_server.endpoints.grpc.errors import parsed
 from infer_server.endpoints.grpc.methods import Methods
@@ -25,22 +25,22 @@ HEADER_PREFIX = "triton-grpc-protocol-"        # prefix of headers with secrets
 _MAX_LOAD_BYTES = 1 << 31       # limit of a RepositoryModelLoad, which may contain the model's files
 
 
-def service_methods(service: Service, front: Front, lifecycle: Lifecycle, restrictions: Restrictions,
+def service_methods(service: Service, services: InferenceServices, lifecycle: Lifecycle, restrictions: Restrictions,
                     has_reflection: bool) -> Methods:
     """Return all methods of a server that executes models."""
     methods: dict[str, Serve] = {}
     for method in protos.methods(protos.INFERENCE_SERVICE):
         check = partial(_check, restrictions, OF_CALL[method.name])
         if method.name == "ModelStreamInfer":
-            methods[method.path] = partial(infer_stream, front, check)
+            methods[method.path] = partial(infer_stream, services, check)
         elif method.name == "ModelInfer":
-            methods[method.path] = unary(partial(infer, front), check)
+            methods[method.path] = unary(partial(infer, services), check)
         else:
             methods[method.path] = unary(_control(method, service.call(method.name)), check)
     methods |= health_methods(lifecycle, partial(_check, restrictions, "health"))
     if has_reflection:
         methods |= reflection_methods()
-    return Methods(methods.get, InferCalls(front, restrictions))
+    return Methods(methods.get, InferCalls(services, restrictions))
 
 
 def _check(restrictions: Restrictions, category: str, context: CallContext) -> None:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from infer_server.endpoints.front import Front
+from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.compression import plain
 from infer_server.endpoints.grpc.context import CallContext, Check, Client
 from infer_server.endpoints.grpc.service.infer import GrpcCall
@@ -41,17 +41,17 @@ def _final(final: bool) -> bytes:
 _FINAL = {final: _final(final) for final in (True, False)}
 
 
-async def infer_stream(front: Front, check: Check, context: CallContext) -> None:
+async def infer_stream(services: InferenceServices, check: Check, context: CallContext) -> None:
     """Serve a stream until its client has sent all requests and received all responses, or has disconnected."""
     check(context)
-    await _InferStream(context, front).serve()
+    await _InferStream(context, services).serve()
 
 
 class _InferStream:
     """State of one stream. Belongs to the event loop."""
 
-    def __init__(self, context: CallContext, front: Front) -> None:
-        self.context, self.front = context, front
+    def __init__(self, context: CallContext, services: InferenceServices) -> None:
+        self.context, self.services = context, services
         self.client = _StreamClient(context, self.fail)
         self.over = False                               # True once the client reads no more
         self._unanswered: deque[_Answer] = deque()      # in the order of their requests
@@ -102,7 +102,7 @@ class _InferStream:
                 try:
                     if isinstance(message, Exception):
                         raise message
-                    async with asyncio.timeout(self.front.inflight.send_timeout_secs):
+                    async with asyncio.timeout(self.services.inflight.send_timeout_secs):
                         await self.context.write(message)
                 except TimeoutError:
                     log.warning("%s did not read its stream within --send-timeout-secs and is disconnected",
@@ -111,7 +111,7 @@ class _InferStream:
                     return
                 finally:
                     if held:
-                        self.front.inflight.end(held)
+                        self.services.inflight.end(held)
                 self._has_capacity.set()
             if self._unanswered or not self._all_read:
                 await self._changed.wait()
@@ -156,7 +156,7 @@ class _InferStream:
             answer.cancel()
         for _, held in self._unsent:
             if held:
-                self.front.inflight.end(held)
+                self.services.inflight.end(held)
         self._unanswered.clear()
         self._unsent.clear()
 
@@ -198,14 +198,14 @@ class _Answer:
 
     async def take(self, data: bytes) -> None:
         """Submit a serialised ModelInferRequest."""
-        front, received_ns = self._stream.front, time.monotonic_ns()
+        services, received_ns = self._stream.services, time.monotonic_ns()
         try:
-            self._held = front.inflight.begin(self._stream.client, len(data))
-            data = await plain(data, front.max_message_bytes, front.inflight, self._held)
-            self._call = GrpcCall(split_request(data), received_ns, self._stream.context.time_remaining(), front,
+            self._held = services.inflight.begin(self._stream.client, len(data))
+            data = await plain(data, services.max_message_bytes, services.inflight, self._held)
+            self._call = GrpcCall(split_request(data), received_ns, self._stream.context.time_remaining(), services,
                                   self._held)
-            if front.on_demand:
-                front.on_demand.when_loaded(self._call.model, self._submit, self.fail)
+            if services.on_demand:
+                services.on_demand.when_loaded(self._call.model, self._submit, self.fail)
             else:
                 self._submit()
         except ServeError as error:
@@ -216,7 +216,7 @@ class _Answer:
 
     def _submit(self) -> None:
         if self._call and not self.gone:
-            self._submitted = self._stream.front.inferences.submit(self._call, self)
+            self._submitted = self._stream.services.inferences.submit(self._call, self)
 
     @property
     def gone(self) -> bool:
@@ -224,7 +224,7 @@ class _Answer:
 
     def send(self, response: bytes) -> None:
         if self._held:                  # the send timeout begins once the answers before it are sent
-            self._stream.front.inflight.keep(self._held, len(response))
+            self._stream.services.inflight.keep(self._held, len(response))
         self._settle(response)
 
     def fail(self, error: Exception) -> None:
@@ -233,7 +233,7 @@ class _Answer:
     def part(self, response: bytes, is_last: bool = False) -> None:
         """Send a response of a decoupled model, independently of the order of other answers."""
         try:
-            held = self._stream.front.inflight.begin(self._stream.client, len(response))
+            held = self._stream.services.inflight.begin(self._stream.client, len(response))
         except ServeError as error:
             self.cancel()
             self.fail(error)
@@ -267,7 +267,7 @@ class _Answer:
             self._stream.send((result, _FINAL[True]), held)
             return
         if held:
-            self._stream.front.inflight.end(held)
+            self._stream.services.inflight.end(held)
 
     def _settle(self, result: bytes | Exception | None) -> None:
         self._result, self.complete = result, True
@@ -279,7 +279,7 @@ class _Answer:
 
     def _release(self) -> None:
         if self._held:
-            self._stream.front.inflight.end(self._held)
+            self._stream.services.inflight.end(self._held)
             self._held = None
 
 
