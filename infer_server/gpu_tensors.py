@@ -52,7 +52,7 @@ def gpu_memory(number: int, handle: bytes) -> GpuMemory:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GpuRoom:
+class GpuBuffer:
     """Output buffer in a client's GPU memory."""
     gpu: int
     memory: GpuMemory

@@ -150,7 +150,7 @@ class Server:
                         options.cores, options.kind_gpu, options.kind_auto,
                         None if options.rate_limit is None else RateLimiter(options.rate_limit),
                         custom_metrics=self._custom_metrics, memory=TensorMemory(
-                            lambda size: self._inflight.lend(size), options.max_inflight_bytes // _WINDOWS))
+                            lambda size: self._inflight.hold_separately(size), options.max_inflight_bytes // _WINDOWS))
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()),
                                    lambda: not self._without_repository(), lambda: not self._inflight.is_spent)
         self._roots = repository_roots(options.model_repositories, options.repository_cache,

@@ -21,7 +21,7 @@ from infer_server.config.config import TensorSpec
 from infer_server.config.sequences import sequence_of
 from infer_server.config.signature import Fit
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError, UnavailableError
-from infer_server.gpu_tensors import GpuRoom
+from infer_server.gpu_tensors import GpuBuffer
 from infer_server.observing.access_log import CANCELED, OK, AccessEntry, AccessLog
 from infer_server.observing.traces import RequestTrace, Tracer
 from infer_server.protocol.codec import InputTensor
@@ -72,7 +72,7 @@ class Call(ABC):
     id: str = ""                    # request id of the client
     protocol: str                   # "gRPC" or "HTTP", for the access log and for errors
     form: Hashable = None           # equal for requests that differ only in contents and id; None if not known
-    rooms: Mapping[str, GpuRoom] = {}       # output buffers on GPUs, known after encoder() was called
+    gpu_buffers: Mapping[str, GpuBuffer] = {}  # output buffers on GPUs, known after encoder() was called
     lengthy: bool = False           # True if the encoder compresses the response or writes to shared memory
 
     @abstractmethod
@@ -265,7 +265,7 @@ def _request(call: Call, model: Model, reply: Reply) -> Request:
         inputs=model.signature.to_model(call.contents(prepared.tensors, model.zero_copy_devices), prepared.fit.items),
         items=prepared.fit.items,
         shape_key=prepared.fit.shape_key, encode=model.signature.to_client(call.encoder(prepared.served)), reply=reply,
-        lengthy=call.lengthy, output_buffers=call.rooms if model.zero_copy_devices else {},
+        lengthy=call.lengthy, output_buffers=call.gpu_buffers if model.zero_copy_devices else {},
         timeout_us=prepared.timeout_us, received_ns=call.received_ns, deadline_ns=call.deadline_ns, id=call.id,
         parameters=prepared.parameters, priority=prepared.priority, sequence=prepared.sequence,
         outputs=prepared.outputs)

@@ -119,7 +119,7 @@ class StepRunner:
                     await asyncio.sleep(0)
 
 
-async def beside_loop(function: Callable[[], T]) -> T:
+async def run_off_loop(function: Callable[[], T]) -> T:
     """Run a function on a thread so that the loop stays responsive; on the loop if there are no more threads."""
     try:
         return await in_daemon_thread(function)

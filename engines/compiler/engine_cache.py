@@ -109,9 +109,9 @@ class EngineCache:
         """Store a plan under a key, if the limit and the disk allow it."""
         try:
             self._make_folder()
-            self._make_room()       # the disk may have been filled since the last call
+            self._evict()           # the disk may have been filled since the last call
             write_plan(plan, self.entry(key))
-            self._make_room()
+            self._evict()
             if not self.entry(key).exists():
                 self._warn(f"the plan '{plan.name}' alone takes more than the {self.limit / (1 << 30):g} GiB, or the "
                            "half of the free disk, that it may take")
@@ -175,7 +175,7 @@ class EngineCache:
     def _make_folder(self) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)      # plans are programs: nobody else's to write
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         """Evict the plans used longest ago until the rest is within the limit; remove abandoned files."""
         found = []
         for path in self.folder.iterdir():

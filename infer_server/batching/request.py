@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from numpy.typing import NDArray
 
 from infer_server.errors import ServeError
-from infer_server.gpu_tensors import GpuRoom
+from infer_server.gpu_tensors import GpuBuffer
 from infer_server.observing.traces import RequestTrace
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -112,7 +112,7 @@ class Request:
     sequence: InSequence | None = None
     id: str = ""                                # request id set by the client
     parameters: Mapping[str, Any] = field(default_factory=dict)     # custom parameters set by the client
-    output_buffers: Mapping[str, GpuRoom] = field(default_factory=dict)     # GPU memory to write outputs to
+    output_buffers: Mapping[str, GpuBuffer] = field(default_factory=dict)   # GPU memory to write outputs to
     outputs: tuple[str, ...] = ()               # requested outputs; empty for all
     window: FlowWindow | None = None                # limits a decoupled model; None for no flow control
     on_consumed: Callable[[], None] | None = None   # with a window: the reply calls it for each response, in order,

@@ -15,7 +15,7 @@ import numpy as np
 from engines.errors import EngineError
 from infer_server.endpoints.shared_memory import Region, Regions
 from infer_server.errors import ExecutionError, InvalidRequestError
-from infer_server.gpu_tensors import GpuMemory, GpuRoom, GpuTensor, gpu_memory, has_gpus
+from infer_server.gpu_tensors import GpuBuffer, GpuMemory, GpuTensor, gpu_memory, has_gpus
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +45,8 @@ class CudaRegion(Region):
             return None
         return GpuTensor(self.device_id, self.memory, offset, tuple(shape), dtype)
 
-    def gpu_buffer(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuRoom:
-        return GpuRoom(self.device_id, self.memory, offset, byte_size, dtype)
+    def gpu_buffer(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuBuffer:
+        return GpuBuffer(self.device_id, self.memory, offset, byte_size, dtype)
 
     def _failed(self, error: Exception) -> ExecutionError:
         return ExecutionError(f"CUDA shared memory region '{self.name}': {error}")
@@ -54,7 +54,7 @@ class CudaRegion(Region):
 
 def register(regions: Regions, name: str, handle: bytes, device_id: int, byte_size: int) -> None:
     """Register a region by the CUDA IPC handle of a client's memory on a GPU. Raises as Regions.register()."""
-    regions.check_room(name, "cuda")
+    regions.check_addition(name, "cuda")
     failed = f"failed to register CUDA shared memory region: '{name}', "
     if not has_gpus():
         raise InvalidRequestError(f"{failed}GPUs not supported")

@@ -100,7 +100,7 @@ class Inflight:
         count = request_bytes + expected
         held = self.held_bytes + count
         if held > self.max_bytes:
-            raise self._no_room(count)
+            raise self._limit_error(count)
         call = OpenCall(client, count, expected)
         self.held_bytes = held
         if held > self._peak_bytes:
@@ -123,10 +123,10 @@ class Inflight:
         async with self._inflating:
             return await self.steps.run(steps)
 
-    def check_room(self, count: int) -> None:
+    def check_capacity(self, count: int) -> None:
         """Raise MemoryLimitError if a request of `count` bytes that is about to arrive would be refused now."""
         if self.held_bytes + count > self.max_bytes:
-            raise self._no_room(count)
+            raise self._limit_error(count)
 
     def receive(self, call: OpenCall, count: int, is_complete: bool = False) -> None:
         """Count bytes of a request that have arrived. Raises MemoryLimitError.
@@ -155,7 +155,7 @@ class Inflight:
             self._lookout.opened()
         self._calls[call] = None
 
-    def lend(self, size: int) -> Callable[[], None]:
+    def hold_separately(self, size: int) -> Callable[[], None]:
         """Count bytes that belong to no call; return the function that releases them. Raises MemoryLimitError."""
         lent = OpenCall(None)
         self.hold(lent, size)
@@ -181,10 +181,10 @@ class Inflight:
     def hold(self, call: OpenCall, count: int) -> None:
         """Count further bytes that a call holds until its end. Raises MemoryLimitError."""
         if self.held_bytes + count > self.max_bytes:
-            raise self._no_room(count)
+            raise self._limit_error(count)
         self._count(call, count)
 
-    def _no_room(self, count: int) -> MemoryLimitError:
+    def _limit_error(self, count: int) -> MemoryLimitError:
         return MemoryLimitError(
             f"the server holds {self.held_bytes >> 20} MiB of requests and answers, and {count / 2**20:.3g} MiB "
             f"more would exceed its {self.max_bytes >> 20} MiB; retry later, or raise --max-inflight-mib")

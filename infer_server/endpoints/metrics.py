@@ -16,7 +16,7 @@ from infer_server.observing.custom_metrics import CustomMetrics
 from infer_server.observing.gpus import COUNTERS, Gauge, Gpus
 from infer_server.observing.machine import MachineMetrics, Samples
 from infer_server.repository.model import Model
-from infer_server.workers import beside_loop
+from infer_server.workers import run_off_loop
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -100,7 +100,7 @@ class Metrics:
         of_gpus = await self._gpus.gauges() if self._gpus else ()
         pending = [(model, model.pending) for model in models]
         state = [*self._state()]
-        return await beside_loop(lambda: self._text(pending, state, of_gpus))
+        return await run_off_loop(lambda: self._text(pending, state, of_gpus))
 
     def _text(self, pending: Iterable[tuple[Model, int]], state: Iterable[tuple[str, str, Samples]],
               of_gpus: Iterable[Gauge]) -> str:

@@ -31,7 +31,7 @@ from infer_server.errors import (
     UnknownRegionError,
     UnopenedRegionError,
 )
-from infer_server.gpu_tensors import GpuRoom, GpuTensor
+from infer_server.gpu_tensors import GpuBuffer, GpuTensor
 from infer_server.protocol.parameters import MemoryReference
 
 OFF = "Client shared memory is disabled: start the server with --allow-client-shm"
@@ -64,7 +64,7 @@ class Region(ABC):
         """Return an error if a tensor that was just read in place was not complete, else None."""
         return None
 
-    def gpu_buffer(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuRoom | None:
+    def gpu_buffer(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuBuffer | None:
         """Return the buffer of an output if the region is on a GPU, else None."""
         return None
 
@@ -139,7 +139,7 @@ class SystemRegion(Region):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorLocation:
     """Location of a tensor in a region."""
     region: Region
     offset: int
@@ -177,11 +177,11 @@ class Regions:
 
         Raises NotServedError, RegionExistsError, InvalidRequestError, MemoryLimitError.
         """
-        self.check_room(name, "system")
+        self.check_addition(name, "system")
         descriptor = _opened(name, key, offset, byte_size)
         self.add(SystemRegion(name, byte_size, key, offset, descriptor, mapped(descriptor, offset, byte_size)))
 
-    def check_room(self, name: str, kind: str) -> None:
+    def check_addition(self, name: str, kind: str) -> None:
         """Check that a region of a name may be registered.
 
         Raises NotServedError, RegionExistsError, InvalidRequestError, MemoryLimitError.
@@ -214,7 +214,7 @@ class Regions:
     def _those(self, kind: type[R], name: str) -> list[R]:
         return [region for region in self._regions.values() if isinstance(region, kind) and name in ("", region.name)]
 
-    def place(self, reference: MemoryReference) -> Place:
+    def locate(self, reference: MemoryReference) -> TensorLocation:
         """Return the location that a request refers to.
 
         Raises NotServedError, UnknownRegionError, or InvalidRequestError if it is not inside the region.
@@ -225,7 +225,7 @@ class Regions:
         if region is None:
             raise UnknownRegionError(f"Unable to find shared memory region: '{name}'")
         region.check(offset, byte_size)
-        return Place(region, offset, byte_size)
+        return TensorLocation(region, offset, byte_size)
 
     def _check_allowed(self) -> None:
         if not self.allowed:

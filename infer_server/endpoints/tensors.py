@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from engines.plan.arena import ChangingArray
 from infer_server.batching.request import Arrays
 from infer_server.config.config import TensorSpec
-from infer_server.endpoints.shared_memory import Place, Regions
+from infer_server.endpoints.shared_memory import Regions, TensorLocation
 from infer_server.errors import InvalidRequestError
-from infer_server.gpu_tensors import GpuRoom, GpuTensor
+from infer_server.gpu_tensors import GpuBuffer, GpuTensor
 from infer_server.protocol.codec import DATATYPES, Datatype, InputTensor, check_bytes, encode_raw, object_array
 from infer_server.protocol.parameters import NONE, MemoryReference, Parameters, natural, reference_of
 from infer_server.serving import Served
@@ -33,7 +33,7 @@ class RequestedTensor(NamedTuple):
 class SharedInputs(NamedTuple):
     """Inputs in shared memory."""
     arrays: dict[int, memoryview | GpuTensor | ChangingArray]       # by the input's position
-    lent: list[Place]                   # locations that are read in place during execution
+    in_place: list[TensorLocation]      # locations that are read in place during execution
 
 
 def read(references: Mapping[int, MemoryReference], tensors: Sequence[InputTensor], regions: Regions,
@@ -54,44 +54,44 @@ def read(references: Mapping[int, MemoryReference], tensors: Sequence[InputTenso
         and empty tensors are always copied.
     """
     found = SharedInputs({}, [])
-    copied: dict[int, Place] = {}
+    copied: dict[int, TensorLocation] = {}
     for i, reference in references.items():
-        place, datatype = regions.place(reference), tensors[i].datatype
-        check_bytes(tensors[i], place.byte_size)
+        location, datatype = regions.locate(reference), tensors[i].datatype
+        check_bytes(tensors[i], location.byte_size)
         tensor = None
-        if devices and place.byte_size and datatype.name not in ("BYTES", "BOOL"):
-            tensor = place.region.in_place(place.offset, tensors[i].shape, datatype.array, devices)
+        if devices and location.byte_size and datatype.name not in ("BYTES", "BOOL"):
+            tensor = location.region.in_place(location.offset, tensors[i].shape, datatype.array, devices)
         if tensor is None:
-            copied[i] = place
+            copied[i] = location
             continue
         found.arrays[i] = tensor
         if isinstance(tensor, ChangingArray):
-            found.lent.append(place)
+            found.in_place.append(location)
     if copied:
-        hold(sum(place.byte_size for place in copied.values()))
-        found.arrays.update({i: place.read() for i, place in copied.items()})
+        hold(sum(location.byte_size for location in copied.values()))
+        found.arrays.update({i: location.read() for i, location in copied.items()})
     return found
 
 
-def checking_inputs(lent: Sequence[Place], encode: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
-    """Wrap `encode` to return a ServeError if inputs that were read in place (`lent`) were not complete."""
-    if not lent:
+def checking_inputs(in_place: Sequence[TensorLocation], encode: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
+    """Wrap `encode` to return a ServeError if inputs that were read in place (`in_place`) were not complete."""
+    if not in_place:
         return encode
 
     def checked(computed: Arrays) -> Any:
-        for place in lent:
-            if error := place.truncation_error():
+        for location in in_place:
+            if error := location.truncation_error():
                 return error
         return encode(computed)
     return checked
 
 
-def gpu_buffers(outputs: Iterable[Output]) -> dict[str, GpuRoom]:
+def gpu_buffers(outputs: Iterable[Output]) -> dict[str, GpuBuffer]:
     """Return the buffers on GPUs of outputs that are written there as computed, by name."""
-    found = {output.spec.name: output.place.region.gpu_buffer(
-        output.place.offset, output.place.byte_size, output.datatype.array)
-        for output in outputs if output.place and not output.classes}
-    return {name: room for name, room in found.items() if room}
+    found = {output.spec.name: output.location.region.gpu_buffer(
+        output.location.offset, output.location.byte_size, output.datatype.array)
+        for output in outputs if output.location and not output.classes}
+    return {name: buffer for name, buffer in found.items() if buffer}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Output:
     """Requested output: the tensor or its classification, in the response or in shared memory."""
     spec: TensorSpec
     classes: int = 0                    # number of top classes of each item to return; 0: the tensor itself
-    place: Place | None = None          # location in shared memory; None: in the response
+    location: TensorLocation | None = None  # location in shared memory; None: in the response
     batched: bool = False               # the tensor has a leading batch axis
     labels: Sequence[str] = ()          # names of the classes
 
@@ -112,7 +112,7 @@ class Output:
         return (classified(computed, self.spec, self.classes, self.batched, self.labels) if self.classes else
                 computed)
 
-    def place_raw(self, array: NDArray[Any] | GpuTensor) -> memoryview | None:
+    def write_raw(self, array: NDArray[Any] | GpuTensor) -> memoryview | None:
         """Return the raw contents of an output, or write them to its shared memory and return None.
 
         Raises InvalidRequestError, ExecutionError.
@@ -120,9 +120,9 @@ class Output:
         if isinstance(array, GpuTensor):
             return None
         raw = encode_raw(array, self.datatype)
-        if self.place is None:
+        if self.location is None:
             return raw
-        self.place.write(raw, self.spec.name)
+        self.location.write(raw, self.spec.name)
         return None
 
 
@@ -140,7 +140,7 @@ def _output(spec: TensorSpec, parameters: Parameters, regions: Regions, served: 
         raise InvalidRequestError(f"'{spec.name}': class result not available for output due to unsupported type "
                                   f"'{spec.datatype.name}'")
     reference = reference_of(spec.name, parameters)
-    return Output(spec, classes, regions.place(reference) if reference else None, served.batched,
+    return Output(spec, classes, regions.locate(reference) if reference else None, served.batched,
                   served.labels.get(spec.name, ()))
 
 

@@ -22,7 +22,7 @@ class JsonTensor:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     data: Any = None
 
-    def asked(self) -> tuple[str, Mapping[str, Any]]:
+    def name_and_parameters(self) -> tuple[str, Mapping[str, Any]]:
         """Return name and parameters."""
         return self.name, self.parameters
 
@@ -54,7 +54,7 @@ class Form:
     @functools.cached_property
     def references(self) -> Mapping[int, MemoryReference]:
         """References of the inputs in shared memory, by position. Raises InvalidRequestError."""
-        return references_of(tensor.asked() for tensor in self.inputs)
+        return references_of(tensor.name_and_parameters() for tensor in self.inputs)
 
 
 def _tensors(head: Mapping[str, Any], key: str) -> list[JsonTensor]:

@@ -27,7 +27,7 @@ from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.batching.request import Outcome, Request
 from infer_server.batching.statistics import BatchExecution
-from infer_server.gpu_tensors import GpuRoom, GpuTensor
+from infer_server.gpu_tensors import GpuBuffer, GpuTensor
 from infer_server.repository.building import Compiler
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.emulated import EmulatedGpu, install
@@ -220,7 +220,7 @@ def test_a_batch_is_put_together_of_what_lies_on_the_gpu_and_on_the_host(served:
     answered: list[Any] = []
 
     def request(inputs: Any, items: int, *room: int) -> Request:
-        rooms = {"y": GpuRoom(room[0], memory, room[1], room[2], X.dtype)} if room else {}
+        rooms = {"y": GpuBuffer(room[0], memory, room[1], room[2], X.dtype)} if room else {}
         nobody: Any = None
         return Request({"x": inputs}, items, None, answered.append, nobody, output_buffers=rooms)
 

@@ -21,7 +21,7 @@ from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.http.exchange import Exchange
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, accepted, compressed, json_text
 from infer_server.endpoints.inflight import OpenCall
-from infer_server.endpoints.shared_memory import Place, Regions
+from infer_server.endpoints.shared_memory import Regions, TensorLocation
 from infer_server.endpoints.tensors import (
     Output,
     RequestedTensor,
@@ -31,7 +31,7 @@ from infer_server.endpoints.tensors import (
     requested_outputs,
 )
 from infer_server.errors import InvalidRequestError, ServeError, TooLargeError
-from infer_server.gpu_tensors import GpuRoom
+from infer_server.gpu_tensors import GpuBuffer
 from infer_server.protocol.codec import (
     InputTensor,
     declared_inputs,
@@ -121,7 +121,7 @@ class _InferReply(HttpReply):
 class HttpCall(Call):
     """Inference request over HTTP; its response is an HttpResponse."""
     protocol = "HTTP"
-    _lent: Sequence[Place] = ()         # shared memory that is read during execution; set by contents()
+    _in_place: Sequence[TensorLocation] = ()  # shared memory that is read during execution; set by contents()
 
     def __init__(self, request: HttpRequest, form: Form, binary: memoryview, model: str, version: str,
                  services: InferenceServices, held: OpenCall) -> None:
@@ -171,8 +171,8 @@ class HttpCall(Call):
         at = 0
         placed: Mapping[int, Any] = {}
         if references := self._form.references:
-            placed, self._lent = read(references, tensors, self.services.regions,
-                                      functools.partial(self.services.inflight.hold, self._held), devices)
+            placed, self._in_place = read(references, tensors, self.services.regions,
+                                          functools.partial(self.services.inflight.hold, self._held), devices)
         for i, (tensor, member, size) in enumerate(zip(tensors, self._form.inputs, self._form.sizes, strict=True)):
             if i in placed:
                 arrays[tensor.name] = from_raw(tensor, raw) if isinstance(raw := placed[i], memoryview) else raw
@@ -207,8 +207,9 @@ class HttpCall(Call):
     def encoder(self, served: Served) -> Callable[[Arrays], HttpResponse | ServeError]:
         encode = _encoder_of(self._form, served, self.services.regions)
         writes_much = not all(encode.binary) and not 0 < self._answer_bytes <= LITTLE_JSON_BYTES
-        self.lengthy, self.rooms = bool(self._coding) or encode.has_places or writes_much, encode.gpu_buffers
-        return checking_inputs(self._lent, functools.partial(_compressed, encode, self._coding)
+        self.lengthy = bool(self._coding) or encode.writes_shared_memory or writes_much
+        self.gpu_buffers = encode.gpu_buffers
+        return checking_inputs(self._in_place, functools.partial(_compressed, encode, self._coding)
                                if self._coding else encode)
 
 
@@ -226,18 +227,18 @@ class Encoder:
     request_id: str
 
     @functools.cached_property
-    def has_places(self) -> bool:
+    def writes_shared_memory(self) -> bool:
         """True if an output goes into shared memory."""
-        return any(output.place for output in self.outputs)
+        return any(output.location for output in self.outputs)
 
     @functools.cached_property
-    def gpu_buffers(self) -> Mapping[str, GpuRoom]:
-        return gpu_buffers(self.outputs) if self.has_places else {}
+    def gpu_buffers(self) -> Mapping[str, GpuBuffer]:
+        return gpu_buffers(self.outputs) if self.writes_shared_memory else {}
 
     @functools.cached_property
     def _plain(self) -> frozenset[str]:
         """Names of the outputs if the JSON depends on their shapes only (binary, fixed-size elements), else none."""
-        plain = all(self.binary) and not self.has_places and not any(
+        plain = all(self.binary) and not self.writes_shared_memory and not any(
             output.datatype.name == "BYTES" for output in self.outputs)
         return frozenset(output.spec.name for output in self.outputs) if plain else frozenset()
 
@@ -255,7 +256,7 @@ class Encoder:
             for output, raw in zip(self.outputs, self.binary, strict=True):
                 if output.spec.name in computed:
                     array = output.array(computed[output.spec.name])
-                    if not (raw or output.place) and array.size > MANY:
+                    if not (raw or output.location) and array.size > MANY:
                         values[len(described)] = list(json_pieces(array, output.datatype.name))
                     described.append(self._describe(output, raw, array, pieces, is_long=len(described) in values))
         except ServeError as error:
@@ -293,8 +294,8 @@ class Encoder:
                   pieces: list[bytes | memoryview], is_long: bool) -> dict[str, Any]:
         """Return the JSON of an output, without `data` if it is long; append binary data to `pieces`."""
         one: dict[str, Any] = {"name": output.spec.name, "datatype": output.datatype.name, "shape": array.shape}
-        if output.place or raw:
-            content = output.place_raw(array)
+        if output.location or raw:
+            content = output.write_raw(array)
             if content is not None:     # outputs in shared memory get no parameters: clients would read them as sizes
                 pieces.append(bytes(content))       # the array is the engine's, for this batch only
                 one["parameters"] = {"binary_data_size": len(pieces[-1])}
@@ -317,7 +318,7 @@ def _encoder_of(form: Form, served: Served, regions: Regions) -> Encoder:
     encoder: Encoder | None = form.encoder
     if encoder is None or encoder.served is not served:
         encoder = _encoder(form, served, regions)
-        if not encoder.has_places:      # a region may have been replaced by the next request
+        if not encoder.writes_shared_memory:  # a region may have been replaced by the next request
             form.encoder = encoder
     return encoder
 
@@ -325,10 +326,11 @@ def _encoder_of(form: Form, served: Served, regions: Regions) -> Encoder:
 def _encoder(form: Form, served: Served, regions: Regions) -> Encoder:
     every = typed(form.parameters, "binary_data_output", bool, False)
     in_bytes = {tensor.name: typed(tensor.parameters, "binary_data", bool, every) for tensor in form.outputs}
-    outputs = requested_outputs(served, [RequestedTensor(*tensor.asked()) for tensor in form.outputs], regions)
+    outputs = requested_outputs(served, [RequestedTensor(*tensor.name_and_parameters()) for tensor in form.outputs],
+                                regions)
     binary = tuple(in_bytes.get(spec.name, every) for spec in served.outputs)
     for output, raw in zip(outputs, binary, strict=True):
-        if not raw and not output.place and output.datatype.name in NO_JSON:
+        if not raw and not output.location and output.datatype.name in NO_JSON:
             raise InvalidRequestError(f"sending {output.datatype.name} data via JSON is not supported. Please use "
                                       f"the binary data format for output '{output.spec.name}': ask for it with "
                                       "\"binary_data\": true")

@@ -73,7 +73,7 @@ class Limits:
                 f"{self.inflight.max_partial_bytes} bytes that all requests on their way may hold "
                 "(--max-inflight-mib)"))
         try:
-            self.inflight.check_room(count)
+            self.inflight.check_capacity(count)
         except MemoryLimitError as error:
             raise RefusedError(response_of(error)) from error
 

@@ -17,7 +17,7 @@ from infer_server.errors import RepositoryError
 from infer_server.protocol.redaction import redacted
 from infer_server.repository.model import Model
 from infer_server.repository.repository import IndexEntry
-from infer_server.workers import Cached, beside_loop
+from infer_server.workers import Cached, run_off_loop
 from protos.version import NAME, VERSION
 
 _QUANTILES = (0.5, 0.9, 0.99)
@@ -70,13 +70,13 @@ class Snapshots:
         server = {"name": NAME, "version": VERSION, "now_secs": round(now, 3),
                   "uptime_secs": round(now - self._started), "workers": self._workers, "problem": problem,
                   **self._state.summary()}
-        return await beside_loop(lambda: _json({
+        return await run_off_loop(lambda: _json({
             "server": {**server, "processes": self._state.usage()}, "omitted": max(0, len(known) - MOST_MODELS),
             "models": [_described(entry) for entry in entries]}))
 
     async def _make_history(self) -> bytes:
         samples = self._history.as_json()
-        return await beside_loop(lambda: _json(samples))
+        return await run_off_loop(lambda: _json(samples))
 
 
 def _order(entry: IndexEntry) -> tuple[bool, str, str]:

@@ -124,7 +124,7 @@ def test_a_tensor_of_more_bytes_than_the_system_moves_at_a_time_is_whole(file: i
     monkeypatch.setattr(shared_memory, "mapped", lambda *_: None)
     regions = Regions(allowed=True)
     regions.register("r", KEY, OFFSET, SIZE)
-    place = regions.place(MemoryReference("r", 100, 12000))
+    place = regions.locate(MemoryReference("r", 100, 12000))
     assert place.read() == CONTENT[100:12100]
     place.write(memoryview(CONTENT[:11000]), "y")
     assert read(file, SIZE, OFFSET) == CONTENT[:100] + CONTENT[:11000] + CONTENT[11100:]
@@ -133,7 +133,7 @@ def test_a_tensor_of_more_bytes_than_the_system_moves_at_a_time_is_whole(file: i
 def test_a_region_that_lost_its_mapping_is_read_by_system_calls(installed: Guard, file: int) -> None:
     regions = Regions(allowed=True)
     regions.register("r", KEY, OFFSET, SIZE)
-    place = regions.place(MemoryReference("r", 4096, 8192))
+    place = regions.locate(MemoryReference("r", 4096, 8192))
     assert place.read() == CONTENT[4096:12288]
     os.truncate(file, 0)
     for _ in range(2):                              # of the mapping, of the file

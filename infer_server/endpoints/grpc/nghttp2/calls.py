@@ -214,7 +214,7 @@ class CoroutineCall:
         self._partial = OpenCall(self)                  # counts a message that arrives in pieces
         self._ended = self._started = self._finished = False    # the client has sent all; headers, trailers are sent
         self._changed: asyncio.Future[None] | None = None       # somebody waits for a message
-        self._room: asyncio.Future[None] | None = None          # somebody waits until a message is sent
+        self._sent: asyncio.Future[None] | None = None          # somebody waits until a message is sent
         self._done: list[Callable[[], None]] = []
         self._closed = False
         self.answered_at, self.is_partial, self.partial_bytes = 0.0, False, 0
@@ -269,7 +269,7 @@ class CoroutineCall:
                 return
             window = min(size - complete, len(message) + PREFIX_BYTES)
             complete += window
-            self._messages.append((bytes(message), window, self._inflight.lend(len(message))))
+            self._messages.append((bytes(message), window, self._inflight.hold_separately(len(message))))
         if rest := size - complete:
             self._connection.acknowledge(self._stream, rest)
             self.partial_bytes += rest
@@ -289,16 +289,16 @@ class CoroutineCall:
             self._timer.cancel()
         self._inflight.end(self._partial)
         self._drop_messages()
-        if self._room and not self._room.done():
-            self._room.set_result(None)
+        if self._sent and not self._sent.done():
+            self._sent.set_result(None)
         for callback in self._done:
             callback()
         self._done.clear()
 
     def sent(self) -> None:
         """Wake the writer: all that was written has been sent."""
-        if self._room and not self._room.done():
-            self._room.set_result(None)
+        if self._sent and not self._sent.done():
+            self._sent.set_result(None)
 
     def _cancel(self) -> None:
         if self._task:
@@ -355,11 +355,11 @@ class CoroutineCall:
             self._started = True
             self._connection.start(self._stream, self._head)
         if not self._connection.write_message(self._stream, message, self._head, self):
-            self._room = self._connection.loop.create_future()
+            self._sent = self._connection.loop.create_future()
             try:
-                await self._room
+                await self._sent
             finally:
-                self._room = None
+                self._sent = None
 
     def peer(self) -> str:
         return self._connection.peer

@@ -12,7 +12,7 @@ from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.compression import plain
 from infer_server.endpoints.grpc.context import CallContext, Client, HasHeaders
 from infer_server.endpoints.inflight import OpenCall
-from infer_server.endpoints.shared_memory import Place
+from infer_server.endpoints.shared_memory import TensorLocation
 from infer_server.endpoints.tensors import (
     Output,
     RequestedTensor,
@@ -55,7 +55,7 @@ async def infer(services: InferenceServices, data: bytes, context: CallContext) 
 class GrpcCall(Call):
     """ModelInferRequest; its response is a serialised ModelInferResponse."""
     protocol = "gRPC"
-    _shared_inputs: Sequence[Place] = ()         # shared memory read during the execution; known after contents()
+    _shared_inputs: Sequence[TensorLocation] = ()  # shared memory read during the execution; known after contents()
 
     def __init__(self, message: InferRequest, received_ns: int, remaining_secs: float | None,
                  services: InferenceServices, held: OpenCall) -> None:
@@ -101,7 +101,7 @@ class GrpcCall(Call):
             return decode_inputs(self._message, tensors)
         found = read(references, tensors, self._services.regions,
                      functools.partial(self._services.inflight.hold, self._held), devices)
-        self._shared_inputs = found.lent
+        self._shared_inputs = found.in_place
         return decode_inputs(self._message, tensors, found.arrays)
 
     def encoder(self, served: Served) -> Callable[[Arrays], bytes | ServeError]:
@@ -110,7 +110,7 @@ class GrpcCall(Call):
             return checking_inputs(self._shared_inputs, GrpcEncoder(served, self.id))
         outputs = requested_outputs(served, [_requested(tensor) for tensor in form.header.outputs],
                                     self._services.regions)
-        self.lengthy, self.rooms = any(output.place for output in outputs), gpu_buffers(outputs)
+        self.lengthy, self.gpu_buffers = any(output.location for output in outputs), gpu_buffers(outputs)
         return checking_inputs(self._shared_inputs, functools.partial(_encode_requested, served, outputs, self.id))
 
 
@@ -171,7 +171,7 @@ def _encode_requested(served: Served, outputs: Sequence[Output], request_id: str
                 continue
             array = output.array(computed[output.spec.name])
             response.outputs.add(name=output.spec.name, datatype=output.datatype.name, shape=array.shape)
-            raw.append(output.place_raw(array) or memoryview(b""))
+            raw.append(output.write_raw(array) or memoryview(b""))
     except ServeError as error:
         return error
     return join_response(response.SerializeToString(), request_id, raw)

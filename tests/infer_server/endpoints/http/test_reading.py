@@ -24,7 +24,7 @@ class Counted:
     """Stand-in for an Inflight."""
     most = max_partial_bytes = 1 << 20
 
-    def check_room(self, count: int) -> None:
+    def check_capacity(self, count: int) -> None:
         if count > self.most:
             raise MemoryLimitError("no room")
 
