@@ -109,36 +109,36 @@ def profile(engine: AnyEngine, context: AnyContext, batch: int) -> Profile:
 
 
 # ---- text
-def header(found: Profile) -> str:
+def header(profile: Profile) -> str:
     """Return the peaks and the times of the whole network as text."""
-    peaks = found.peaks
+    peaks = profile.peaks
     macs = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in peaks.macs_per_second.items())
     reads = ", ".join(f"{level.name} {level.bytes_per_second / 1e9:.0f}" for level in peaks.levels)
     clock = f", at {peaks.hertz / 1e9:.2f} GHz" if peaks.hertz else ""
-    bounds = sum(line.bound.seconds for line in found.lines)
+    bounds = sum(line.bound.seconds for line in profile.lines)
     of = (f"one core of {peaks.processor} ({peaks.target}), measured now{clock}" if peaks.is_core else
           f"{peaks.processor} ({peaks.target}), as its data sheet has it")
     return (f"{of}: G MAC/s in {macs}; GB/s read from {reads}\n"
-            f"batch {found.batch}: {found.run * 1e3:.3f} ms a run, {found.percent_of_peak:.1f} % of the arithmetic's "
-            f"peak; each step alone{' on one thread' * peaks.is_core} {found.seconds * 1e3:.3f} ms in all, "
+            f"batch {profile.batch}: {profile.run * 1e3:.3f} ms a run, {profile.percent_of_peak:.1f} % of the "
+            f"arithmetic's peak; each step alone{' on one thread' * peaks.is_core} {profile.seconds * 1e3:.3f} ms in all, "
             f"bound {bounds * 1e3:.3f} ms")
 
 
-def slowest(found: Profile) -> str:
+def slowest(profile: Profile) -> str:
     """Return run-engine's table: slowest steps first, with their share of the peak and of the total time."""
     rows: list[tuple[Cell, ...]] = [
-        (line.step.name, line.step.precision, line.seconds * 1e6, _percent(line.seconds, found.seconds),
-         line.macs_per_second / 1e9, of_peak(line, found.peaks), line.step.tactic)
-        for line in sorted(found.lines, key=lambda line: -line.seconds)]
+        (line.step.name, line.step.precision, line.seconds * 1e6, _percent(line.seconds, profile.seconds),
+         line.macs_per_second / 1e9, of_peak(line, profile.peaks), line.step.tactic)
+        for line in sorted(profile.lines, key=lambda line: -line.seconds)]
     return table(rows, ("kernel", "precision", "us", "% of all", "G MAC/s", "% of peak", "tactic"))
 
 
-def roofline(found: Profile) -> str:
+def roofline(profile: Profile) -> str:
     """Return inspect-engine's table: largest possible gains first, with the bound of each step."""
     rows: list[tuple[Cell, ...]] = [
         (line.step.name, line.over * 1e6, line.seconds * 1e6, line.bound.seconds * 1e6, line.bound.limit,
          line.macs / 1e6, line.activation_bytes / 1e3, line.step.constant_bytes / 1e3, line.step.tactic,
-         " + ".join(line.step.fuses) or "-") for line in sorted(found.lines, key=lambda line: -line.over)]
+         " + ".join(line.step.fuses) or "-") for line in sorted(profile.lines, key=lambda line: -line.over)]
     return table(rows, ("kernel", "us over", "us", "bound us", "bound by", "M MAC", "KB moved", "KB weights", "tactic",
                         "fuses"))
 
@@ -153,15 +153,15 @@ def _percent(part: float, whole: float) -> float:
 
 
 # ---- JSON
-def as_json(found: Profile) -> dict[str, Any]:
+def as_json(profile: Profile) -> dict[str, Any]:
     """Return the profile as a JSON object; seconds, bytes and MACs are those of the whole batch."""
-    peaks = found.peaks
-    return {"batch": found.batch, "run_seconds": found.run, "percent_of_peak": found.percent_of_peak,
-            "seconds": found.seconds,
+    peaks = profile.peaks
+    return {"batch": profile.batch, "run_seconds": profile.run, "percent_of_peak": profile.percent_of_peak,
+            "seconds": profile.seconds,
             "peaks": {"processor": peaks.processor, "target": peaks.target, "hertz": peaks.hertz,
                       "macs_per_second": dict(peaks.macs_per_second),
                       "bytes_per_second": {level.name: level.bytes_per_second for level in peaks.levels}},
-            "kernels": [_line_json(line, peaks) for line in found.lines]}
+            "kernels": [_line_json(line, peaks) for line in profile.lines]}
 
 
 def _line_json(line: Line, peaks: Peaks) -> dict[str, Any]:

@@ -152,11 +152,11 @@ def _defaults_of(engine: Described, completed: model_config.ModelConfig) -> Coll
     return values
 
 
-def _complete_tensors(kind: str, given: Any, tensors: Sequence[TensorInfo], axes: _Axes,
+def _complete_tensors(kind: str, specs: Any, tensors: Sequence[TensorInfo], axes: _Axes,
                       optional: Collection[str] = ()) -> None:
     """Check the tensors of the configuration and append those that it omits."""
     declared = {tensor.name: tensor for tensor in tensors}
-    for spec in given:
+    for spec in specs:
         tensor = declared.get(spec.name)
         if tensor is None:
             raise ModelConfigError(f"{kind} '{spec.name}': the model has {', '.join(declared)}."
@@ -176,12 +176,12 @@ def _complete_tensors(kind: str, given: Any, tensors: Sequence[TensorInfo], axes
         if len(given_dims) != len(dims) or not all(
                 a == b or -1 in (a, b) for a, b in zip(given_dims, dims, strict=True)):
             raise ModelConfigError(_wrong_dims(kind, spec, given_dims, dims, axes))
-    present = {spec.name for spec in given}
+    present = {spec.name for spec in specs}
     for tensor in tensors:
         if tensor.name not in present:
-            given.add(name=tensor.name, data_type=_datatype(kind, tensor), dims=axes.dims(kind, tensor))
+            specs.add(name=tensor.name, data_type=_datatype(kind, tensor), dims=axes.dims(kind, tensor))
             if tensor.name in optional:
-                given[-1].optional = True
+                specs[-1].optional = True
 
 
 def _check_flat(kind: str, spec: Any, tensor: TensorInfo) -> None:
@@ -194,14 +194,14 @@ def _check_flat(kind: str, spec: Any, tensor: TensorInfo) -> None:
         spec.dims.append(-1)
 
 
-def _wrong_dims(kind: str, spec: Any, given: list[int], dims: list[int], axes: _Axes) -> str:
+def _wrong_dims(kind: str, spec: Any, extents: list[int], dims: list[int], axes: _Axes) -> str:
     which = "reshape" if spec.HasField("reshape") else "dims"
-    problem = f"{kind} '{spec.name}': {which} are {given}, but the model's are {dims}"
+    problem = f"{kind} '{spec.name}': {which} are {extents}, but the model's are {dims}"
     if axes.implied:
         return f"{problem} without its batch axis"
-    if axes.engine and len(given) == len(dims) - 1:
-        return (f"{problem}, because with max_batch_size 0 they include the batch axis; write dims: {[-1, *given]}, or "
-                "a max_batch_size")
+    if axes.engine and len(extents) == len(dims) - 1:
+        return (f"{problem}, because with max_batch_size 0 they include the batch axis; write dims: {[-1, *extents]}, "
+                "or a max_batch_size")
     return f"{problem}; write dims: {dims}"
 
 

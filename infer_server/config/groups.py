@@ -135,12 +135,12 @@ def rate_limits_of(message: model_config.ModelConfig) -> tuple[RateLimit, ...]:
     return tuple(_rate_limit(group.rate_limiter, gpu) for group in message.instance_group for gpu in devices_of(group))
 
 
-def _rate_limit(given: model_config.ModelRateLimiter, gpu: int | None) -> RateLimit:
+def _rate_limit(limiter: model_config.ModelRateLimiter, gpu: int | None) -> RateLimit:
     needs: dict[Resource, int] = {}
-    for resource in given.resources:
+    for resource in limiter.resources:
         is_global = getattr(resource, "global")
         found = Resource(resource.name, is_global, None if is_global else gpu)
         if not resource.name or found in needs:
             raise ModelConfigError("instance_group.rate_limiter: each resource needs a name of its own")
         needs[found] = resource.count
-    return RateLimit(needs, given.priority or 1)
+    return RateLimit(needs, limiter.priority or 1)

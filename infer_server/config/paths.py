@@ -44,7 +44,7 @@ def is_name(name: str) -> bool:
     return PurePosixPath(name).parts == (name,) and name != ".." and not name.startswith(".") and "\0" not in name
 
 
-def check_name(given: str, folder: str) -> None:
+def check_name(name: str, folder: str) -> None:
     """Raise ModelConfigError if a configuration's name differs from that of its folder."""
-    if given not in ("", folder):
-        raise ModelConfigError(f"name: expected '{folder}', the name of its folder, got '{given}'")
+    if name not in ("", folder):
+        raise ModelConfigError(f"name: expected '{folder}', the name of its folder, got '{name}'")

@@ -135,14 +135,14 @@ def model_dims(spec: Any) -> list[int]:
     return list(spec.reshape.shape if spec.HasField("reshape") else spec.dims)
 
 
-def _shape_input(given: model_config.BatchInput) -> ShapeInput:
-    kind = model_config.BatchInput.Kind.Name(given.kind)
-    source = _source("batch_input", kind, given.source_input)
-    if given.data_type not in (model_config.TYPE_INT32, model_config.TYPE_FP32):
+def _shape_input(batch_input: model_config.BatchInput) -> ShapeInput:
+    kind = model_config.BatchInput.Kind.Name(batch_input.kind)
+    source = _source("batch_input", kind, batch_input.source_input)
+    if batch_input.data_type not in (model_config.TYPE_INT32, model_config.TYPE_FP32):
         raise ModelConfigError(f"batch_input {kind}: data_type must be TYPE_INT32 or TYPE_FP32")
-    if not given.target_name:
+    if not batch_input.target_name:
         raise ModelConfigError(f"batch_input {kind}: give target_name, the input of the model to compute")
-    return ShapeInput(kind, tuple(given.target_name), FROM_CONFIG[given.data_type], source)
+    return ShapeInput(kind, tuple(batch_input.target_name), FROM_CONFIG[batch_input.data_type], source)
 
 
 def _source(field: str, kind: str, names: Sequence[str]) -> str:

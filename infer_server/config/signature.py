@@ -144,9 +144,9 @@ class ModelSignature:
         given = self._reshaped(arrays) if self._reshapes else arrays
         return {**given, **dict(self._left_out(given, items))} if self._defaults else given
 
-    def _left_out(self, given: Collection[str], items: int) -> Iterator[tuple[str, NDArray[Any]]]:
+    def _left_out(self, names: Collection[str], items: int) -> Iterator[tuple[str, NDArray[Any]]]:
         for name, array in self._defaults.items():
-            if name not in given:
+            if name not in names:
                 yield name, array if (axis := self._items.axis(name)) is None else np.repeat(array, items, axis)
 
     def _reshaped(self, arrays: Arrays) -> Arrays:

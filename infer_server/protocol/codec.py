@@ -217,23 +217,23 @@ def from_raw(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
     return shaped(tensor, np.frombuffer(raw, datatype.array))
 
 
-def check_bytes(tensor: InputTensor, found: int) -> None:
-    """Raise InvalidRequestError if the raw contents of a numeric tensor do not have `found` bytes."""
-    if found != tensor.raw_bytes and tensor.datatype.name != "BYTES":
-        raise _wrong_size(tensor, found, f"bytes of {tensor.datatype.name} {list(tensor.shape)}")
+def check_bytes(tensor: InputTensor, byte_size: int) -> None:
+    """Raise InvalidRequestError if the raw contents of a numeric tensor do not have `byte_size` bytes."""
+    if byte_size != tensor.raw_bytes and tensor.datatype.name != "BYTES":
+        raise _wrong_size(tensor, byte_size, f"bytes of {tensor.datatype.name} {list(tensor.shape)}")
 
 
-def _wrong_size(tensor: InputTensor, found: int, what: str) -> InvalidRequestError:
+def _wrong_size(tensor: InputTensor, byte_size: int, what: str) -> InvalidRequestError:
     return InvalidRequestError(f"input byte size mismatch for input {tensor.whose}. Expected {tensor.raw_bytes}, got "
-                               f"{found}: {what}")
+                               f"{byte_size}: {what}")
 
 
-def _wrong_count(tensor: InputTensor, found: int) -> InvalidRequestError:
-    """Return the error for a BYTES tensor with `found` elements."""
+def _wrong_count(tensor: InputTensor, elements: int) -> InvalidRequestError:
+    """Return the error for a BYTES tensor with `elements` elements."""
     count = math.prod(tensor.shape)
     return InvalidRequestError(
-        f"expected {count} string elements for inference input {tensor.whose}, got {found}" if found < count else
-        f"unexpected number of string elements {found} for inference input {tensor.whose}, expecting {count}")
+        f"expected {count} string elements for inference input {tensor.whose}, got {elements}" if elements < count else
+        f"unexpected number of string elements {elements} for inference input {tensor.whose}, expecting {count}")
 
 
 def _from_raw_bytes(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
@@ -312,24 +312,24 @@ def _varints(tensor: InputTensor, data: NDArray[np.uint8]) -> NDArray[np.uint64]
     return values
 
 
-def _check_fields(tensor: InputTensor, found: Sequence[str]) -> None:
+def _check_fields(tensor: InputTensor, fields: Sequence[str]) -> None:
     """Raise InvalidRequestError unless the values are in the field of InferTensorContents for the datatype."""
     expected = tensor.datatype.contents
     if not expected:
         raise InvalidRequestError(f"{tensor}: {tensor.datatype.name} has no typed contents; send it in "
                                   "raw_input_contents")
-    if others := [name for name in found if name != expected]:
+    if others := [name for name in fields if name != expected]:
         raise InvalidRequestError(f"unexpected explicit tensor data for input tensor {tensor.whose}: expected the "
                                   f"values of {tensor.datatype.name} in {expected}, got {', '.join(others)}")
 
 
-def _check_count(tensor: InputTensor, found: int) -> None:
-    if found == (count := math.prod(tensor.shape)):
+def _check_count(tensor: InputTensor, elements: int) -> None:
+    if elements == (count := math.prod(tensor.shape)):
         return
     if tensor.datatype.name == "BYTES":
-        raise _wrong_count(tensor, found)
-    raise _wrong_size(tensor, found * tensor.datatype.array.itemsize,
-                      f"expected {count} values in {tensor.datatype.contents}, got {found}")
+        raise _wrong_count(tensor, elements)
+    raise _wrong_size(tensor, elements * tensor.datatype.array.itemsize,
+                      f"expected {count} values in {tensor.datatype.contents}, got {elements}")
 
 
 def narrowed(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:

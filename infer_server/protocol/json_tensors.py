@@ -81,14 +81,14 @@ def check_json(datatype: Datatype, name: str) -> None:
                                   f"data format for input {name}")
 
 
-def _check_count(tensor: InputTensor, found: int) -> None:
-    if found != (count := math.prod(tensor.shape)):
-        raise _wrong_count(count, str(tensor), str(found))
+def _check_count(tensor: InputTensor, elements: int) -> None:
+    if elements != (count := math.prod(tensor.shape)):
+        raise _wrong_count(count, str(tensor), str(elements))
 
 
-def _wrong_count(count: int, what: str, found: str) -> InvalidRequestError:
+def _wrong_count(count: int, what: str, elements: str) -> InvalidRequestError:
     return InvalidRequestError("Unable to parse 'data': Shape does not match true shape of 'data' field: expected "
-                               f"{count} values for {what}, got {found}")
+                               f"{count} values for {what}, got {elements}")
 
 
 def _array(datatype: Datatype, what: str, values: list[Any] | NDArray[Any]) -> NDArray[Any]:

@@ -52,14 +52,14 @@ class ModelConfig:
         _merge(f"{kind} '{tensor['name']}'", given, tensor, (*needed, *more))
 
 
-def _merge(what: str, given: dict[str, Any], more: Mapping[str, Any], known: Sequence[str]) -> None:
+def _merge(what: str, fields: dict[str, Any], more: Mapping[str, Any], known: Sequence[str]) -> None:
     """Add a model's fields to those of config.pbtxt. Raises ValueError if they differ or a field is unknown."""
     for key, value in more.items():
         if key not in known:
             raise ValueError(f"{what} in auto_complete_config has '{key}'; expected {', '.join(known)}")
-        if given.get(key) not in (None, [], "TYPE_INVALID", value):
-            raise ValueError(f"{what}: {key}: config.pbtxt says {given[key]}, but auto_complete_config {value}")
-        given[key] = value
+        if fields.get(key) not in (None, [], "TYPE_INVALID", value):
+            raise ValueError(f"{what}: {key}: config.pbtxt says {fields[key]}, but auto_complete_config {value}")
+        fields[key] = value
 
 
 def get_input_config_by_name(config: Mapping[str, Any], name: str) -> Any:

@@ -80,16 +80,16 @@ class _Capsule:
         return _ON_CPU                  # NumPy itself rejects capsules of other devices
 
 
-def as_text(given: str | bytes) -> str:
+def as_text(name: str | bytes) -> str:
     """Return a name as str; Triton also accepts bytes, such as an element of a BYTES tensor. Raises TypeError."""
-    if not isinstance(given, str | bytes):
-        raise TypeError(f"expected a name, got {given!r}")
-    return given.decode() if isinstance(given, bytes) else given
+    if not isinstance(name, str | bytes):
+        raise TypeError(f"expected a name, got {name!r}")
+    return name.decode() if isinstance(name, bytes) else name
 
 
-def as_tensors(given: Iterable[Tensor]) -> list[Tensor]:
+def as_tensors(elements: Iterable[Tensor]) -> list[Tensor]:
     """Return a list of tensors. Raises TritonModelException if an element is not a Tensor."""
-    tensors = list(given)
+    tensors = list(elements)
     if wrong := [tensor for tensor in tensors if not isinstance(tensor, Tensor)]:
         raise TritonModelException(f"expected Tensor objects, got {type(wrong[0])}")
     return tensors

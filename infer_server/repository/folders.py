@@ -61,7 +61,7 @@ class Source:
             return gpus_to_build_for()
         return gpus_for(self.file) if self.may_be_for_gpus else []
 
-    def path(self, given: str, parameter: str) -> Path:
+    def path(self, value: str, parameter: str) -> Path:
         """Resolve a path that a parameter names against the model's folder.
 
         Raises
@@ -69,7 +69,7 @@ class Source:
         ModelConfigError
             The path is outside the repository.
         """
-        return inside(self.folder.parent, self.folder, given, f"parameter {parameter}")
+        return inside(self.folder.parent, self.folder, value, f"parameter {parameter}")
 
 
 def labels_file(folder: Path, spec: TensorSpec) -> Path:

@@ -88,20 +88,20 @@ class RaggedExecutor:
         return [(request, request.encode({name: each[at] for name, each in parts.items()}))
                 for at, request in enumerate(batch)]
 
-    def _parts(self, spec: TensorSpec, made: NDArray[Any], batch: list[Request]) -> list[NDArray[Any]]:
+    def _parts(self, spec: TensorSpec, output: NDArray[Any], batch: list[Request]) -> list[NDArray[Any]]:
         """Split an output into one part for each request. Raises ExecutionError if the parts do not cover it."""
-        shapes = [self._shape_for(spec, made, request) for request in batch]
+        shapes = [self._shape_for(spec, output, request) for request in batch]
         ends = list(accumulate(map(math.prod, shapes)))
-        if ends[-1] != made.size:
-            raise ExecutionError(f"output '{spec.name}' is of shape {list(made.shape)}, but the requests' parts of it "
-                                 f"are {', '.join(map(str, map(list, shapes)))}; give it a batch_output, or other dims")
-        flat = made.reshape(-1)
+        if ends[-1] != output.size:
+            raise ExecutionError(f"output '{spec.name}' is of shape {list(output.shape)}, but the requests' parts of "
+                                 f"it are {', '.join(map(str, map(list, shapes)))}; give it a batch_output, or other dims")
+        flat = output.reshape(-1)
         return [flat[end - math.prod(shape):end].reshape(shape) for shape, end in zip(shapes, ends, strict=True)]
 
-    def _shape_for(self, spec: TensorSpec, made: NDArray[Any], request: Request) -> tuple[int, ...]:
+    def _shape_for(self, spec: TensorSpec, output: NDArray[Any], request: Request) -> tuple[int, ...]:
         source = self._ragged.scattered.get(spec.name)
         if source is None:
-            return (request.items, *made.shape[1:]) if self._batched else made.shape
+            return (request.items, *output.shape[1:]) if self._batched else output.shape
         dims, given = spec.dims if spec.reshape is None else spec.reshape, request.inputs[source].shape
         return tuple(given[axis] if extent == -1 else extent
                      for axis, extent in enumerate((-1, *dims) if self._batched else dims))

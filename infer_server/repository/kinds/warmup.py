@@ -69,14 +69,14 @@ def inputs_of(sample: model_config.ModelWarmup, config: ModelConfig, folder: Pat
             for name, given in sample.inputs.items()}
 
 
-def _array(where: str, name: str, given: model_config.ModelWarmup.Input, lead: tuple[int, ...],
+def _array(where: str, name: str, spec: model_config.ModelWarmup.Input, lead: tuple[int, ...],
            folder: Path) -> NDArray[Any]:
-    datatype = FROM_CONFIG.get(given.data_type)
-    item = tuple(given.dims)
+    datatype = FROM_CONFIG.get(spec.data_type)
+    item = tuple(spec.dims)
     if datatype is None or any(extent < 1 for extent in item):
         raise ModelConfigError(f"{where}: write a data_type, and dims that are all at least 1")
-    if given.WhichOneof("input_data_type") == "input_data_file":
-        file = inside(folder, folder / WARMUP, given.input_data_file, where)
+    if spec.WhichOneof("input_data_type") == "input_data_file":
+        file = inside(folder, folder / WARMUP, spec.input_data_file, where)
         try:
             if file.stat().st_size > MOST_ARRAY_BYTES:
                 raise ModelConfigError(f"{where}: {file} is larger than the limit of {MOST_ARRAY_BYTES} bytes")
@@ -85,16 +85,16 @@ def _array(where: str, name: str, given: model_config.ModelWarmup.Input, lead: t
             raise ModelConfigError(f"{where}: {file}: {error.strerror}") from error
         return np.broadcast_to(from_raw(InputTensor(name, datatype, item), memoryview(raw)), (*lead, *item))
     try:
-        return _generated(given, (*lead, *item), datatype)
+        return _generated(spec, (*lead, *item), datatype)
     except (MemoryError, ValueError) as error:      # too many dims, or too large ones
         raise ModelConfigError(f"{where}: an array of dims {[*lead, *item]} cannot be made: {error}; write smaller "
                                "dims") from error
 
 
-def _generated(given: model_config.ModelWarmup.Input, shape: tuple[int, ...], datatype: Datatype) -> NDArray[Any]:
+def _generated(spec: model_config.ModelWarmup.Input, shape: tuple[int, ...], datatype: Datatype) -> NDArray[Any]:
     if datatype.array.hasobject:
         return np.full(shape, b"", np.object_)
-    if given.random_data:
+    if spec.random_data:
         numbers = np.random.default_rng(0).random(shape)
         return (numbers if datatype.array.kind == "f" else 100 * numbers).astype(datatype.array)
     return np.zeros(shape, datatype.array)
