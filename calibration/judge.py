@@ -75,17 +75,17 @@ class FloatRuns:
     They are kept during the pass over the data, so that these items are not read and run again.
     """
 
-    def __init__(self, graph: Graph, wanted: int) -> None:
-        """Keep at least `wanted` items: whole batches are kept."""
+    def __init__(self, graph: Graph, min_items: int) -> None:
+        """Keep at least `min_items` items: whole batches are kept."""
         self.tensors = judged_tensors(graph)
         self.feeds: list[Feed] = []
         self.expected: list[dict[str, Array]] = []
         self.items = 0
-        self._graph, self._wanted = graph, wanted
+        self._graph, self._min_items = graph, min_items
 
     def run(self, engines: GraphEngines, feed: Feed, items: int, observe: Show) -> None:
         """Run the float model on a feed and pass its tensors to `observe`; keep them if more items are needed."""
-        if self.items >= self._wanted:
+        if self.items >= self._min_items:
             engines.show(feed, observe)
             return
         self.expected.append(self.values(engines, feed, observe))

@@ -261,11 +261,12 @@ class _Watched:
 class _Run:
     """Run of one calibration: observes the float model on the data, then chooses biases and ranges by error."""
 
-    def __init__(self, subject: Subject, wanted: Calibration, notify: Notify, progress: Progress) -> None:
-        self._subject, self._wanted, self._notify, self._progress = subject, wanted, notify, progress
+    def __init__(self, subject: Subject, calibration: Calibration, notify: Notify, progress: Progress) -> None:
+        self._subject, self._calibration, self._notify, self._progress = subject, calibration, notify, progress
         builder, graph = subject.builder, subject.graph
         self._edges, self._uneven = builder.edges(graph), smoothable(graph)
-        self._data = wanted.open(subject.inputs, builder.config.pixels is not None, _extents(subject.inputs, graph))
+        self._data = calibration.open(subject.inputs, builder.config.pixels is not None,
+                                      _extents(subject.inputs, graph))
         self._trials = self._spent = 0      # of the search, for its progress
         self._known: dict[Any, Errors] = {}     # of the trials so far, by what their tables hold
 
@@ -274,7 +275,7 @@ class _Run:
         if self._data.note:
             self._notify(self._data.note)
         watched = self._watched()
-        check = self._wanted.check(self._subject.inputs, self._data)
+        check = self._calibration.check(self._subject.inputs, self._data)
         judged, trials = self._trial_budget(watched)
         floats = FloatRuns(self._subject.graph, judged)
         watched.watch(self._edges, floats, self._uneven, check)
@@ -282,8 +283,9 @@ class _Run:
         notes = (*self._data.doubts, *check.doubts()) if check else ()
         preprocess = self._data.preprocess
         report: dict[str, Any] = {"preprocess": preprocess.to_json()} if preprocess is not None else {}
-        if self._wanted.calibrator:
-            table = make_table(self._wanted.calibrator, model_hash(self._subject), watched.items, watched.histograms)
+        if self._calibration.calibrator:
+            table = make_table(self._calibration.calibrator, model_hash(self._subject), watched.items,
+                               watched.histograms)
             errors = self._errors(judge, table)
         else:
             table, errors = self._searched(judge, trials, watched, report)
@@ -291,7 +293,7 @@ class _Run:
 
     def _trial_budget(self, watched: _Watched) -> tuple[int, int]:
         """Return (number of items on which ranges are evaluated, number of trials)."""
-        if self._wanted.calibrator:
+        if self._calibration.calibrator:
             return FEWEST_ITEMS, 1
         return _budget(watched.macs, sum(constant.size for constant in self._subject.graph.constants.values()))
 

@@ -98,7 +98,7 @@ class Pair:
     value: Array
     floating: bool = True
     wrong: str = ""
-    counted: NDArray[np.bool_] | None = None
+    measured: NDArray[np.bool_] | None = None
     rows: int = -1
     missing: int = 0
 
@@ -134,7 +134,7 @@ def errors_of(name: str, pairs: Sequence[Pair], floor: float = 0.0) -> OutputErr
         return OutputErrors(name, wrong=wrong)
     rows = sum(pair.rows for pair in pairs) if pairs[0].rows >= 0 else -1
     found = OutputErrors(name, floating=pairs[0].floating, rows=rows, missing=sum(pair.missing for pair in pairs))
-    expected, value = (np.concatenate([_counted(pair, array) for pair, array in arrays]) for arrays in (
+    expected, value = (np.concatenate([_measured(pair, array) for pair, array in arrays]) for arrays in (
         [(p, p.expected) for p in pairs], [(p, p.value) for p in pairs]))
     same = (expected == value) | ((expected != expected) & (value != value))
     differing = 1.0 - float(same.mean()) if same.size else 0.0
@@ -157,7 +157,7 @@ def errors_of(name: str, pairs: Sequence[Pair], floor: float = 0.0) -> OutputErr
 
 def errors_of_parts(name: str, pairs: Sequence[Pair], sources: Sequence[Sources]) -> Iterator[OutputErrors]:
     """Yield the errors of each part of an output; none for an output that is one part."""
-    if any(pair.wrong or not pair.floating or pair.counted is not None for pair in pairs):
+    if any(pair.wrong or not pair.floating or pair.measured is not None for pair in pairs):
         return
     parts = parts_of_tensor([pair.expected for pair in pairs], sources)
     if len(parts.names) < 2:
@@ -166,20 +166,21 @@ def errors_of_parts(name: str, pairs: Sequence[Pair], sources: Sequence[Sources]
     floor = FLOOR * float(np.ptp(values.astype(np.float64))) if values.size else 0.0
     masks = [dict(parts.masks(run, pair.expected.shape)) for run, pair in enumerate(pairs)]
     for part in parts.names:
-        yield errors_of(f"{name}: {part}", [replace(pair, counted=mask[part])
+        yield errors_of(f"{name}: {part}", [replace(pair, measured=mask[part])
                                             for pair, mask in zip(pairs, masks, strict=True)], floor)
 
 
-def _counted(pair: Pair, array: Array) -> Array:
-    return array.reshape(-1) if pair.counted is None else array[pair.counted]
+def _measured(pair: Pair, array: Array) -> Array:
+    return array.reshape(-1) if pair.measured is None else array[pair.measured]
 
 
 def _item(pairs: Sequence[Pair], element: int) -> int:
     """Return the index of the item that contains an element; items may have different numbers of elements."""
     first = 0
     for pair in pairs:
-        counts = (np.full(len(pair.value), pair.value[0].size) if pair.counted is None
-                  else pair.counted.reshape(len(pair.counted), -1).sum(axis=1)) if len(pair.value) else np.zeros(0, int)
+        counts = (np.full(len(pair.value), pair.value[0].size) if pair.measured is None
+                  else pair.measured.reshape(len(pair.measured), -1).sum(axis=1)) if len(pair.value) else np.zeros(0,
+                                                                                                                   int)
         if element < counts.sum():
             return first + int(np.searchsorted(np.cumsum(counts), element, side="right"))
         element -= int(counts.sum())

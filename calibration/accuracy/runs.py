@@ -22,12 +22,12 @@ class Runs:
         self._pairs: dict[str, list[Pair]] = {}
         self._traced: dict[str, list[tuple[Pair, Sources]]] = {}       # of runs for whose shapes there is a graph
 
-    def add(self, made: Mapping[str, Array], expected: Mapping[str, Array], inner: Inner | None = None) -> None:
+    def add(self, computed: Mapping[str, Array], expected: Mapping[str, Array], inner: Inner | None = None) -> None:
         """Add a run; outputs that are not in `expected` are ignored.
 
         inner: tensors before selections, computed by the engine's graph, and the sources of elements.
         """
-        pairs = {io.name: pair_of(io, expected[io.name], made[io.name], io.name in self._structure.selections)
+        pairs = {io.name: pair_of(io, expected[io.name], computed[io.name], io.name in self._structure.selections)
                  for io in self._outputs if io.name in expected}
         selections = self._structure.selections
         decided = decided_rows([(pair.expected, selections[name]) for name, pair in pairs.items()
@@ -36,7 +36,7 @@ class Runs:
             selection = selections.get(name)
             if selection and not pair.wrong and (selection.ordered or pair.floating):
                 found = match_rows(pair.expected, pair.value, selection, self._limits.rows, decided)
-                pair = replace(pair, value=found.value, counted=found.matched, rows=found.rows, missing=found.missing)
+                pair = replace(pair, value=found.value, measured=found.matched, rows=found.rows, missing=found.missing)
             self._keep(name, pair, inner)
         for name, value in inner.values.items() if inner else ():
             if name in expected and expected[name].shape == value.shape:

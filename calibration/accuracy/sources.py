@@ -136,12 +136,12 @@ def _selection(graph: Graph, output: str, behind: Collection[str]) -> Selection:
 
 
 # ---- sources
-def _transparent(graph: Graph, made: Mapping[str, Node], tensor: str) -> set[str]:
+def _transparent(graph: Graph, producers: Mapping[str, Node], tensor: str) -> set[str]:
     """Name the tensors between `tensor` and its sources."""
     waiting, path = [tensor], set[str]()
     while waiting:
         name = waiting.pop()
-        if name not in path and name in made and (inputs := _traced(graph, made[name])):
+        if name not in path and name in producers and (inputs := _traced(graph, producers[name])):
             path.add(name)
             waiting += inputs
     return path

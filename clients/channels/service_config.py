@@ -59,10 +59,10 @@ class ServiceConfig:
     health_service: str | None                  # None: health is not asked for
 
     @classmethod
-    def read(cls, given: Mapping[str, Any] | str) -> ServiceConfig:
+    def read(cls, source: Mapping[str, Any] | str) -> ServiceConfig:
         """Read a document. Raises ValueError."""
         try:
-            document = json.loads(given) if isinstance(given, str) else given
+            document = json.loads(source) if isinstance(source, str) else source
             return _read(document)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"service config: {error}") from error
@@ -95,19 +95,19 @@ def _read(document: Mapping[str, Any]) -> ServiceConfig:
         document["healthCheckConfig"].get("serviceName", "") if "healthCheckConfig" in document else None)
 
 
-def _policy(given: Mapping[str, Any]) -> RetryPolicy:
-    _refuse_unknown(given, *DEFAULT_POLICY)
-    statuses = frozenset(STATUSES[code] if isinstance(code, int) else code for code in given["retryableStatusCodes"])
+def _policy(policy: Mapping[str, Any]) -> RetryPolicy:
+    _refuse_unknown(policy, *DEFAULT_POLICY)
+    statuses = frozenset(STATUSES[code] if isinstance(code, int) else code for code in policy["retryableStatusCodes"])
     if not statuses or "OK" in statuses or not statuses <= frozenset(STATUSES):
-        raise ValueError(f"retryableStatusCodes {given['retryableStatusCodes']} are not statuses of failures")
-    attempts = _number("maxAttempts", given, lambda n: n >= 2 and n == int(n), "a whole number of at least 2")
-    return RetryPolicy(min(int(attempts), _MOST_ATTEMPTS), _secs("initialBackoff", given["initialBackoff"]),
-                       _secs("maxBackoff", given["maxBackoff"]),
-                       _number("backoffMultiplier", given, lambda n: n > 0, "above 0"), statuses)
+        raise ValueError(f"retryableStatusCodes {policy['retryableStatusCodes']} are not statuses of failures")
+    attempts = _number("maxAttempts", policy, lambda n: n >= 2 and n == int(n), "a whole number of at least 2")
+    return RetryPolicy(min(int(attempts), _MOST_ATTEMPTS), _secs("initialBackoff", policy["initialBackoff"]),
+                       _secs("maxBackoff", policy["maxBackoff"]),
+                       _number("backoffMultiplier", policy, lambda n: n > 0, "above 0"), statuses)
 
 
-def _number(name: str, given: Mapping[str, Any], is_valid: Callable[[float], bool], valid: str) -> float:
-    value = given[name]
+def _number(name: str, policy: Mapping[str, Any], is_valid: Callable[[float], bool], valid: str) -> float:
+    value = policy[name]
     if not isinstance(value, (int, float)) or not is_valid(value):
         raise ValueError(f"{name} {value!r} is not {valid}")
     return float(value)
@@ -120,7 +120,7 @@ def _secs(name: str, text: str) -> float:
     return float(match[1])
 
 
-def _refuse_unknown(given: Mapping[str, Any], *known: str) -> None:
-    for name in given:
+def _refuse_unknown(fields: Mapping[str, Any], *known: str) -> None:
+    for name in fields:
         if name not in known:
             raise ValueError(f"no field '{name}'; there are {', '.join(known)}")

@@ -123,7 +123,7 @@ class LoadWindow:
     latency_ms: float
 
 
-def is_stable(windows: Sequence[LoadWindow], throughput_is_given: bool = False) -> bool:
+def is_stable(windows: Sequence[LoadWindow], throughput_is_scheduled: bool = False) -> bool:
     """Return True if throughput and mean latency of the last three windows are within 10 % of their means.
 
     In an open loop the schedule gives the throughput: its scatter says nothing about the server, and is left out.
@@ -131,7 +131,7 @@ def is_stable(windows: Sequence[LoadWindow], throughput_is_given: bool = False) 
     last = windows[-WINDOWS:]
     if len(last) < WINDOWS or min(window.requests for window in last) < MIN_REQUESTS:
         return False
-    return _agree([w.latency_ms for w in last]) and (throughput_is_given or _agree([w.throughput for w in last]))
+    return _agree([w.latency_ms for w in last]) and (throughput_is_scheduled or _agree([w.throughput for w in last]))
 
 
 def _agree(values: Sequence[float]) -> bool:

@@ -208,10 +208,10 @@ class _Build:
             raise ConfigError(f"keep_float is for int8 and best; this build is {config.precision}")
         check_kept(graph, config.keep_float, quantised)
 
-    def _usable(self, found: Calibrated, subject: Subject) -> Recipe | None:
+    def _usable(self, calibrated: Calibrated, subject: Subject) -> Recipe | None:
         """Return the recipe, or None if INT8 is too inexact for "best" to choose it."""
-        if not found.poor or subject.builder.config.precision != "best":
-            return found.recipe
+        if not calibrated.poor or subject.builder.config.precision != "best":
+            return calibrated.recipe
         self.say(f"{subject.source.name}: INT8 is too inexact, so the fastest float precision is taken")
         return None
 

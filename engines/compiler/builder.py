@@ -29,7 +29,7 @@ from engines.machine.timing_cache import TimingCache
 from engines.passes.outputs import show_in_float
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import take_pixels
-from engines.passes.quantization.given import is_quantised, quantize_as_given
+from engines.passes.quantization.given import is_quantised, quantize_by_fake_quantize
 from engines.passes.quantization.kept import kept_nodes
 from engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
 from engines.plan.extents import Bounds
@@ -181,7 +181,7 @@ class Builder:
         return graph
 
     @property
-    def batch_is_asked_for(self) -> bool:
+    def declares_batch(self) -> bool:
         """True if the options declare a batch: max_batch, or an input shape with a symbolic leading extent."""
         leading = [shape[0] for shape in self.config.shapes.values() if shape]
         return self.config.max_batch is not None or any(not is_size(extent) for extent in leading)
@@ -211,7 +211,7 @@ class Builder:
         """
         precision = self.config.precision
         if is_quantised(graph):
-            graph = quantize_as_given(graph, self.config.keep_float, log)
+            graph = quantize_by_fake_quantize(graph, self.config.keep_float, log)
             return set_float_precision(graph, "fp32" if precision in ("int8", "best") else precision)
         if precision in ("int8", "best") and ranges is not None:
             return quantize(graph, ranges, keep_float=self.config.keep_float, log=log)

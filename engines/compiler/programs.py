@@ -76,12 +76,12 @@ def plan_of(builder: Builder, source: OnnxModel, seen: Seen = lambda inputs: Non
             found = cut(source, by_host, builder.selects)
 
 
-def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, found: Partition,
+def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, partition: Partition,
            watched: Watched | None) -> Plan:
     """Return the plan of a program, with segments compiled for their inputs in a run on the data or likely inputs."""
     config = builder.config
     check_names(source.name, {node.name for node in nodes_in(source.proto.graph.node)}, config.keep_float)
-    plan = _declared(builder, source, found)
+    plan = _declared(builder, source, partition)
     part, inputs = plan.program, plan.inputs
     assert part is not None
     fed = FedSegments() if watched else None
@@ -103,14 +103,14 @@ def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, found: Par
     return replace(plan, outputs=outputs, program=replace(part, segments=segments), extents=usual)
 
 
-def _declared(builder: Builder, source: OnnxModel, found: Partition) -> Plan:
+def _declared(builder: Builder, source: OnnxModel, partition: Partition) -> Plan:
     """Return the plan of a program without compiled segments."""
     config = builder.config
     precision = "fp32" if config.precision == "int8" else config.precision      # segments without calibration are float
     options = OpenOptions(precision, None, None, config.target, config.keep_float, None, config.threads)
-    part = ProgramPart(found.main, options, found.segments, found.texts, found.weights)
+    part = ProgramPart(partition.main, options, partition.segments, partition.texts, partition.weights)
     outputs = tuple(IoTensor(name, kind.dtype, kind.shape)
-                    for name, kind in zip(found.main.outputs, found.main.kinds, strict=True))
+                    for name, kind in zip(partition.main.outputs, partition.main.kinds, strict=True))
     return Plan(source.name, config.precision, 0, inputs_of(source, config.shapes), outputs,
                 MachinePart(builder.backend, builder.target, (), (), (), ()), program=part,
                 dependence="the model runs as a program of several parts",

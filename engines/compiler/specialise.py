@@ -192,7 +192,7 @@ class Specialiser:
             subject, recipe = self._subject(self._target, apart=True), self._part.recipe
             if subject.builder.target != self._plan.machine.target:
                 return None
-            graph = subject.made(extents)
+            graph = subject.import_graph(extents)
         if recipe:
             graph = prepared(graph, recipe, subject.builder.config.keep_float)
         return subject.builder.counted(graph, recipe.ranges if recipe else None)

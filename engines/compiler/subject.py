@@ -82,14 +82,14 @@ class Subject:
         key = tuple(extents[name] for name in self.usual)
         graph = self.graphs.get(key)
         if graph is None:
-            graph = self.made(extents)
+            graph = self.import_graph(extents)
             if len(self.graphs) > self.kept:
                 oldest, *_ = (known for known in self.graphs if known != tuple(self.usual.values()))
                 del self.graphs[oldest]
             self.graphs[key] = graph
         return graph
 
-    def made(self, extents: Extents) -> Graph:
+    def import_graph(self, extents: Extents) -> Graph:
         """Import and optimise the graph for extents, which may be symbolic, bypassing the cache."""
         if not self.usual:
             return self.builder.graph(self.source)
@@ -147,7 +147,7 @@ def read_subject(builder: Builder, model: Model, seen: Seen = lambda inputs: Non
     if config.ragged:                   # leading axes count items, but ragged inputs cannot be divided along them
         types = alone
     tries = [(types, True)]
-    if any(kind.shape[:1] == (BATCH,) for kind in types.values()) and not builder.batch_is_asked_for:
+    if any(kind.shape[:1] == (BATCH,) for kind in types.values()) and not builder.declares_batch:
         # Without a batch before less likely extents: with extents of 1, a batch flattened with them seems to be open.
         tries = [(types, False), (alone, False), (types, True), (alone, True)]
     reason: EngineError | None = None

@@ -131,10 +131,10 @@ def shapes_for(types: Mapping[str, TensorType], extents: Mapping[str, Any]) -> d
                         for extent in kind.shape) for name, kind in types.items()}
 
 
-def _name(name: str, axis: int, symbol: Dim | None, given: Dim | None, known: Mapping[str, int]) -> Dim:
-    """Return a given or declared number, the declared symbol or its number in `known`, or a unique name."""
-    if is_size(given):
-        return given                # type: ignore[return-value]
+def _name(name: str, axis: int, symbol: Dim | None, size: Dim | None, known: Mapping[str, int]) -> Dim:
+    """Return the user's or the declared size, the declared symbol or its number in `known`, or a unique name."""
+    if is_size(size):
+        return size                 # type: ignore[return-value]
     if is_size(symbol):
         return symbol               # type: ignore[return-value]
     if not isinstance(symbol, str):
@@ -142,10 +142,10 @@ def _name(name: str, axis: int, symbol: Dim | None, given: Dim | None, known: Ma
     return known.get(symbol, SINGLE if symbol == BATCH else symbol)
 
 
-def _batches(shapes: Iterable[Sequence[Dim]], said: Set[Dim]) -> Set[str]:
+def _batches(shapes: Iterable[Sequence[Dim]], declared: Set[Dim]) -> Set[str]:
     """Return the symbols of the batch: leading ones that the user gave, else the only one that is just leading."""
     inner = {extent for shape in shapes for extent in shape[1:] if isinstance(extent, str)}
     leading = {shape[0] for shape in shapes if shape and isinstance(shape[0], str)} - inner
-    if said:
-        return leading & said
+    if declared:
+        return leading & declared
     return leading if len(leading) == 1 else set()

@@ -64,13 +64,14 @@ def checked_shapes(model: str, declared: Mapping[str, Declared], shapes: Mapping
 Value = Array | bool | int | float | Sequence[Any]      # of an input: numbers are converted to the declared dtype
 
 
-def constant_inputs(model: str, inputs: Sequence[onnx.ValueInfoProto], given: Mapping[str, Value]) -> dict[str, Array]:
+def constant_inputs(model: str, inputs: Sequence[onnx.ValueInfoProto], constants: Mapping[str, Value]) -> dict[str,
+                                                                                                               Array]:
     """Return values for inputs as arrays. Raise ModelError for an unknown input, or another type than the declared."""
-    declared = {value.name: Declared.of(model, value) for value in inputs if value.name in given}
-    if unknown := set(given) - set(declared):
+    declared = {value.name: Declared.of(model, value) for value in inputs if value.name in constants}
+    if unknown := set(constants) - set(declared):
         raise ModelError(f"{model} has no input '{min(unknown)}'; its inputs are "
                          f"{', '.join(value.name for value in inputs)}")
-    values = {name: declared[name].value(number) for name, number in given.items()}
+    values = {name: declared[name].value(number) for name, number in constants.items()}
     for name, array in values.items():
         kind = declared[name]
         if array.dtype != kind.dtype or kind.extents is not None and not _fits(array.shape, kind.extents):
@@ -107,31 +108,31 @@ class Declared:
         """Return the input with the symbols in `known` replaced by their numbers."""
         return self if self.extents is None else replace(self, extents=tuple(with_known(self.extents, known)))
 
-    def value(self, given: Value) -> Array:
+    def value(self, number: Value) -> Array:
         """Convert numbers to the declared dtype, unless that loses a fraction; arrays are returned unchanged.
 
         A single number gets the declared shape if that has one element.
         """
-        if isinstance(given, np.ndarray | np.generic):
-            return np.asarray(given)
-        array = np.asarray(given)
+        if isinstance(number, np.ndarray | np.generic):
+            return np.asarray(number)
+        array = np.asarray(number)
         typed = array.astype(self.dtype) if array.dtype.kind in "biuf" else array
         if array.dtype.kind == "f" and self.dtype.kind != "f" and not np.array_equal(typed, array):
             return array
         of_one = array.shape == () and bool(self.extents) and set(self.extents or ()) == {1}
         return typed.reshape([1] * len(self.extents or ())) if of_one else typed
 
-    def shape(self, given: Shape | None, keep_batch: bool) -> tuple[Dim, ...] | None:
+    def shape(self, requested: Shape | None, keep_batch: bool) -> tuple[Dim, ...] | None:
         """Return the shape to compile for, numbers after a leading number or batch; None if an extent is unknown."""
-        given = self.extents if given is None else given
-        if given is None:
+        requested = self.extents if requested is None else requested
+        if requested is None:
             return None
         if keep_batch and self.extents and not is_size(self.extents[0]):
-            given = (None, *given[1:])
+            requested = (None, *requested[1:])
         if self.extents:        # an extent given as open may have a declared size
-            given = (*given[:1], *(extent if is_size(extent) else declared
-                                   for extent, declared in zip(given[1:], self.extents[1:], strict=True)))
-        shape = [BATCH if axis == 0 and not is_size(d) else d for axis, d in enumerate(given)]
+            requested = (*requested[:1], *(extent if is_size(extent) else declared
+                                           for extent, declared in zip(requested[1:], self.extents[1:], strict=True)))
+        shape = [BATCH if axis == 0 and not is_size(d) else d for axis, d in enumerate(requested)]
         known = [d for d in shape if d is not None and (d == BATCH or is_size(d))]
         return tuple(known) if len(known) == len(shape) else None
 
@@ -175,6 +176,6 @@ def is_size(d: Dim | None) -> bool:
     return isinstance(d, int) and d >= 0
 
 
-def _fits(given: Shape, declared: Shape) -> bool:
-    """Return True if a given shape has the declared rank and sizes; a fixed batch cannot be made symbolic."""
-    return len(given) == len(declared) and all(g == d for g, d in zip(given, declared, strict=True) if is_size(d))
+def _fits(shape: Shape, declared: Shape) -> bool:
+    """Return True if a shape has the declared rank and sizes; a fixed batch cannot be made symbolic."""
+    return len(shape) == len(declared) and all(g == d for g, d in zip(shape, declared, strict=True) if is_size(d))

@@ -109,9 +109,9 @@ def recurs_in_float16(model: Path) -> bool:
             and any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer))
 
 
-def values_of_inputs(model: Path, given: Mapping[str, Value]) -> dict[str, Array]:
+def values_of_inputs(model: Path, constants: Mapping[str, Value]) -> dict[str, Array]:
     """Return values of inputs converted to the types that the file declares. Raise ModelError as `constant_inputs`."""
-    return constant_inputs(model.stem, onnx.load(str(model), load_external_data=False).graph.input, given)
+    return constant_inputs(model.stem, onnx.load(str(model), load_external_data=False).graph.input, constants)
 
 
 # ---- nodes

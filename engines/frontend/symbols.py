@@ -14,10 +14,10 @@ from engines.ir.shapes import text
 Shape = Sequence[Dim | None]        # None or BATCH: the batch, or unknown; other strings are symbols
 
 
-def known_extents(model: str, declared: Mapping[str, Shape], given: Mapping[str, Shape]) -> dict[str, int]:
-    """Return the number of each symbol that the `given` shapes fix. Raise ModelError if they give it two numbers."""
+def known_extents(model: str, declared: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """Return the number of each symbol that the `shapes` shapes fix. Raise ModelError if they give it two numbers."""
     known: dict[str, int] = {}
-    for name, shape in given.items():
+    for name, shape in shapes.items():
         for symbol, extent in zip(declared[name], shape, strict=False):
             if isinstance(symbol, str) and isinstance(extent, int) and extent >= 0 and \
                     known.setdefault(symbol, extent) != extent:
@@ -31,20 +31,20 @@ def with_known(shape: Shape, known: Mapping[str, int]) -> tuple[Dim | None, ...]
     return tuple(known.get(extent, extent) if isinstance(extent, str) else extent for extent in shape)
 
 
-def refuse_several_batches(model: str, declared: Mapping[str, Shape], given: Mapping[str, Shape],
+def refuse_several_batches(model: str, declared: Mapping[str, Shape], shapes: Mapping[str, Shape],
                            batched: Sequence[str]) -> None:
     """Raise ModelError if leading extents of different names are taken for the batch without the user's consent.
 
     Parameters
     ----------
-    declared, given : mapping of str to Shape
+    declared, shapes : mapping of str to Shape
         The shapes of the inputs in the file, and those that the user gives.
     batched : sequence of str
-        The inputs whose leading extent is taken for the batch; those in `given` by the user's choice.
+        The inputs whose leading extent is taken for the batch; those in `shapes` by the user's choice.
     """
     leading = {name: next(iter(declared[name]), None) for name in batched}
-    said = {leading[name] for name in batched if name in given}
-    unsaid = {leading[name] or name for name in batched if name not in given and leading[name] not in said}
+    said = {leading[name] for name in batched if name in shapes}
+    unsaid = {leading[name] or name for name in batched if name not in shapes and leading[name] not in said}
     if len(unsaid) + bool(said) < 2:
         return
     options = " ".join(f"--shape {name}:{'x'.join(str(d or '?') for d in (BATCH, *declared[name][1:]))}"

@@ -108,7 +108,7 @@ class Counting:
 
     def floor(self, over: Polynomial, by: Polynomial) -> Any:
         """Return over // by, simplified by terms that divide exactly."""
-        if self.asked("==", by):
+        if self.compare("==", by):
             raise ZeroDivisionError("division by zero")
         whole, rest = polynomials.quotient(over, by)
         least, divisor = polynomials.least(rest, self._least), polynomials.number_of(by)
@@ -138,7 +138,7 @@ class Counting:
         more = polynomials.constant(by * sum(number for _, number in constant))
         return self.floor(polynomials.plus(inner.over, more), polynomials.constant(by * divisor))
 
-    def asked(self, relation: str, polynomial: Polynomial) -> bool:
+    def compare(self, relation: str, polynomial: Polynomial) -> bool:
         """Return the relation of a polynomial to 0, and record a guard unless it holds for all extents."""
         number = polynomials.number_of(polynomial)
         if number is not None:
@@ -248,7 +248,7 @@ class Counted:
     __floor__ = __ceil__ = __trunc__ = __round__ = __pos__
 
     # ---- comparisons, which record guards
-    def _asked(self, relation: str, other: Any, sign: int = 1) -> Any:
+    def _compare(self, relation: str, other: Any, sign: int = 1) -> Any:
         """Return the relation of sign * (self - other) to 0."""
         if isinstance(other, float | np.floating):
             if not math.isfinite(other):
@@ -260,32 +260,32 @@ class Counted:
         if q is None:
             return NotImplemented
         difference = polynomials.plus(self.polynomial, q, -1)
-        return self.counting.asked(relation, difference if sign == 1 else polynomials.product(
+        return self.counting.compare(relation, difference if sign == 1 else polynomials.product(
             difference, polynomials.constant(-1)))
 
     def __eq__(self, other: object) -> Any:
-        return self._asked("==", other)
+        return self._compare("==", other)
 
     def __ne__(self, other: object) -> Any:
         equal = self.__eq__(other)
         return equal if equal is NotImplemented else not equal
 
     def __lt__(self, other: Any) -> Any:
-        return self._asked("<", other)
+        return self._compare("<", other)
 
     def __gt__(self, other: Any) -> Any:
-        return self._asked("<", other, -1)
+        return self._compare("<", other, -1)
 
     def __le__(self, other: Any) -> Any:
-        more = self._asked("<", other, -1)
+        more = self._compare("<", other, -1)
         return more if more is NotImplemented else not more and other == other      # false for NaN
 
     def __ge__(self, other: Any) -> Any:
-        less = self._asked("<", other)
+        less = self._compare("<", other)
         return less if less is NotImplemented else not less and other == other
 
     def __bool__(self) -> bool:
-        return not self.counting.asked("==", self.polynomial)
+        return not self.counting.compare("==", self.polynomial)
 
     def __hash__(self) -> int:
         raise Pinned(f"{self} is looked up in a table")

@@ -55,7 +55,7 @@ class Deferred(NDArrayOperatorsMixin, Late):
         """Reshape to known extents; -1 is not supported."""
         said = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         if any(extent == -1 for extent in said):
-            self._asked()
+            self._refuse()
         return Deferred(np.reshape, (self, said), self.dtype, said)
 
     def astype(self, dtype: Any, copy: bool = True) -> Deferred:
@@ -69,32 +69,32 @@ class Deferred(NDArrayOperatorsMixin, Late):
 
     def item(self) -> Any:
         """Return the single element."""
-        return self.listed[0] if self.listed and not self.shape else self._asked()
+        return self.listed[0] if self.listed and not self.shape else self._refuse()
 
     def transpose(self, order: Sequence[int]) -> Deferred:
         return Deferred(np.transpose, (self, tuple(order)), self.dtype, tuple(self.shape[axis] for axis in order))
 
     def __getitem__(self, index: Any) -> Deferred:
         """Return the first row; other indices are not supported."""
-        return Deferred(operator.getitem, (self, 0), self.dtype, self.shape[1:]) if index == 0 else self._asked()
+        return Deferred(operator.getitem, (self, 0), self.dtype, self.shape[1:]) if index == 0 else self._refuse()
 
-    def _asked(self, *_: Any, **__: Any) -> Any:
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         raise Pinned(f"the elements of a constant {self.dtype}{list(self.shape)} are asked for, which follow from "
                      "extents")
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         """Defer elementwise arithmetic."""
         if method != "__call__" or options or ufunc.nout != 1:
-            return self._asked()
+            return self._refuse()
         kinds = [np.ones((1,) * len(one.shape), one.dtype) if isinstance(one, Deferred) else one for one in inputs]
         shape = broadcast(*(one.shape for one in map(_as_array, inputs)))
         return Deferred(ufunc, inputs, ufunc(*(_small(one) for one in kinds)).dtype, shape)
 
-    __array__ = __array_function__ = __iter__ = __len__ = _asked
-    __bool__ = __int__ = __float__ = __index__ = _asked
+    __array__ = __array_function__ = __iter__ = __len__ = _refuse
+    __bool__ = __int__ = __float__ = __index__ = _refuse
 
     def __getattr__(self, name: str) -> Any:
-        return self._asked()
+        return self._refuse()
 
     def __repr__(self) -> str:
         return f"Deferred {self.dtype}{list(self.shape)}"
@@ -126,7 +126,7 @@ def _small(one: Any) -> Any:
     return one[(slice(0, 1),) * one.ndim] if isinstance(one, np.ndarray) else one
 
 
-def made_of(function: Callable[..., Array], extents: Sequence[Any], shape: tuple[Any, ...], dtype: Any) -> Any:
+def array_of(function: Callable[..., Array], extents: Sequence[Any], shape: tuple[Any, ...], dtype: Any) -> Any:
     """Return the array that a function makes of extents, deferred where one of these is counted."""
     return Deferred(function, tuple(extents), np.dtype(dtype), shape) if is_counted(tuple(extents)) else (
         function(*extents))

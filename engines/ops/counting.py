@@ -99,9 +99,9 @@ def known(op: type[Op], node: Node, inputs: Inputs, values: Values, types: Types
     return deferred(node, arguments, types)
 
 
-def is_deferred(node: Node, given: Values, types: Types) -> bool:
+def is_deferred(node: Node, values: Values, types: Types) -> bool:
     """Return True if a node of constants has outputs that depend on symbolic sizes."""
-    return any(isinstance(value, Deferred) for value in given) or is_counted(tuple(node.attrs.values())) or any(
+    return any(isinstance(value, Deferred) for value in values) or is_counted(tuple(node.attrs.values())) or any(
         is_counted(kind.shape) for kind in types)
 
 

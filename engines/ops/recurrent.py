@@ -129,12 +129,12 @@ class _Layer(Op, abstract=True):
         return tuple(np.ascontiguousarray(a) for a in (y, *states))
 
 
-def _check_states(wanted: tuple[Dim, ...], states: Inputs, values: Values, items: int) -> None:
-    """Raise GraphError unless an initial state has the shape `wanted`, or is a constant shared by all items."""
-    alike = tuple(1 if axis == items else extent for axis, extent in enumerate(wanted))
+def _check_states(expected: tuple[Dim, ...], states: Inputs, values: Values, items: int) -> None:
+    """Raise GraphError unless an initial state has the shape `expected`, or is a constant shared by all items."""
+    alike = tuple(1 if axis == items else extent for axis, extent in enumerate(expected))
     for state, value in zip(states, (*values, None, None), strict=False):
-        if state is not None and state.shape != wanted and (value is None or state.shape != alike):
-            raise GraphError(f"an initial state of {text(state.shape)} does not fit {text(wanted)}")
+        if state is not None and state.shape != expected and (value is None or state.shape != alike):
+            raise GraphError(f"an initial state of {text(state.shape)} does not fit {text(expected)}")
 
 
 class LSTM(_Layer):

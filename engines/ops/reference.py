@@ -109,14 +109,14 @@ def _check(graph: Graph, feeds: Mapping[str, Array]) -> int | None:
     return next(iter(batches), None)
 
 
-def _last_readers(graph: Graph, wanted: Collection[str]) -> dict[int, list[str]]:
+def _last_readers(graph: Graph, kept: Collection[str]) -> dict[int, list[str]]:
     """Map node indices to the edges that are not needed after them, so that activations are freed early."""
     last: dict[str, int] = {}
     for index, node in enumerate(graph.nodes):
         last.update(dict.fromkeys((*_outputs(node), *filter(None, node.inputs)), index))
     free: dict[int, list[str]] = {}
     for name, index in last.items():
-        if name not in wanted and name not in graph.constants and name not in graph.inputs:
+        if name not in kept and name not in graph.constants and name not in graph.inputs:
             free.setdefault(index, []).append(name)
     return free
 

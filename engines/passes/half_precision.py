@@ -123,9 +123,9 @@ class _Widener(GraphEditor):
             return self.narrow.get(name, name)
         return self._converted(name, self._narrow_name(name), self.wide, self.graph.types[name].dtype)
 
-    def _converted(self, name: str, made: str, sources: Mapping[str, str], dtype: np.dtype[Any]) -> str:
-        """Add one version of `name`, called `made`, as a Cast of the other, or as a constant that is converted now."""
+    def _converted(self, name: str, version: str, sources: Mapping[str, str], dtype: np.dtype[Any]) -> str:
+        """Add one version of `name`, called `version`, as a Cast of the other, or as a converted constant."""
         if name in self.graph.constants:
-            self.constants[made] = self.graph.constants[name].astype(dtype, copy=False)
-            return made
-        return self.make(made, "Cast", [sources[name]], {"to": dtype.name})
+            self.constants[version] = self.graph.constants[name].astype(dtype, copy=False)
+            return version
+        return self.make(version, "Cast", [sources[name]], {"to": dtype.name})

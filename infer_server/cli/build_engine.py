@@ -36,7 +36,7 @@ from engines.plan.expected import expected
 from engines.plan.plan import Plan
 from engines.preprocess import PRESETS, load_preprocess
 from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, parse_shape, parse_shapes, positive
-from infer_server.cli.dims import given_shapes, parse_dims
+from infer_server.cli.dims import parse_dims, shapes_of_dims
 from infer_server.cli.inspect_engine import by_reference, kernels, layers
 from infer_server.cli.verifying import verify_build
 from infer_server.process import tune_malloc
@@ -158,7 +158,7 @@ def _config(options: argparse.Namespace) -> BuildConfig:
 
 def _shapes(options: argparse.Namespace) -> dict[str, tuple[int | None, ...]]:
     asked = options.dims or options.batch_first
-    given = given_shapes(options.model, dict(options.dims or ()), options.batch_first) if asked else {}
+    given = shapes_of_dims(options.model, dict(options.dims or ()), options.batch_first) if asked else {}
     return {**given, **dict(options.shape or ())}
 
 

@@ -23,7 +23,7 @@ def parse_dims(text: str) -> tuple[str, Dims]:
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME:3x-1x224") from None
 
 
-def given_shapes(model: str, dims: Mapping[str, Dims], batch_first: bool) -> dict[str, Shape]:
+def shapes_of_dims(model: str, dims: Mapping[str, Dims], batch_first: bool) -> dict[str, Shape]:
     """Return the shapes to build for, by input.
 
     These are inputs with open extents whose `dims` are all numbers, and inputs of unknown rank with any dims. Dims that

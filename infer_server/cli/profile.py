@@ -120,8 +120,8 @@ def header(profile: Profile) -> str:
           f"{peaks.processor} ({peaks.target}), as its data sheet has it")
     return (f"{of}: G MAC/s in {macs}; GB/s read from {reads}\n"
             f"batch {profile.batch}: {profile.run * 1e3:.3f} ms a run, {profile.percent_of_peak:.1f} % of the "
-            f"arithmetic's peak; each step alone{' on one thread' * peaks.is_core} {profile.seconds * 1e3:.3f} ms in all, "
-            f"bound {bounds * 1e3:.3f} ms")
+            f"arithmetic's peak; each step alone{' on one thread' * peaks.is_core} {profile.seconds * 1e3:.3f} ms in "
+            f"all, bound {bounds * 1e3:.3f} ms")
 
 
 def slowest(profile: Profile) -> str:

@@ -82,5 +82,5 @@ def test_three_windows_in_a_row_must_agree(windows: list[tuple[int, float, float
 
 
 def test_the_throughput_of_an_open_loop_may_scatter_but_its_latency_may_not() -> None:
-    assert is_stable([LoadWindow(200, throughput, 5.0) for throughput in (80, 100, 130)], throughput_is_given=True)
-    assert not is_stable([LoadWindow(200, 100, latency) for latency in (5, 7, 9)], throughput_is_given=True)
+    assert is_stable([LoadWindow(200, throughput, 5.0) for throughput in (80, 100, 130)], throughput_is_scheduled=True)
+    assert not is_stable([LoadWindow(200, 100, latency) for latency in (5, 7, 9)], throughput_is_scheduled=True)

@@ -79,7 +79,7 @@ def opened(case: Case) -> tuple[Subject, dict[str, int]]:
 
 
 def lowered(subject: Subject, extents: Extents) -> Any:
-    graph = subject.builder.stored(subject.made(extents))
+    graph = subject.builder.stored(subject.import_graph(extents))
     made = lower(graph, LANES)
     read = {placement.constant for call in made.calls for placement in call.inputs}.union(
         *(call.node.inputs for call in made.calls))

@@ -180,9 +180,9 @@ class _System:
         else:
             self._loop.call_soon_threadsafe(self._begin, wanted)
 
-    def _begin(self, wanted: Sequence[tuple[int, int]]) -> None:
+    def _begin(self, samples: Sequence[tuple[int, int]]) -> None:
         self._began = self._began or self._loop.time()
-        for number, index in wanted:
+        for number, index in samples:
             task = self._loop.create_task(self._send(number, self._requests[index]))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -80,15 +80,15 @@ class GpuTuner:
             report(next(done), 2 * len(missing), f"timed {one.kernel.problem.family}")
         return [self._fastest(some, found, refusals) for some in candidates]
 
-    def _fastest(self, candidates: Sequence[Candidate], found: Mapping[Candidate, float],
+    def _fastest(self, candidates: Sequence[Candidate], times: Mapping[Candidate, float],
                  refusals: Mapping[Candidate, CudaError]) -> tuple[Any, float]:
-        ran = [one for one in candidates if one in found]
+        ran = [one for one in candidates if one in times]
         if not ran:
             one = candidates[0]
             raise NoKernelError(f"no tactic of the {one.kernel.problem.family} kernel runs on this GPU "
                                 f"({self.device.name}): {one.tactic}: {refusals[one]}")
-        best = min(ran, key=lambda one: found[one])
-        return best.tactic, found[best] / 1e6
+        best = min(ran, key=lambda one: times[one])
+        return best.tactic, times[best] / 1e6
 
     def _key(self, one: Candidate) -> str:
         text = repr((COMPILER_VERSION, self.target.name, one.kernel, one.tactic))

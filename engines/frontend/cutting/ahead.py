@@ -73,7 +73,7 @@ class _RowHoister:
     ranks: _Ranks
     weights: Collection[str]
     rows: dict[str, _SequenceRow] = field(default_factory=dict)
-    made: dict[str, onnx.NodeProto] = field(default_factory=dict)       # by the output's name in the body
+    hoisted: dict[str, onnx.NodeProto] = field(default_factory=dict)    # by the output's name in the body
 
     def __post_init__(self) -> None:
         self.own = defined_in(self.body)
@@ -93,12 +93,12 @@ class _RowHoister:
         del self.body.initializer[:]
         left = [node for node in self.body.node if node.op_type != "Constant" and not wanted & {*node.output}]
         needed = {name for node in left for name in reads(node)} | {value.name for value in self.body.output}
-        heads = [self._row(name) for name in self.made if name in wanted and name in needed]
-        unread = {name for name, row in self.rows.items() if name not in self.made} - needed
+        heads = [self._row(name) for name in self.hoisted if name in wanted and name in needed]
+        unread = {name for name, row in self.rows.items() if name not in self.hoisted} - needed
         del self.body.node[:]
         self.body.node.extend([head for head in heads if head is not None])
         self.body.node.extend(node for node in left if node.op_type != "Gather" or node.output[0] not in unread)
-        return constants + [node for name, node in self.made.items() if name in wanted]
+        return constants + [node for name, node in self.hoisted.items() if name in wanted]
 
     def _find_sources(self) -> None:
         if self.node.op_type == "Scan":
@@ -150,7 +150,7 @@ class _RowHoister:
         if fits:
             name = node.output[0]
             self.rows[name] = replace(rows[0], of=f"{name} of all steps", rank=rank)
-            ahead = self.made[name] = onnx.NodeProto()
+            ahead = self.hoisted[name] = onnx.NodeProto()
             ahead.CopyFrom(node)
             ahead.name = f"{node.name} of all steps" if node.name else ""
             ahead.input[:] = [self.rows[given].of if given in self.rows else given for given in node.input]
@@ -158,11 +158,11 @@ class _RowHoister:
 
     def _around_products(self) -> set[str]:
         """Return the values to compute before the loop: products, and the recorded values connected with them."""
-        readers = {name: [other for other, node in self.made.items() if self.rows[name].of in node.input]
-                   for name in self.made}
-        sources = {name: [other for other in self.made if self.rows[other].of in self.made[name].input]
-                   for name in self.made}
-        found = {name for name, node in self.made.items() if node.op_type in _PRODUCTS}
+        readers = {name: [other for other, node in self.hoisted.items() if self.rows[name].of in node.input]
+                   for name in self.hoisted}
+        sources = {name: [other for other in self.hoisted if self.rows[other].of in self.hoisted[name].input]
+                   for name in self.hoisted}
+        found = {name for name, node in self.hoisted.items() if node.op_type in _PRODUCTS}
         for edges in (readers, sources):
             waiting = [*found]
             while waiting:

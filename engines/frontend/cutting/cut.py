@@ -168,10 +168,10 @@ class _Partitioner:
         else:
             self.weights[name] = array
 
-    def _segment(self, nodes: Sequence[onnx.NodeProto], wanted: Collection[str]) -> list[Instruction]:
-        """Add a segment of these nodes and return its instruction; [] if none of their outputs is `wanted`."""
+    def _segment(self, nodes: Sequence[onnx.NodeProto], needed: Collection[str]) -> list[Instruction]:
+        """Add a segment of these nodes and return its instruction; [] if none of their outputs is `needed`."""
         made = dict.fromkeys(name for node in nodes for name in node.output if name)
-        outputs = tuple(name for name in made if name in wanted)
+        outputs = tuple(name for name in made if name in needed)
         if not outputs:
             return []
         read = dict.fromkeys(name for node in nodes for name in reads(node) if name not in made)

@@ -61,22 +61,23 @@ class _Repeated:
     carried: list[str]
     rows: Sequence[tuple[str, int, int]] = ()
     stacks: Sequence[tuple[int, int]] = ()
-    made: list[onnx.NodeProto] = field(default_factory=list)
+    unrolled: list[onnx.NodeProto] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
 
     @property
-    def counted(self) -> bool:
+    def is_loop(self) -> bool:
         return self.node.op_type == "Loop"
 
     def nodes(self, taken: set[str]) -> list[onnx.NodeProto]:
         """Return the unrolled nodes. `taken`: the names of all tensors, to which new ones are added."""
         self.taken = taken
-        self.made = [helper.make_node("Constant", [], [tensor.name], value=tensor) for tensor in self.body.initializer]
+        self.unrolled = [helper.make_node("Constant", [], [tensor.name], value=tensor)
+                         for tensor in self.body.initializer]
         own = defined_in(self.body) - {tensor.name for tensor in self.body.initializer}
         stacked: list[list[str]] = [[] for _ in self.stacks]
         for step in range(self.steps):
             names = {name: self._free(f"{step}.{name}") for name in sorted(own)}
-            results = list(self._step(step, names))[self.counted:]
+            results = list(self._step(step, names))[self.is_loop:]
             self.carried = results[:len(self.carried)]
             for stack, result in zip(stacked, results[len(self.carried):], strict=True):
                 stack.append(result)
@@ -84,21 +85,21 @@ class _Repeated:
         for made, wanted in zip(outputs, self.node.output, strict=False):
             if wanted:
                 self._add("Identity", [made], wanted)
-        return self.made
+        return self.unrolled
 
     def _step(self, step: int, names: dict[str, str]) -> Iterator[str]:
         """Add a step and return the names of its outputs. `names` maps the body's tensors to those of this step."""
         head = [self._number(f"{step}.number", np.array(step, np.int64)), self._number(f"{step}.going", np.array(True))]
         rows = [self._row(step, index, *row) for index, row in enumerate(self.rows)]
         names.update(zip((value.name for value in self.body.input),
-                         [*(head if self.counted else ()), *self.carried, *rows], strict=True))
+                         [*(head if self.is_loop else ()), *self.carried, *rows], strict=True))
         copy = onnx.GraphProto()
         copy.CopyFrom(self.body)
         del copy.initializer[:], copy.input[:]
         rename(copy, names)
         for node in copy.node:
             node.name = self._name(f"{step}.{node.name}") if node.name else ""
-        self.made.extend(copy.node)
+        self.unrolled.extend(copy.node)
         return (value.name for value in copy.output)
 
     def _row(self, step: int, index: int, tensor: str, axis: int, backward: int) -> str:
@@ -113,11 +114,11 @@ class _Repeated:
 
     def _number(self, name: str, value: Array) -> str:
         output = self._free(name)
-        self.made.append(helper.make_node("Constant", [], [output], value=numpy_helper.from_array(value)))
+        self.unrolled.append(helper.make_node("Constant", [], [output], value=numpy_helper.from_array(value)))
         return output
 
     def _add(self, op: str, inputs: Sequence[str], output: str, **attrs: Any) -> str:
-        self.made.append(helper.make_node(op, inputs, [output], output, **attrs))
+        self.unrolled.append(helper.make_node(op, inputs, [output], output, **attrs))
         return output
 
     def _free(self, name: str) -> str:

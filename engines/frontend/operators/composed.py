@@ -97,24 +97,24 @@ def _einsum(call: Call) -> list[Node]:
     return w.finish("Transpose", name, perm=tuple(map(term.index, result)))
 
 
-def _summed(w: Parts, name: str, term: str, wanted: set[str]) -> tuple[str, str]:
-    """Sum over the axes that are not wanted; return the tensor and its remaining axes."""
-    lost = tuple(place for place, axis in enumerate(term) if axis not in wanted)
+def _summed(w: Parts, name: str, term: str, kept: set[str]) -> tuple[str, str]:
+    """Sum over the axes that are not in `kept`; return the tensor and its remaining axes."""
+    lost = tuple(place for place, axis in enumerate(term) if axis not in kept)
     if lost:
         name = w("ReduceSum", name, axes=lost, keepdims=0)
-    return name, "".join(axis for axis in term if axis in wanted)
+    return name, "".join(axis for axis in term if axis in kept)
 
 
-def _product(w: Parts, left: tuple[str, str], right: tuple[str, str], wanted: list[str],
+def _product(w: Parts, left: tuple[str, str], right: tuple[str, str], result: list[str],
              extents: Mapping[str, Dim]) -> tuple[str, str]:
     """Multiply two operands as stacks of matrices; return the product and its axes.
 
     Axes are classified as items (in both operands and the result), rows and columns (in the left or the right operand
     alone), and summed (not in the result).
     """
-    items = [axis for axis in wanted if axis in left[1] and axis in right[1]]
-    summed = [axis for axis in left[1] if axis not in wanted]
-    rows, columns = ([axis for axis in wanted if axis in term and axis not in items] for _, term in (left, right))
+    items = [axis for axis in result if axis in left[1] and axis in right[1]]
+    summed = [axis for axis in left[1] if axis not in result]
+    rows, columns = ([axis for axis in result if axis in term and axis not in items] for _, term in (left, right))
 
     def matrices(operand: tuple[str, str], *groups: list[str]) -> str:
         name, term = operand

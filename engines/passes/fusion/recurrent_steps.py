@@ -75,7 +75,7 @@ class _UnrolledLayer:
         for i, (target, parts) in enumerate(zip(self.node.outputs, zip(*made, strict=True), strict=False)):
             self._output(target, parts, time=i == 0)
 
-    def _direction(self, d: int, backwards: bool, x: str, w: str, r: str, b: str, given: Sequence[str]) -> list[str]:
+    def _direction(self, d: int, backwards: bool, x: str, w: str, r: str, b: str, initial: Sequence[str]) -> list[str]:
         """Add the steps of direction `d`; return y [items, T, H] and the last states [items, 1, H]."""
         gates = self._add("MatMul", x, self._matrix(w, d))
         recurrent, bias = self._matrix(r, d), ""
@@ -83,7 +83,7 @@ class _UnrolledLayer:
             row = self._add("Reshape", self._cut(b, 0, d, 1), shape=(2 * self.rows,))
             own, bias = (self._cut(row, 0, at, self.rows) for at in (0, self.rows))
             gates = self._add("Add", gates, own if self.inside else self._add("Add", own, bias))
-        states = [self._first(state, d) for state in given]
+        states = [self._first(state, d) for state in initial]
         y = [""] * self.steps
         for t in reversed(range(self.steps)) if backwards else range(self.steps):
             states = self._step(d, self._cut(gates, 1, t, 1), recurrent, bias if self.inside else "", states)

@@ -29,7 +29,7 @@ def is_quantised(graph: Graph) -> bool:
     return any(part.op == FAKE for node in graph.nodes for part in node.body or (node,))
 
 
-def quantize_as_given(graph: Graph, keep_float: Collection[str] = (), log: list[Note] | None = None) -> Graph:
+def quantize_by_fake_quantize(graph: Graph, keep_float: Collection[str] = (), log: list[Note] | None = None) -> Graph:
     """Return an optimised graph with its edges and contractions quantised by its FakeQuantize nodes.
 
     Parameters

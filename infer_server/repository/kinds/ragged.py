@@ -94,7 +94,8 @@ class RaggedExecutor:
         ends = list(accumulate(map(math.prod, shapes)))
         if ends[-1] != output.size:
             raise ExecutionError(f"output '{spec.name}' is of shape {list(output.shape)}, but the requests' parts of "
-                                 f"it are {', '.join(map(str, map(list, shapes)))}; give it a batch_output, or other dims")
+                                 f"it are {', '.join(map(str, map(list, shapes)))}; give it a batch_output, or other "
+                                 "dims")
         flat = output.reshape(-1)
         return [flat[end - math.prod(shape):end].reshape(shape) for shape, end in zip(shapes, ends, strict=True)]
 

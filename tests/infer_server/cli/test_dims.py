@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from engines.plan.file import read_plan
 from infer_server.cli import build_engine
-from infer_server.cli.dims import given_shapes, parse_dims
+from infer_server.cli.dims import parse_dims, shapes_of_dims
 
 
 def added(path: Path, *shapes: tuple[str | int | None, ...] | None) -> str:
@@ -28,9 +28,9 @@ def added(path: Path, *shapes: tuple[str | int | None, ...] | None) -> str:
 def test_dims_fix_what_the_model_leaves_open_with_or_without_the_batch(tmp_path: Path) -> None:
     path = added(tmp_path / "m.onnx", ("batch", "length", 4))
     for text, shape in (("a:7x4", (None, 7, 4)), ("a:-1x7x4", (None, 7, 4)), ("a:2x7x4", (2, 7, 4))):
-        assert given_shapes(path, dict([parse_dims(text)]), batch_first=False) == {"a": shape}
+        assert shapes_of_dims(path, dict([parse_dims(text)]), batch_first=False) == {"a": shape}
     for text in ("a:-1x4", "a:7", "other:7x4"):
-        assert given_shapes(path, dict([parse_dims(text)]), batch_first=True) == {}
+        assert shapes_of_dims(path, dict([parse_dims(text)]), batch_first=True) == {}
 
 
 @pytest.mark.parametrize(("dims", "batch_first", "shape"), [
@@ -40,7 +40,7 @@ def test_dims_fix_what_the_model_leaves_open_with_or_without_the_batch(tmp_path:
 def test_dims_are_all_that_is_known_of_an_input_of_unknown_rank(tmp_path: Path, dims: str, batch_first: bool,
                                                                 shape: tuple[int | None, ...]) -> None:
     path = added(tmp_path / "m.onnx", None, (None, 4))
-    assert given_shapes(path, dict([parse_dims(dims)]), batch_first) == {"a": shape}
+    assert shapes_of_dims(path, dict([parse_dims(dims)]), batch_first) == {"a": shape}
 
 
 @pytest.mark.parametrize(("shapes", "said"), [
@@ -52,8 +52,8 @@ def test_dims_are_all_that_is_known_of_an_input_of_unknown_rank(tmp_path: Path, 
 def test_leading_extents_are_the_batch_where_the_configuration_has_one_and_the_model_gives_them_no_one_name(
         tmp_path: Path, shapes: list[tuple[str | int | None, ...]], said: dict[str, Any]) -> None:
     path = added(tmp_path / "m.onnx", *shapes)
-    assert given_shapes(path, {}, batch_first=True) == said
-    assert given_shapes(path, {}, batch_first=False) == {}
+    assert shapes_of_dims(path, {}, batch_first=True) == said
+    assert shapes_of_dims(path, {}, batch_first=False) == {}
 
 
 def test_weights_are_not_read_to_find_what_the_model_leaves_open(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_weights_are_not_read_to_find_what_the_model_leaves_open(tmp_path: Path)
     model.graph.initializer.append(numpy_helper.from_array(np.ones((1, 4), np.float32), "c"))   # an input of this name
     onnx.save(model, path, save_as_external_data=True, location="weights", size_threshold=0)
     (tmp_path / "weights").unlink()
-    assert given_shapes(path, {}, batch_first=True) == {"a": (None, 4), "b": (None, 4)}
+    assert shapes_of_dims(path, {}, batch_first=True) == {"a": (None, 4), "b": (None, 4)}
 
 
 def test_the_dims_of_one_input_say_what_another_calls_by_the_same_name(tmp_path: Path) -> None:

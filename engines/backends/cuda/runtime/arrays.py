@@ -68,13 +68,13 @@ def _query(what: Callable[[], Any]) -> Any:
         raise NotOnDevice(f"its library does not export it: {error}") from error
 
 
-def _by_interface(array: Any, found: dict[str, Any]) -> DeviceTensor:
-    dtype, shape = np.dtype(found["typestr"]), tuple(found["shape"])
-    _check_dense(shape, found.get("strides"), dtype.itemsize)
-    if found.get("mask") is not None:
+def _by_interface(array: Any, interface: dict[str, Any]) -> DeviceTensor:
+    dtype, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
+    _check_dense(shape, interface.get("strides"), dtype.itemsize)
+    if interface.get("mask") is not None:
         raise NotOnDevice("it has a mask")
-    address, read_only = found["data"]
-    return DeviceTensor(address, shape, dtype.name, array, found.get("stream"), bool(read_only))
+    address, read_only = interface["data"]
+    return DeviceTensor(address, shape, dtype.name, array, interface.get("stream"), bool(read_only))
 
 
 # ---- DLPack

@@ -14,7 +14,7 @@ from engines.errors import GraphError
 from engines.frontend.operators.contrib.attention import heads_first, scaled, side_by_side
 from engines.frontend.operators.extension import StandardParts, contrib
 from engines.frontend.operators.normalise import Call
-from engines.ir.deferred import made_of
+from engines.ir.deferred import array_of
 from engines.ir.graph import Node
 from engines.ir.shapes import fixed
 
@@ -102,9 +102,9 @@ def _heads(w: StandardParts, call: Call) -> list[str]:
 def _places(w: StandardParts, call: Call, cache: _Cache) -> str:
     """Return the positions of the new tokens in their items, int64 [N or 1, S]."""
     if cache.prompt:
-        return w.constant(made_of(_row, [cache.new], (1, cache.new), np.int64))
+        return w.constant(array_of(_row, [cache.new], (1, cache.new), np.int64))
     lengths = w("Cast", w.reshape(call.node.inputs[LENGTHS], -1, 1), to=_INT64)     # lengths less one
-    return w("Add", lengths, w.constant(made_of(_last, [cache.new], (cache.new,), np.int64)))
+    return w("Add", lengths, w.constant(array_of(_last, [cache.new], (cache.new,), np.int64)))
 
 
 def _turns(w: StandardParts, call: Call, cache: _Cache, places: str) -> str:
@@ -128,7 +128,7 @@ def _present(w: StandardParts, call: Call, cache: _Cache, new: str, past: int) -
     if cache.prompt:
         return _filled(w, new, cache.present - cache.new)
     if cache.new == 1:      # each item's token follows its last one
-        here = w("Equal", w.constant(made_of(_column, [cache.present], (cache.present, 1), np.int32)),
+        here = w("Equal", w.constant(array_of(_column, [cache.present], (cache.present, 1), np.int32)),
                  w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
         return w("Where", here, new, _filled(w, before, cache.present - cache.room))
     if cache.room < cache.tokens:
@@ -148,7 +148,7 @@ def _mask(w: StandardParts, call: Call, cache: _Cache, places: str) -> str:
     tokens = cache.tokens
     bias = call.node.inputs[BIAS] if call.has(BIAS) else ""
     if causal and cache.prompt:
-        mask = w.constant(made_of(_causal, [tokens, window, dtype], (1, 1, tokens, tokens), dtype))
+        mask = w.constant(array_of(_causal, [tokens, window, dtype], (1, 1, tokens, tokens), dtype))
     else:
         mask = w("Where", _seen(w, call, tokens, places, window if causal else None),
                  *(w.number(number, dtype) for number in (0, -np.inf)))
@@ -183,9 +183,9 @@ def _column(count: int) -> np.ndarray:
 def _seen(w: StandardParts, call: Call, tokens: int, places: str, window: int | None) -> str:
     """Return the visible keys as bools. A window of None means attention that is not causal: all keys of the item."""
     if window is None:
-        return w("LessOrEqual", w.constant(made_of(_keys, [tokens, np.int32], (tokens,), np.int32)),
+        return w("LessOrEqual", w.constant(array_of(_keys, [tokens, np.int32], (tokens,), np.int32)),
                  w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
-    keys = w.constant(made_of(_keys, [tokens, np.int64], (tokens,), np.int64))
+    keys = w.constant(array_of(_keys, [tokens, np.int64], (tokens,), np.int64))
     behind = w("Sub", w("Unsqueeze", places, w.ints(1, 3)), keys)
     seen = w("GreaterOrEqual", behind, w.ints(0))
     return w("And", seen, w("Less", behind, w.ints(window))) if window >= 0 else seen

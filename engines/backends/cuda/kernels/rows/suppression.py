@@ -16,7 +16,7 @@ import numpy as np
 from engines.backends.cuda.codegen.gpu import WARP
 from engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, shared, special_register, wide
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
-from engines.backends.cuda.kernels.rows.top_k import NOWHERE, Found, before, chosen, first_of_warp
+from engines.backends.cuda.kernels.rows.top_k import NOWHERE, KeyedElement, before, chosen, first_of_warp
 from engines.codegen.boxes import Box, box_of, covers
 from engines.codegen.ir_builder import Value
 from engines.codegen.keys import key_of, lowest_of
@@ -99,7 +99,7 @@ class SuppressionByBlock(GpuKernel[Suppression]):
                 state["alive"] = state["alive"] | f.select(wanted, bit, bit.like(0))
             f.store(state["alive"], at, 4)
 
-    def _best(self, scores: Value, thread: Value) -> Found:
+    def _best(self, scores: Value, thread: Value) -> KeyedElement:
         """Return, in all threads, the first alive box with the highest key, or NOWHERE."""
         f, lane, warp = thread.f, thread & WARP - 1, thread.binary("lshr", WARP.bit_length() - 1)
         best = {"key": f.constant(LOWEST, I32), "place": f.constant(NOWHERE, I32)}
@@ -131,14 +131,14 @@ class SuppressionByBlock(GpuKernel[Suppression]):
                     state["alive"] = state["alive"] ^ f.select(gone, bit, bit.like(0))
             f.store(state["alive"], at, 4)
 
-    def _words(self, thread: Value, **carried: Found) -> Iterator[tuple[Value, Value]]:
+    def _words(self, thread: Value, **carried: KeyedElement) -> Iterator[tuple[Value, Value]]:
         """Yield the box of the lowest bit, and the address, of each of the thread's words."""
         f = thread.f
         for turn in f.loop("word", self.words, **carried):
             word = f.cast("trunc", turn, I32, "word")
             yield word * (BITS * THREADS) + thread, shared(f) + ((word * THREADS + thread) * 4 + 8 * WARPS)
 
-    def _boxes(self, first: Value, **carried: Found) -> Iterator[tuple[Value, Value]]:
+    def _boxes(self, first: Value, **carried: KeyedElement) -> Iterator[tuple[Value, Value]]:
         """Yield the boxes of a word, each with its bit."""
         f = first.f
         for turn in f.loop("bit", min(self.each, BITS), **carried):

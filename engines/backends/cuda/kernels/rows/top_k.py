@@ -21,7 +21,7 @@ from engines.lowering.problems.elementwise import TopK
 
 NOWHERE = 0x7FFFFFFF        # index of no element, after all others
 
-Found = dict[str, Value]        # "key" and "place" of an element
+KeyedElement = dict[str, Value]  # "key" and "place" of an element
 
 
 @solves(TopK)
@@ -51,34 +51,34 @@ class TopKByWarp(GpuKernel[TopK]):
                         value = f.load(ELEMENTS[problem.x.dtype], source + place * step, problem.x.size, "value")
                         f.store(value, target + turn * outputs[0].strides[-1], problem.x.size)
 
-    def _next(self, source: Value, lane: Value, found: Found) -> Found:
-        """Return the first element after `found`."""
+    def _next(self, source: Value, lane: Value, previous: KeyedElement) -> KeyedElement:
+        """Return the first element after `previous`."""
         f, x = lane.f, self.problem.x
-        key = found["key"]
+        key = previous["key"]
         best = {"key": key.like(lowest_of(int(key.type[1:]))), "place": f.constant(NOWHERE, I32)}
         for turn in f.loop("part", -(-x.shape[-1] // WARP), best=best):
             place = f.cast("trunc", turn, I32, "turn") * WARP + lane
             inside = place.below(x.shape[-1])
             here = source + wide(f.select(inside, place, place.like(0), "place")) * x.strides[-1]
             one = {"key": key_of(load(self.gpu, x.dtype, here, 0, 1), self.problem.largest), "place": place}
-            best.update(chosen(inside & before(found, one) & before(one, best), one, best))
+            best.update(chosen(inside & before(previous, one) & before(one, best), one, best))
         return first_of_warp(best)
 
 
-def first_of_warp(found: Found) -> Found:
+def first_of_warp(element: KeyedElement) -> KeyedElement:
     """Return the first of all lanes' elements."""
     for distance in (16, 8, 4, 2, 1):
-        other = {name: shuffle_xor(value, distance) for name, value in found.items()}
-        found = chosen(before(other, found), other, found)
-    return found
+        other = {name: shuffle_xor(value, distance) for name, value in element.items()}
+        element = chosen(before(other, element), other, element)
+    return element
 
 
-def chosen(test: Value, a: Found, b: Found) -> Found:
+def chosen(test: Value, a: KeyedElement, b: KeyedElement) -> KeyedElement:
     """Select a if the test holds, else b."""
     return {name: test.f.select(test, a[name], b[name], name) for name in a}
 
 
-def before(a: Found, b: Found) -> Value:
+def before(a: KeyedElement, b: KeyedElement) -> Value:
     """Return true (i1) if a comes before b, by key and then by index."""
     return a["key"].compare("sgt", b["key"]) | (
         a["key"].compare("eq", b["key"]) & a["place"].compare("slt", b["place"]))

@@ -24,7 +24,7 @@ from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import SIZES, View, dense_view
 
 TAPS, PATCH = 3, 6
-_MADE = {"int8": "int16", "float32": "float32"}
+_TRANSFORMED = {"int8": "int16", "float32": "float32"}
 
 
 def transform_weights(g: Sequence[Any]) -> list[Any]:
@@ -50,7 +50,7 @@ class WinogradWeights(Problem):
 
     @property
     def outputs(self) -> tuple[View, ...]:
-        return (dense_view(_MADE[self.dtype], (self._vectors * PATCH ** 2 * self.elements,)),)
+        return (dense_view(_TRANSFORMED[self.dtype], (self._vectors * PATCH ** 2 * self.elements,)),)
 
     @property
     def _vectors(self) -> int:
@@ -58,7 +58,7 @@ class WinogradWeights(Problem):
         return (self.panels * self.vectors + self.last) * self.steps
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        kept = inputs[0].reshape(-1).astype(_MADE[self.dtype])
+        kept = inputs[0].reshape(-1).astype(_TRANSFORMED[self.dtype])
         cut = self.panels * self.vectors * self.steps * TAPS ** 2 * self.elements
         parts = [_transformed(part.reshape(-1, self.steps, TAPS, TAPS, vectors * self.elements))
                  for part, vectors in ((kept[:cut], self.vectors), (kept[cut:], self.last)) if part.size]
@@ -75,7 +75,7 @@ class WinogradWeightsKernel(Kernel[WinogradWeights]):
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
         problem = self.problem
         f, (kept, made), (row_begin, row_end, column_begin, column_end) = begin_kernel(module, name, 2)
-        size, made_size = (SIZES[dtype] * problem.elements for dtype in (problem.dtype, _MADE[problem.dtype]))
+        size, made_size = (SIZES[dtype] * problem.elements for dtype in (problem.dtype, _TRANSFORMED[problem.dtype]))
         panel_bytes = problem.steps * problem.vectors
 
         def panel(index: Value, vectors: int) -> None:
@@ -93,17 +93,17 @@ class WinogradWeightsKernel(Kernel[WinogradWeights]):
                 with f.when(index.compare("uge", problem.panels)):
                     panel(index, problem.last)
 
-    def _transform(self, f: Function, kept: Value, made: Value, vectors: int) -> None:
+    def _transform(self, f: Function, kept: Value, transformed: Value, vectors: int) -> None:
         """Expand one step of a panel. All vectors of a position are stored together, to fill its cache lines."""
         problem = self.problem
-        size = SIZES[_MADE[problem.dtype]] * problem.elements
+        size = SIZES[_TRANSFORMED[problem.dtype]] * problem.elements
         taps = [[[self._load(f, kept + ((p * TAPS + q) * vectors + v) * SIZES[problem.dtype] * problem.elements)
                   for q in range(TAPS)] for p in range(TAPS)] for v in range(vectors)]
         columns = [[transform_weights([row[q] for row in rows]) for q in range(TAPS)] for rows in taps]
         for i in range(PATCH):
             row = [transform_weights([column[i] for column in half]) for half in columns]
             for j in range(PATCH):
-                position = made + (i * PATCH + j) * problem.steps * vectors * size
+                position = transformed + (i * PATCH + j) * problem.steps * vectors * size
                 for v, values in enumerate(row):
                     f.store(values[j], position + v * size, size)
 
