@@ -20,7 +20,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from engines.lowering import lower  # noqa: E402, F401  (fills the tables of rules)
-from engines.lowering.calls.calls import GENERAL, RULES  # noqa: E402
+from engines.lowering.calls.calls import FALLBACK_RULES, RULES  # noqa: E402
 from engines.ops import OPS, Op, Stored  # noqa: E402
 from infer_server.config.fields import LIMITS, TREATMENTS, Verdict, treatment  # noqa: E402
 
@@ -173,8 +173,8 @@ def how_compiled(name: str, op: type[Op] | None) -> str:
     if op is None:
         return "rewritten"
     if name in RULES:
-        return "kernel or loops" if name in GENERAL else "kernel"
-    return "loops" if name in GENERAL else "view or rewritten"
+        return "kernel or loops" if name in FALLBACK_RULES else "kernel"
+    return "loops" if name in FALLBACK_RULES else "view or rewritten"
 
 
 def _summary(op: type[Op] | None) -> str:

@@ -65,8 +65,8 @@ class Session(Protocol):
             Kernel choices, of the backend's own class.
         """
 
-    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
-                usual: Callable[[], Graph] | None = None) -> Any | None:
+    def choose_dynamic(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
+                       usual: Callable[[], Graph] | None = None) -> Any | None:
         """Choose dynamic kernels, which read sizes at run time, and kernels of the plan of `take_over`.
 
         Only missing kernels are compiled. Their run-time parameters are the numbers in which this graph differs from
@@ -78,7 +78,7 @@ class Session(Protocol):
             None if the backend has no dynamic kernels.
         """
 
-    def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> Any | None:
+    def choose_symbolic(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> Any | None:
         """Choose dynamic kernels for a graph with symbolic sizes (engines.ir.counted).
 
         Returns
@@ -93,7 +93,7 @@ class Session(Protocol):
         """
 
     @property
-    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+    def dynamic_kernels(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
         """Dynamic kernels compiled so far, and their object code."""
 
     def settle(self, chosen: Any, progress: Progress | None = None) -> Any:

@@ -244,30 +244,30 @@ class Builder:
             self.cache.save()       # even if the build is interrupted, to keep minutes of timing
 
     @faults_named()
-    def general(self, graph: Graph, ranges: Ranges | None = None,
-                usual: Callable[[], Graph] | None = None) -> Plan | None:
+    def dynamic_plan(self, graph: Graph, ranges: Ranges | None = None,
+                     usual: Callable[[], Graph] | None = None) -> Plan | None:
         """Return the general version: a plan with dynamic-shape kernels for other shapes than the plan taken over.
 
         usual: returns the graph for that plan's shapes, if it is not the one built before. None if the backend has no
         dynamic-shape kernels.
         """
-        chosen = self._session.general(self.stored(graph, ranges), *self._batches(graph),
-                                       usual and (lambda: self.stored(usual(), ranges)))
+        chosen = self._session.choose_dynamic(self.stored(graph, ranges), *self._batches(graph),
+                                              usual and (lambda: self.stored(usual(), ranges)))
         return self._plan(self._session, chosen, bare=True) if chosen else None
 
     @faults_named()
-    def counted(self, graph: Graph, ranges: Ranges | None = None) -> Plan | None:
+    def symbolic_plan(self, graph: Graph, ranges: Ranges | None = None) -> Plan | None:
         """Return the general version of a graph with symbolic extents (engines.ir.counted): a symbolic plan.
 
         None if the backend has no dynamic-shape kernels. Raises Pinned.
         """
-        chosen = self._session.counted(self.stored(graph, ranges), *self._batches(graph))
+        chosen = self._session.choose_symbolic(self.stored(graph, ranges), *self._batches(graph))
         return self._plan(self._session, chosen, bare=True) if chosen else None
 
     @property
-    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
-        """Dynamic-shape kernels and their code: see Session.generals."""
-        return self._session.generals
+    def dynamic_kernels(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+        """Dynamic-shape kernels and their code: see Session.dynamic_kernels."""
+        return self._session.dynamic_kernels
 
     def _candidates(self, graph: Graph, ranges: Ranges | None) -> list[Chosen]:
         """Return the candidates of precision "best": int8 mixed with float32, int8, and each float precision.

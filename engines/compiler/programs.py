@@ -96,7 +96,7 @@ def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, partition:
     if watched and fed:
         segments = calibrated(segments, SegmentMaker(part, config.timing, config.precision), fed, watched, say)
     if tried:
-        segments = _with_general_kernels(replace(plan, program=replace(part, segments=segments)), tried, say)
+        segments = _with_dynamic_kernels(replace(plan, program=replace(part, segments=segments)), tried, say)
     tensors = [io for io in inputs if io.name in tried and io.dtype not in NO_TENSORS]
     usual = extents_of(plan.name, tensors, {io.name: tried[io.name].shape for io in tensors})
     outputs = tuple(_met(io, made[io.name]) if made else io for io in plan.outputs)
@@ -141,7 +141,7 @@ def _run(engine: ProgramEngine, feeds: Iterable[Mapping[str, Array]], all_of_the
     return tried, first, reason
 
 
-def _with_general_kernels(plan: Plan, tried: Mapping[str, Array], say: Say) -> tuple[SegmentPart, ...]:
+def _with_dynamic_kernels(plan: Plan, tried: Mapping[str, Array], say: Say) -> tuple[SegmentPart, ...]:
     """Return the segments with dynamic-shape kernels, made by running the program on inputs of other extents.
 
     They are unchanged if the program does not run on such inputs.

@@ -68,7 +68,7 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
     subject.dependence = plan.dependence
     usual = [{name: bounds[name][1] if name in bounds else value for name, value in subject.usual.items()}
              for bounds in subject.profiles]
-    kernels, code = _generals(subject, recipe)
+    kernels, code = _dynamic_kernels(subject, recipe)
     others = tuple(_plan(subject, recipe, extents)
                    for index, extents in enumerate(usual) if extents != subject.usual and extents not in usual[:index])
     config, source = subject.builder.config, subject.source
@@ -80,7 +80,7 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
     return replace(plan, machine=replace(plan.machine, code=(*plan.machine.code, *code)), open=part)
 
 
-def _generals(subject: Subject, recipe: Recipe | None) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+def _dynamic_kernels(subject: Subject, recipe: Recipe | None) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
     """Return the model's dynamic-shape kernels and their code, made by lowering it at other than the usual extents."""
     decided = {extent for name in subject.deciding for extent in subject.types[name].shape}
     usual = {name: extent for name, extent in subject.usual.items() if isinstance(extent, int) and name not in decided}
@@ -91,11 +91,11 @@ def _generals(subject: Subject, recipe: Recipe | None) -> tuple[tuple[GeneralKer
             continue
         try:
             graph = _graph(subject, recipe, {**subject.usual, **extents})
-            subject.builder.general(graph, recipe.ranges if recipe else None)
+            subject.builder.dynamic_plan(graph, recipe.ranges if recipe else None)
             break
         except EngineError:
             continue
-    return subject.builder.generals
+    return subject.builder.dynamic_kernels
 
 
 class Specialiser:
@@ -136,7 +136,7 @@ class Specialiser:
         # Shared with the general version, which may be made at the same time, so that a graph is imported once.
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._importing = threading.Lock()
-        self._templates = Templates(self._counted, self._is_right)
+        self._templates = Templates(self._symbolic_plan, self._is_right)
         self.first: Engine | None = None        # loaded engine of the plan, if there is one
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
@@ -173,8 +173,8 @@ class Specialiser:
     def _alone(self, extents: Extents) -> Plan | None:
         """Return the general version for these extents only, without a template; None if the backend has none."""
         subject, recipe = self._imported(self._target, extents, apart=True), self._part.recipe
-        plan = subject.builder.general(_graph(subject, recipe, extents), recipe.ranges if recipe else None,
-                                       lambda: _graph(subject, recipe, self._plan.extents))
+        plan = subject.builder.dynamic_plan(_graph(subject, recipe, extents), recipe.ranges if recipe else None,
+                                            lambda: _graph(subject, recipe, self._plan.extents))
         return replace(plan, extents=dict(extents)) if plan else None
 
     def _is_right(self, plan: Plan, extents: Extents) -> bool:
@@ -186,7 +186,7 @@ class Specialiser:
                     self._plan.name, dict(extents))
         return False
 
-    def _counted(self, counting: Counting, extents: Extents) -> Plan | None:
+    def _symbolic_plan(self, counting: Counting, extents: Extents) -> Plan | None:
         """Return the symbolic plan for symbolic extents (engines.ir.counted), or None if the target has none."""
         with self._importing:
             subject, recipe = self._subject(self._target, apart=True), self._part.recipe
@@ -195,13 +195,13 @@ class Specialiser:
             graph = subject.import_graph(extents)
         if recipe:
             graph = prepared(graph, recipe, subject.builder.config.keep_float)
-        return subject.builder.counted(graph, recipe.ranges if recipe else None)
+        return subject.builder.symbolic_plan(graph, recipe.ranges if recipe else None)
 
     @property
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
         """Dynamic-shape kernels, those of the plan included, and their code."""
         key = self._target, True, None
-        return self._subjects[key].builder.generals if key in self._subjects else (self._part.general, ())
+        return self._subjects[key].builder.dynamic_kernels if key in self._subjects else (self._part.general, ())
 
     def graph(self, extents: Extents) -> Graph:
         """Return the graph that a specialisation is lowered from, with stored dtypes decided."""

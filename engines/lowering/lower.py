@@ -9,7 +9,7 @@ from engines.ir.graph import Graph, Node
 from engines.ir.shapes import is_empty
 from engines.lowering import rules  # noqa: F401  (fills RULES)
 from engines.lowering.calls.aliasing import VIEWS, Aliasing
-from engines.lowering.calls.calls import GENERAL, RULES, AnyCall, Call, Context, FallbackCall, Refused
+from engines.lowering.calls.calls import FALLBACK_RULES, RULES, AnyCall, Call, Context, FallbackCall, Refused
 from engines.lowering.calls.placement import ITEMS, axis_of_item, has_batch
 from engines.lowering.problems.problem import Problem
 from engines.lowering.rules.copies import copy_call
@@ -68,7 +68,7 @@ def _calls(ctx: Context, node: Node) -> Sequence[AnyCall]:
 def _by_rules(ctx: Context, node: Node) -> Sequence[Call]:
     """Lower a node by the rule of its operator, else by the general rule. Raise the last refusal if both refuse."""
     refusal = Refused(f"no kernel for {node.anchor.op}")
-    for rule in (table[node.anchor.op] for table in (RULES, GENERAL) if node.anchor.op in table):
+    for rule in (table[node.anchor.op] for table in (RULES, FALLBACK_RULES) if node.anchor.op in table):
         try:
             calls = tuple(rule(ctx, node))
             for problem in (call.problem for call in calls):

@@ -74,7 +74,7 @@ class CudaSession:
     """Session for one architecture. Tactics are timed on a GPU of that kind, or ranked by the cost model."""
     arithmetic = ("fp32", "int8", "fp16", "bf16")
     timed: Mapping[str, Mapping[str, float]] = {}
-    generals: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
+    dynamic_kernels: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
 
     def __init__(self, target: str, cache: TimingCache, device: GpuDriver | None = None) -> None:
         """Create a session that times tactics on `device`, or nothing if it is None."""
@@ -88,11 +88,11 @@ class CudaSession:
     def target(self) -> str:
         return self.gpu.name
 
-    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
-                usual: Callable[[], Graph] | None = None) -> None:
+    def choose_dynamic(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
+                       usual: Callable[[], Graph] | None = None) -> None:
         """Return None: there are no dynamic kernels for GPUs."""
 
-    def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
+    def choose_symbolic(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
         """Return None: there are no dynamic kernels for GPUs."""
 
     @property

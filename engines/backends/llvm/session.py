@@ -123,8 +123,8 @@ class LlvmSession:
             check_memory(graph.name, buffers, max_batch)
         return write_borders(lowered, max_batch), batches
 
-    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
-                usual: Callable[[], Graph] | None = None) -> CpuChosen:
+    def choose_dynamic(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
+                       usual: Callable[[], Graph] | None = None) -> CpuChosen:
         """Lower a graph and choose kernels whose code exists, for these shapes or symbolic ones; see Tuner.general."""
         lowered, batches = self._lowered(graph, max_batch, opt_batch)
 
@@ -139,14 +139,14 @@ class LlvmSession:
         choices = self.tuner.general((call.problem for call in lowered.compiled), batches, others)
         return CpuChosen(lowered, choices, self._expanders(choices.values()), max_batch, batches[0])
 
-    def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> SymbolicCalls:
+    def choose_symbolic(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> SymbolicCalls:
         """Lower a graph with symbolic extents and choose kernels that take these at run time."""
         lowered, batches = self._lowered(graph, max_batch, opt_batch)
         choices = self.tuner.counted([call.problem for call in lowered.compiled], batches)
         return SymbolicCalls(lowered, choices, self._expanders(choices), max_batch)
 
     @property
-    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+    def dynamic_kernels(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
         """Return the symbolic kernels compiled so far, and their code."""
         kernels = self.tuner.generals
         return kernels.known, tuple(kernels.code.values())

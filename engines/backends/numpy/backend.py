@@ -55,7 +55,7 @@ class NumpySession:
     arithmetic = ("fp32", "int8")
 
     timed: Mapping[str, Mapping[str, float]] = {}
-    generals: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
+    dynamic_kernels: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
 
     @property
     def processor(self) -> str:
@@ -70,11 +70,11 @@ class NumpySession:
         check_memory(graph.name, buffers_of(lowered, max_batch), max_batch)
         return NumpyChosen(lowered, max_batch)
 
-    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
-                usual: Callable[[], Graph] | None = None) -> None:
+    def choose_dynamic(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
+                       usual: Callable[[], Graph] | None = None) -> None:
         """Return None: NumPy needs no dynamic kernels."""
 
-    def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
+    def choose_symbolic(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
         """Return None: NumPy needs no dynamic kernels."""
 
     def settle(self, chosen: NumpyChosen, progress: Progress | None = None) -> NumpyChosen:

@@ -37,7 +37,7 @@ class TensorRtSession:
     """Session that builds engines with one of NVIDIA's libraries."""
     arithmetic = ("fp32", "int8", "fp16")
     timed: Mapping[str, Mapping[str, float]] = {}
-    generals: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
+    dynamic_kernels: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
 
     def __init__(self, target: str, module: Any) -> None:
         self.target, self.module = target, module
@@ -66,11 +66,11 @@ class TensorRtSession:
             raise ConfigError(f"{graph.name}: inputs and outputs take {gigabytes(size)}, {wrong}; lower --max-batch")
         return TensorRtChosen(graph, max_batch, opt_batch or max(max_batch, 1))
 
-    def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
-                usual: Callable[[], Graph] | None = None) -> None:
+    def choose_dynamic(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
+                       usual: Callable[[], Graph] | None = None) -> None:
         """Return None: an engine is limited to the shapes of its profile."""
 
-    def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
+    def choose_symbolic(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
         """Return None: an engine is limited to the shapes of its profile."""
 
     def settle(self, chosen: TensorRtChosen, progress: Progress | None = None) -> TensorRtChosen:

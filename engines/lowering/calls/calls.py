@@ -61,7 +61,7 @@ class Context:
 
 Rule = Callable[[Context, Node], Sequence[Call]]
 RULES: dict[str, Rule] = {}
-GENERAL: dict[str, Rule] = {}       # fallback rules, which lower to loop nests
+FALLBACK_RULES: dict[str, Rule] = {}      # rules that lower to loop nests
 
 
 def lowers(*ops: str, images: bool = False, volumes: bool = False,
@@ -102,11 +102,11 @@ def _batch_inside(ctx: Context, node: Node) -> str:
     return next((name for name in (*node.inputs, *node.outputs) if name and batch_axis(ctx.type(name))), "")
 
 
-def lowers_in_general(*ops: str) -> Callable[[Rule], Rule]:
+def fallback_rule(*ops: str) -> Callable[[Rule], Rule]:
     """Register a fallback rule for operators without a rule, or whose rule refuses the node."""
     def register(rule: Rule) -> Rule:
         for op in ops:
-            assert op not in GENERAL, f"two general rules for {op}"
-            GENERAL[op] = rule
+            assert op not in FALLBACK_RULES, f"two fallback rules for {op}"
+            FALLBACK_RULES[op] = rule
         return rule
     return register

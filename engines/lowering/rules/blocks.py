@@ -10,7 +10,7 @@ from engines.ir.counted import as_int
 from engines.ir.graph import Node
 from engines.ir.rounding import HEAD, STEPS
 from engines.lowering.calls.body import call_of, write_body
-from engines.lowering.calls.calls import Call, Context, lowers, lowers_in_general
+from engines.lowering.calls.calls import Call, Context, fallback_rule, lowers
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.calls.placement import Placement
 from engines.lowering.nest.program import Term
@@ -35,7 +35,7 @@ def lower_blocked(ctx: Context, node: Node) -> Sequence[Call]:
     return [replace(call, inputs=(x, *call.inputs[1:]), outputs=(y,))]
 
 
-@lowers_in_general("FakeQuantizeBlocks")
+@fallback_rule("FakeQuantizeBlocks")
 def lower_fake(ctx: Context, node: Node) -> Sequence[Call]:
     """Lower to a nest for the full blocks and one for a partial block."""
     depth, block = as_int(ctx.type(node.inputs[0]).shape[-1]), int(node.attrs["block"])
@@ -51,7 +51,7 @@ def lower_fake(ctx: Context, node: Node) -> Sequence[Call]:
     return calls
 
 
-@lowers_in_general("QuantizeBlocks")
+@fallback_rule("QuantizeBlocks")
 def lower_rounded(ctx: Context, node: Node) -> Sequence[Call]:
     """Lower to a nest for the blocks' heads and one for their bytes."""
     block = int(node.attrs["block"])

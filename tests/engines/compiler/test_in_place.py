@@ -21,7 +21,7 @@ from engines.backends.llvm.tuning.in_place import Trial, times_in_place, typical
 from engines.backends.llvm.tuning.tuner import Estimate, Tuner
 from engines.compiler.builder import BuildConfig, Builder
 from engines.ir.graph import Graph, Node, TensorType
-from engines.lowering.calls.calls import GENERAL
+from engines.lowering.calls.calls import FALLBACK_RULES
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.view import Halo, dense_view
@@ -103,7 +103,7 @@ def test_a_network_that_runs_for_seconds_is_left_to_times_alone(
 
 def test_a_trial_has_the_constants_that_the_reference_reads(graph: Graph, cache: TimingCache, trials: list[Trial],
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(GENERAL, "Add")
+    monkeypatch.delitem(FALLBACK_RULES, "Add")
     score, = graph.outputs
     double = TensorType(np.dtype(np.float64), graph.shape(score))
     shift = Node("Add", ("double", "shift"), ("shifted",))

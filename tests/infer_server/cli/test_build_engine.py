@@ -22,7 +22,7 @@ from calibration.accuracy.measures import sqnr_db
 from engines.backends.llvm.tuning import candidate_times
 from engines.errors import PlanTargetError
 from engines.loading import load_engine
-from engines.lowering.calls.calls import GENERAL, RULES
+from engines.lowering.calls.calls import FALLBACK_RULES, RULES
 from engines.plan.file import read_plan
 from infer_server.cli.build_engine import Bar, parse_constant, parse_shape
 from tests.engines.compiler.program_models import chosen_patches
@@ -153,7 +153,7 @@ def test_quiet_says_nothing_about_a_build_without_fallbacks(workshop: Workshop) 
 
 
 def test_what_falls_back_is_named_even_when_quiet(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(GENERAL, "Hardmax")
+    monkeypatch.delitem(FALLBACK_RULES, "Hardmax")
     onnx.save(_one_node("Hardmax"), workshop.path("hardmax.onnx"))
     assert workshop.build("--quiet", "--no-timing", model="hardmax.onnx") == 0
     assert "no kernel for Hardmax" in workshop.said
@@ -163,7 +163,7 @@ def test_a_timed_build_ends_with_the_share_of_what_the_reference_runs(
         workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions read constants, which the reference has at hand while the kernels around it are timed."""
     monkeypatch.delitem(RULES, "Conv")
-    monkeypatch.delitem(GENERAL, "Conv")
+    monkeypatch.delitem(FALLBACK_RULES, "Conv")
     assert workshop.build("--no-cache", "--max-batch", "2") == 0
     assert re.search(r"coverage: .* by reference \(\S+ %\); timed at the build\n$", workshop.said)
     assert all(step.time_us for step in read_plan(workshop.path("m.plan")).machine.steps if step.fallback)
@@ -174,7 +174,7 @@ def test_strict_refuses_what_the_reference_would_run_and_writes_nothing(
     assert workshop.build("--strict", *UNTIMED) == 0 and "0 by reference" in workshop.said
     Path(workshop.path("m.plan")).unlink()
     monkeypatch.delitem(RULES, "Conv")
-    monkeypatch.delitem(GENERAL, "Conv")
+    monkeypatch.delitem(FALLBACK_RULES, "Conv")
     assert workshop.build("--strict", "--no-cache", *UNTIMED) == 2
     assert "steps run on the reference:\n  Conv, " in workshop.said and "no kernel for Conv ('" in workshop.said
     assert not Path(workshop.path("m.plan")).exists()

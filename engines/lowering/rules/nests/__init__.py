@@ -1,4 +1,4 @@
-"""General rules, which lower to loop nests what other rules refuse. Importing this package fills GENERAL."""
+"""General rules, which lower to loop nests what other rules refuse. Importing this package fills FALLBACK_RULES."""
 from importlib import import_module
 from pkgutil import iter_modules
 

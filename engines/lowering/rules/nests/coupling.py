@@ -9,7 +9,7 @@ from functools import reduce
 from operator import add
 
 from engines.ir.graph import Node
-from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
+from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import KINDS, Term
 from engines.ops.coupling import ERROR
@@ -18,7 +18,7 @@ MOST_CLASSES = 5        # the unrolled code grows with their cube
 SWEEPS = 6              # 360,000 random rows of up to MOST_CLASSES classes converged after four
 
 
-@lowers_in_general("PairwiseCoupling")
+@fallback_rule("PairwiseCoupling")
 def lower_coupling(ctx: Context, node: Node) -> Sequence[Call]:
     pairs = ctx.type(node.inputs[0])
     classes = range(int(pairs.shape[1]))

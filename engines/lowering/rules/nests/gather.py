@@ -4,11 +4,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, lowers_in_general
+from engines.lowering.calls.calls import Call, Context, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 
 
-@lowers_in_general("Gather")
+@fallback_rule("Gather")
 def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
     data, index = node.inputs
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
@@ -29,7 +29,7 @@ def first_item(ctx: Context, node: Node) -> bool:
     return of_items and constant is not None and index.shape in ((), (1,)) and not constant.any()
 
 
-@lowers_in_general("GatherElements")
+@fallback_rule("GatherElements")
 def lower_gather_elements(ctx: Context, node: Node) -> Sequence[Call]:
     data, index = node.inputs
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
@@ -39,7 +39,7 @@ def lower_gather_elements(ctx: Context, node: Node) -> Sequence[Call]:
     return [w.call(w.at(data, place))]
 
 
-@lowers_in_general("GatherND")
+@fallback_rule("GatherND")
 def lower_gather_nd(ctx: Context, node: Node) -> Sequence[Call]:
     """Lower a GatherND: the last axis of the indices addresses the data's axes after the first `batch_dims`."""
     data, index = node.inputs

@@ -9,13 +9,13 @@ import numpy as np
 
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
+from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import FLOATING, KINDS
 from engines.ops.movement import Slice
 
 
-@lowers_in_general("Slice")
+@fallback_rule("Slice")
 def lower_slice(ctx: Context, node: Node) -> Sequence[Call]:
     name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     place = list(w.axes)
@@ -26,7 +26,7 @@ def lower_slice(ctx: Context, node: Node) -> Sequence[Call]:
     return [w.call(w.at(name, place))]
 
 
-@lowers_in_general("Split")
+@fallback_rule("Split")
 def lower_split(ctx: Context, node: Node) -> Sequence[Call]:
     name, axis, calls = node.inputs[0], node.attrs.get("axis", 0), []
     starts = [0, *accumulate(as_int(size) for size in node.attrs["split"])]
@@ -38,20 +38,20 @@ def lower_split(ctx: Context, node: Node) -> Sequence[Call]:
     return calls
 
 
-@lowers_in_general("Transpose")
+@fallback_rule("Transpose")
 def lower_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     perm = node.attrs["perm"]
     return [w.call(w.at(node.inputs[0], [w.axes[perm.index(axis)] for axis in range(len(perm))]))]
 
 
-@lowers_in_general("Expand")
+@fallback_rule("Expand")
 def lower_expand(ctx: Context, node: Node) -> Sequence[Call]:
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     return [w.call(w.broadcast(node.inputs[0]))]
 
 
-@lowers_in_general("Tile")
+@fallback_rule("Tile")
 def lower_tile(ctx: Context, node: Node) -> Sequence[Call]:
     name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     place = [index if times == 1 else index % w.extent(name, axis)
@@ -59,7 +59,7 @@ def lower_tile(ctx: Context, node: Node) -> Sequence[Call]:
     return [w.call(w.at(name, place))]
 
 
-@lowers_in_general("ConstantOfShape")
+@fallback_rule("ConstantOfShape")
 def lower_fill(ctx: Context, node: Node) -> Sequence[Call]:
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     value = np.asarray(node.attrs.get("value", np.float32(0))).reshape(())
@@ -67,7 +67,7 @@ def lower_fill(ctx: Context, node: Node) -> Sequence[Call]:
     return [w.call(w.constant(float(value) if kind in FLOATING else int(value), kind))]
 
 
-@lowers_in_general("Range")
+@fallback_rule("Range")
 def lower_range(ctx: Context, node: Node) -> Sequence[Call]:
     """Lower a Range between constants. Floats are computed in float64 and rounded once."""
     output = ctx.type(node.outputs[0])
@@ -78,7 +78,7 @@ def lower_range(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 # ---- matrices in the last two axes
-@lowers_in_general("Trilu")
+@fallback_rule("Trilu")
 def lower_triangle(ctx: Context, node: Node) -> Sequence[Call]:
     """Lower a Trilu: elements on the other side of the k-th diagonal become 0."""
     name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
@@ -91,7 +91,7 @@ def lower_triangle(ctx: Context, node: Node) -> Sequence[Call]:
     return [w.call(w.where(kept, x, 0.0 if x.kind in FLOATING else 0))]
 
 
-@lowers_in_general("ReverseSequence")
+@fallback_rule("ReverseSequence")
 def lower_reversed(ctx: Context, node: Node) -> Sequence[Call]:
     """Lower a ReverseSequence: the first `length` steps of each item are reversed."""
     name, lengths = node.inputs

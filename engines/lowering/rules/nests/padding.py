@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Dim, Node
-from engines.lowering.calls.calls import Call, Context, lowers_in_general
+from engines.lowering.calls.calls import Call, Context, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.calls.placement import Placement, as_one_item
 from engines.lowering.nest.program import FLOATING, KINDS, Number, Term
@@ -19,7 +19,7 @@ from engines.ops.movement import Pad
 Ranges = list[tuple[int, int]]      # [start, stop) along each axis
 
 
-@lowers_in_general("Pad")
+@fallback_rule("Pad")
 def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
     """Lower a Pad. Negative pads crop first."""
     name, output = node.inputs[0], node.outputs[0]

@@ -4,12 +4,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines.ir.graph import Node
-from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
+from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.pointwise import FORMULAS, write_node
 
 
-@lowers_in_general(*FORMULAS)
+@fallback_rule(*FORMULAS)
 def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
     writer = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     first = node.anchor
@@ -20,7 +20,7 @@ def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
     return [writer.call(writer.finished(value))]
 
 
-@lowers_in_general("BatchNormalization")
+@fallback_rule("BatchNormalization")
 def lower_batch_norm(ctx: Context, node: Node) -> Sequence[Call]:
     """Lower a BatchNormalization with run-time scales and statistics per channel."""
     if node.attrs.get("channels_last") or any(node.outputs[1:]):

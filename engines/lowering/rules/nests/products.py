@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
+from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import FLOATING, Term
 
@@ -17,7 +17,7 @@ def _depth(ctx: Context, name: str, axis: int) -> int:
     return as_int(extent)
 
 
-@lowers_in_general("MatMul", "MatMulInteger")
+@fallback_rule("MatMul", "MatMulInteger")
 def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
     anchor = node.anchor
     left, right, *zeros = anchor.inputs
@@ -53,7 +53,7 @@ def _zero_point(w: NestWriter, name: str, place: Sequence[Term]) -> Term:
     return w.at(name, [w.constant(0, "i64") if extent == 1 else place[0] for extent in shape]).to("i32")
 
 
-@lowers_in_general("Gemm")
+@fallback_rule("Gemm")
 def lower_gemm(ctx: Context, node: Node) -> Sequence[Call]:
     anchor = node.anchor
     left, right, *third = anchor.inputs
@@ -76,7 +76,7 @@ def _scaled(value: Term, factor: float) -> Term:
     return (value.to("f64") * float(factor)).to(value.kind)
 
 
-@lowers_in_general("Einsum")
+@fallback_rule("Einsum")
 def lower_einsum(ctx: Context, node: Node) -> Sequence[Call]:
     """Lower an Einsum with one loop per letter, outer loops for the result's.
 

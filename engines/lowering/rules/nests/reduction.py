@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
+from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.calls.placement import Placement
 from engines.lowering.nest.pointwise import EXP, LOG
@@ -105,7 +105,7 @@ def _through_floats(a: Along, formula: Callable[[Term], Term]) -> Term:
     return formula(a.x) if a.x.kind in FLOATING else formula(a.x.to("f64")).to(a.x.kind)
 
 
-@lowers_in_general(*REDUCTIONS)
+@fallback_rule(*REDUCTIONS)
 def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
     anchor = node.anchor
     if len(anchor.inputs) > 1:
@@ -121,7 +121,7 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
     return [along.writer.call(value, targets=[along.outer(node.outputs[0])])]
 
 
-@lowers_in_general("ArgMax", "ArgMin")
+@fallback_rule("ArgMax", "ArgMin")
 def lower_arg(ctx: Context, node: Node) -> Sequence[Call]:
     along = Along(ctx, node, op_of(node.op).axes(node, len(ctx.type(node.inputs[0]).shape)))
     order = "last" if node.attrs.get("select_last_index") else "first"
@@ -170,7 +170,7 @@ def _normalised(a: Along) -> tuple[Term, Term, Term]:
     return apart * inverse, middle, inverse
 
 
-@lowers_in_general("Softmax", "LogSoftmax", "Hardmax", "LpNormalization")
+@fallback_rule("Softmax", "LogSoftmax", "Hardmax", "LpNormalization")
 def lower_softmax(ctx: Context, node: Node) -> Sequence[Call]:
     rank = len(ctx.type(node.anchor.inputs[0]).shape)
     along = Along(ctx, node, [node.anchor.attrs.get("axis", -1) % rank])
@@ -183,7 +183,7 @@ def lower_softmax(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused(str(reason)) from reason
 
 
-@lowers_in_general("LayerNormalization", "RMSNormalization")
+@fallback_rule("LayerNormalization", "RMSNormalization")
 def lower_norm(ctx: Context, node: Node) -> Sequence[Call]:
     """Lower a norm; each statistic that is an output has its own nest."""
     anchor = node.anchor

@@ -9,7 +9,7 @@ import numpy as np
 
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
+from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import FLOATING, KINDS, Term
 from engines.ops import resize
@@ -20,7 +20,7 @@ _CUBIC = -0.75
 
 
 # ---- grid sample
-@lowers_in_general("GridSample")
+@fallback_rule("GridSample")
 def lower_grid_sample(ctx: Context, node: Node) -> Sequence[Call]:
     x, grid = node.inputs
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
@@ -94,7 +94,7 @@ def _keys(d: Term, a: float) -> Term:
 
 
 # ---- regions
-@lowers_in_general("RoiAlign")
+@fallback_rule("RoiAlign")
 def lower_roi_align(ctx: Context, node: Node) -> Sequence[Call]:
     """Lower a RoiAlign: each bin has `sampling_ratio` squared samples, of which it takes the mean or the maximum."""
     x, regions, images = node.inputs
@@ -141,7 +141,7 @@ def _between(at: Term, extent: int) -> Taps:
 
 
 # ---- at another resolution
-@lowers_in_general("Resize")
+@fallback_rule("Resize")
 def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
     """Along each axis that changes: a pixel, or the taps of a filter, whose weights are made to sum to 1."""
     anchor, shape = node.anchor, ctx.type(node.outputs[0]).shape

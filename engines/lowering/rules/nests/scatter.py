@@ -4,13 +4,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines.ir.graph import Node
-from engines.lowering.calls.calls import Call, Context, lowers_in_general
+from engines.lowering.calls.calls import Call, Context, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 
 COMBINED = {"none": "", "add": "add", "mul": "mul", "max": "max", "min": "min"}
 
 
-@lowers_in_general("ScatterElements")
+@fallback_rule("ScatterElements")
 def lower_scatter_elements(ctx: Context, node: Node) -> Sequence[Call]:
     data, index, updates = node.inputs
     w = NestWriter(ctx, node, ctx.type(updates).shape)
@@ -20,14 +20,14 @@ def lower_scatter_elements(ctx: Context, node: Node) -> Sequence[Call]:
     return [w.scatter(data, w.at(updates, w.axes), place, COMBINED[node.attrs.get("reduction", "none")])]
 
 
-@lowers_in_general("Unpool")
+@fallback_rule("Unpool")
 def lower_unpool(ctx: Context, node: Node) -> Sequence[Call]:
     x, index, elsewhere = node.inputs
     w = NestWriter(ctx, node, ctx.type(x).shape)
     return [w.scatter(elsewhere, w.at(x, w.axes), [w.wrapped_index(w.at(index, w.axes), node.attrs["size"])])]
 
 
-@lowers_in_general("ScatterND")
+@fallback_rule("ScatterND")
 def lower_scatter_nd(ctx: Context, node: Node) -> Sequence[Call]:
     """Lower a ScatterND: the last axis of the indices addresses the data's first axes."""
     data, index, updates = node.inputs

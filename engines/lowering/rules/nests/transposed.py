@@ -13,7 +13,7 @@ from itertools import product
 
 from engines.ir.counted import as_int
 from engines.ir.graph import Dim, Node
-from engines.lowering.calls.calls import Call, Context, lowers_in_general
+from engines.lowering.calls.calls import Call, Context, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.calls.phases import Phase, phases_of
 from engines.lowering.nest.program import KINDS, Term
@@ -118,7 +118,7 @@ class Transposed:
         return w.where(w.both(self.tests), value, value.like(0)) if self.tests else value
 
 
-@lowers_in_general("ConvTranspose")
+@fallback_rule("ConvTranspose")
 def lower_transposed(ctx: Context, node: Node) -> Sequence[Call]:
     """Lower a ConvTranspose: x[n, c, u] * w[c, o, t] is added to y[n, o, p]."""
     _, weights, *bias = node.anchor.inputs
@@ -132,7 +132,7 @@ def lower_transposed(ctx: Context, node: Node) -> Sequence[Call]:
     return Transposed(ctx, node, (count // groups,)).calls(element, bias[0] if bias else "")
 
 
-@lowers_in_general("Col2Im")
+@fallback_rule("Col2Im")
 def lower_columns(ctx: Context, node: Node) -> Sequence[Call]:
     """Lower a Col2Im: x[n, (c, t), u] is added to y[n, c, p]."""
     kernel = node.attrs["kernel_shape"]

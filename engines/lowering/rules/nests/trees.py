@@ -12,7 +12,7 @@ from operator import add
 import numpy as np
 
 from engines.ir.graph import Array, Node
-from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
+from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import KINDS, Linear, Term
 from engines.ops.trees import COLUMN, FLAGS, LEFT, LEFT_IF_EQUAL, LEFT_IF_MISSING, RIGHT, THRESHOLD, threshold_type
@@ -27,7 +27,7 @@ _REDUCTIONS = {"SUM": "sum", "AVERAGE": "sum", "MIN": "min", "MAX": "max"}
 _TOGETHER = {"SUM": add, "AVERAGE": add, "MIN": Term.at_most, "MAX": Term.at_least}
 
 
-@lowers_in_general("Forest")
+@fallback_rule("Forest")
 def lower_forest(ctx: Context, node: Node) -> Sequence[Call]:
     """Walk all trees of a group to their leaves, then add up the groups."""
     *_, roots, weights = node.inputs

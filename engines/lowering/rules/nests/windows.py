@@ -9,7 +9,7 @@ import numpy as np
 
 from engines.ir.counted import as_int
 from engines.ir.graph import Dim, Node
-from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
+from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.calls.placement import Placement
 from engines.lowering.nest import functions
@@ -141,7 +141,7 @@ def in_group(channel: Term, count: int, groups: int, each: int) -> Term:
     return (channel // (count // groups)) * each
 
 
-@lowers_in_general("Conv", "ConvInteger")
+@fallback_rule("Conv", "ConvInteger")
 def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     anchor = node.anchor
     x, weights, *others = anchor.inputs
@@ -171,7 +171,7 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 # ---- pools
-@lowers_in_general("MaxPool")
+@fallback_rule("MaxPool")
 def lower_max_pool(ctx: Context, node: Node) -> Sequence[Call]:
     s = Sliding(ctx, node)
     places = s.tap_coordinates()
@@ -212,7 +212,7 @@ def _number(s: Sliding, node: Node, places: Sequence[Term]) -> Term:
     return image * math.prod(sizes) + number
 
 
-@lowers_in_general("AveragePool", "LpPool")
+@fallback_rule("AveragePool", "LpPool")
 def lower_average_pool(ctx: Context, node: Node) -> Sequence[Call]:
     s, anchor = Sliding(ctx, node), node.anchor
     places = s.tap_coordinates()
