@@ -193,9 +193,9 @@ class Table:
         self.lines: list[str] = []
         self._registers: dict[int, str] = {}
 
-    def begin(self, operands: str, place: int) -> None:
-        """Load the table's address, which is operand number `place` of the kernel."""
-        self.lines += [f"  %{TABLE}.at = getelementptr i8, ptr {operands}, i64 {8 * place}",
+    def begin(self, operands: str, index: int) -> None:
+        """Load the table's address, which is operand number `index` of the kernel."""
+        self.lines += [f"  %{TABLE}.at = getelementptr i8, ptr {operands}, i64 {8 * index}",
                        f"  %{TABLE} = load ptr, ptr %{TABLE}.at, align 8"]
 
     def register(self, extent: Extent, fresh: Callable[[str], str]) -> str:

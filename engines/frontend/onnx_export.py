@@ -137,9 +137,9 @@ class OnnxWriter:
     def write(self, node: Node) -> None:
         """Write a canonical node, in the layout of its inputs if possible."""
         perm = tuple(node.attrs.get("perm", ()))
-        place = self.names.get(node.inputs[0]) if node.inputs else None
-        if node.op == "Transpose" and place and perm == (_to_first if place.first else _to_last)(len(perm)):
-            self.names[node.outputs[0]] = OnnxTensor(place.name, not place.first)
+        onnx_tensor = self.names.get(node.inputs[0]) if node.inputs else None
+        if node.op == "Transpose" and onnx_tensor and perm == (_to_first if onnx_tensor.first else _to_last)(len(perm)):
+            self.names[node.outputs[0]] = OnnxTensor(onnx_tensor.name, not onnx_tensor.first)
             return
         if self._joins_integers(node):
             self._write_joined(node)
@@ -217,12 +217,12 @@ class OnnxWriter:
             self.names[name] = OnnxTensor(self._constant(name))
         return self._transposed(name, self.names[name], first)
 
-    def _transposed(self, name: str, place: OnnxTensor, first: bool) -> str:
-        if place.first == first:
-            return place.name
+    def _transposed(self, name: str, onnx_tensor: OnnxTensor, first: bool) -> str:
+        if onnx_tensor.first == first:
+            return onnx_tensor.name
         turned = f"{name}.{'nchw' if first else 'nhwc'}"
         if not any(turned in node.output for node in self.nodes):
-            self.emit("Transpose", [place.name], [turned],
+            self.emit("Transpose", [onnx_tensor.name], [turned],
                       perm=(_to_first if first else _to_last)(len(self.graph.shape(name))))
         return turned
 
@@ -245,11 +245,12 @@ class OnnxWriter:
 
     def requantise(self, name: str) -> None:
         """Insert a Q/DQ pair after the producer of a quantised tensor."""
-        quant, place = self.graph.types[name].quant, self.names[name]
+        quant, onnx_tensor = self.graph.types[name].quant, self.names[name]
         if quant is None or name in self.integers:
             return
-        stored = self._convert("QuantizeLinear", place.name, name, self._quantisation(name, place), f"{name}.stored")
-        self._dequantise(name, OnnxTensor(stored, place.first))
+        stored = self._convert("QuantizeLinear", onnx_tensor.name, name, self._quantisation(name, onnx_tensor),
+                               f"{name}.stored")
+        self._dequantise(name, OnnxTensor(stored, onnx_tensor.first))
 
     def _dequantise(self, name: str, stored: OnnxTensor) -> None:
         """Write a DequantizeLinear of the integers, which readers of the tensor read."""
@@ -257,11 +258,12 @@ class OnnxWriter:
         rounded = self._convert("DequantizeLinear", stored.name, name, quant, f"{name}.rounded")
         self.integers[name], self.names[name] = stored, OnnxTensor(rounded, stored.first)
 
-    def _quantisation(self, name: str, place: OnnxTensor) -> QParams:
+    def _quantisation(self, name: str, onnx_tensor: OnnxTensor) -> QParams:
         """Return the tensor's quantisation, its axis in the layout of the ONNX tensor."""
         quant, rank = self.graph.types[name].quant, len(self.graph.shape(name))
         assert quant is not None
-        return replace(quant, axis=_to_last(rank)[quant.axis]) if quant.axis is not None and place.first else quant
+        return replace(quant,
+                       axis=_to_last(rank)[quant.axis]) if quant.axis is not None and onnx_tensor.first else quant
 
     def _convert(self, op: str, source: str, name: str, quant: QParams, output: str) -> str:
         """Write a QuantizeLinear or DequantizeLinear with the parameters of the tensor `name`."""
@@ -285,8 +287,8 @@ class OnnxWriter:
         for node in self.nodes:
             for names in (node.input, node.output):
                 names[:] = [new if name == old else name for name in names]
-        self.names = {key: replace(place, name=new) if place.name == old else place
-                      for key, place in self.names.items()}
+        self.names = {key: replace(onnx_tensor, name=new) if onnx_tensor.name == old else onnx_tensor
+                      for key, onnx_tensor in self.names.items()}
 
 
 def _per_channel(array: Array, node: Node) -> bool:

@@ -58,29 +58,31 @@ class Resize(LayoutOp):
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
         factors = cls.factors(node, x.shape)
-        places = {axis: coordinates(node, axis, x.shape[axis], size, scale)
-                  for axis, (size, scale) in enumerate(factors) if scale != 1}
+        positions = {axis: coordinates(node, axis, x.shape[axis], size, scale)
+                     for axis, (size, scale) in enumerate(factors) if scale != 1}
         y = x
-        if node.attrs.get("mode") == "linear" and x.dtype.kind in "iu" and not node.attrs.get("antialias") and places:
-            y = blended(x, {axis: places.get(axis, np.arange(x.shape[axis])) for axis in blend_axes(x.ndim, [*places])})
+        if (positions and node.attrs.get("mode") == "linear" and x.dtype.kind in "iu"
+                and not node.attrs.get("antialias")):
+            y = blended(x, {axis: positions.get(axis, np.arange(x.shape[axis]))
+                            for axis in blend_axes(x.ndim, [*positions])})
         else:
-            for axis in reversed(places):
-                y = cls._along(node, y, axis, places[axis], factors[axis][1])
+            for axis in reversed(positions):
+                y = cls._along(node, y, axis, positions[axis], factors[axis][1])
         outside = np.zeros((), bool)
         if node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
-            for axis, place in places.items():
-                beyond = (place < 0) | (place > x.shape[axis] - 1)
+            for axis, position in positions.items():
+                beyond = (position < 0) | (position > x.shape[axis] - 1)
                 outside = outside | beyond.reshape(-1, *[1] * (x.ndim - axis - 1))
         y = np.where(outside, node.attrs.get("extrapolation_value", 0.0), y) if outside.any() else y
         return _cast(y, x)
 
     @staticmethod
-    def _along(node: Node, x: Array, axis: int, places: Array, scale: float) -> Array:
+    def _along(node: Node, x: Array, axis: int, positions: Array, scale: float) -> Array:
         """Return x resized along one axis; floats are not rounded to their type."""
         if node.attrs.get("mode", "nearest") == "nearest":
-            index = NEAREST[node.attrs.get("nearest_mode", "round_prefer_floor")](places)
+            index = NEAREST[node.attrs.get("nearest_mode", "round_prefer_floor")](positions)
             return np.take(x, np.clip(index, 0, x.shape[axis] - 1).astype(np.int64), axis)
-        weights = interpolation(node, places, x.shape[axis], scale)
+        weights = interpolation(node, positions, x.shape[axis], scale)
         if x.dtype.kind in "iu" and node.attrs.get("antialias"):
             return filtered(x, axis, weights)
         return np.moveaxis(np.tensordot(weights, x, (1, axis)), 0, axis)
@@ -163,8 +165,8 @@ def coordinate(node: Node, axis: int, i: Any, convert: Callable[[Any, str], Any]
     scale = float(np.float32(scale))
     if scale == 1:
         return i
-    place = _unsmoothed(node, axis, i, convert, size, out, scale)
-    return place + 0.5 - 0.5 if node.attrs.get("antialias") else place      # rounded as the centre of a filter
+    position = _unsmoothed(node, axis, i, convert, size, out, scale)
+    return position + 0.5 - 0.5 if node.attrs.get("antialias") else position  # rounded as the centre of a filter
 
 
 def _unsmoothed(node: Node, axis: int, i: Any, convert: Callable[[Any, str], Any], size: int, out: int,
@@ -201,7 +203,7 @@ NEAREST: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def interpolation(node: Node, places: Array, size: int, scale: float) -> Array:
+def interpolation(node: Node, positions: Array, size: int, scale: float) -> Array:
     """Weights [out, in] of float32: the filter around each place; what falls beside the image counts for its edge.
 
     With `antialias` the filter is stretched when shrinking. With `exclude_outside` what falls beside counts for
@@ -216,15 +218,15 @@ def interpolation(node: Node, places: Array, size: int, scale: float) -> Array:
     else:
         raise GraphError(f"unknown mode '{mode}'")
     stretch = min(scale, 1.0) if node.attrs.get("antialias") else 1.0
-    first = np.floor(places).astype(np.int64) - math.ceil(reach / stretch) + 1
+    first = np.floor(positions).astype(np.int64) - math.ceil(reach / stretch) + 1
     taps = first[:, None] + np.arange(2 * math.ceil(reach / stretch))
-    weights = kernel((taps - places[:, None]) * stretch)
+    weights = kernel((taps - positions[:, None]) * stretch)
     inside = (taps >= 0) & (taps < size)
     if node.attrs.get("exclude_outside"):
         weights = np.where(inside, weights, 0)
     weights = weights / weights.sum(axis=1, keepdims=True)
-    matrix = np.zeros((len(places), size))
-    np.add.at(matrix, (np.arange(len(places))[:, None], np.clip(taps, 0, size - 1)), weights)
+    matrix = np.zeros((len(positions), size))
+    np.add.at(matrix, (np.arange(len(positions))[:, None], np.clip(taps, 0, size - 1)), weights)
     return matrix.astype(np.float32)
 
 

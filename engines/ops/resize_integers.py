@@ -23,28 +23,28 @@ def blend_axes(rank: int, changed: Sequence[int]) -> tuple[int, ...]:
     return images if set(changed) <= set(images) else tuple(changed)
 
 
-def blended(x: Array, places: Mapping[int, Array]) -> Array:
-    """Return `x` blended linearly at the positions `places` along each axis, truncated to its type."""
-    fixed_point = x.dtype.itemsize == 1 and tuple(places) == (1, 2) and x.ndim == 4
-    ends = [_ends(place, x.shape[axis], fixed_point) for axis, place in places.items()]
+def blended(x: Array, positions: Mapping[int, Array]) -> Array:
+    """Return `x` blended linearly at the positions `positions` along each axis, truncated to its type."""
+    fixed_point = x.dtype.itemsize == 1 and tuple(positions) == (1, 2) and x.ndim == 4
+    ends = [_ends(position, x.shape[axis], fixed_point) for axis, position in positions.items()]
     total = np.zeros((), np.int32 if fixed_point else np.float32)
     for corner in product(*ends):
         pixels = x
-        for axis, (index, _) in zip(places, corner, strict=True):
+        for axis, (index, _) in zip(positions, corner, strict=True):
             pixels = np.take(pixels, index, axis)
         weights = [weight.reshape(-1, *[1] * (x.ndim - axis - 1))
-                   for axis, (_, weight) in zip(places, corner, strict=True)]
+                   for axis, (_, weight) in zip(positions, corner, strict=True)]
         total = total + reduce(np.multiply, reversed(weights)) * pixels.astype(total.dtype)
     return np.asarray(np.trunc(total / (1 << 2 * BLEND_BITS)) if fixed_point else total).astype(x.dtype)
 
 
-def _ends(place: Array, size: int, fixed_point: bool) -> list[tuple[Array, Array]]:
+def _ends(position: Array, size: int, fixed_point: bool) -> list[tuple[Array, Array]]:
     """Return (index, weight) of the pixels below and above each position; at the last pixel both count half."""
-    place = np.clip(place, 0, size - 1).astype(np.float32)
-    below = place.astype(np.int64)
+    position = np.clip(position, 0, size - 1).astype(np.float32)
+    below = position.astype(np.int64)
     above = np.minimum(below + 1, size - 1)
     one = 1 << BLEND_BITS if fixed_point else 1
-    at = (place * np.float32(one)).astype(np.int32) if fixed_point else place
+    at = (position * np.float32(one)).astype(np.int32) if fixed_point else position
     weights = [np.where(below == above, one / 2, np.abs(at - end * one)).astype(np.int32 if fixed_point else np.float32)
                for end in (above, below)]
     return [(below, weights[0]), (above, weights[1])]

@@ -84,22 +84,22 @@ class GridSample(LayoutOp):
         pixels = x.reshape(*x.shape[:2], math.prod(image))
         y = np.zeros((*x.shape[:2], math.prod(grid.shape[1:-1])))
         for corner in product(*taps):
-            place, weight = np.zeros_like(corner[0][0]), np.ones_like(corner[0][1])
+            position, weight = np.zeros_like(corner[0][0]), np.ones_like(corner[0][1])
             for size, (index, part) in zip(image, corner, strict=True):
-                place, weight = place * size + index, weight * part
-            y += np.where(weight[:, None] != 0, np.take_along_axis(pixels, place[:, None], 2), 0) * weight[:, None]
+                position, weight = position * size + index, weight * part
+            y += np.where(weight[:, None] != 0, np.take_along_axis(pixels, position[:, None], 2), 0) * weight[:, None]
         return np.asarray(y.reshape(*x.shape[:2], *grid.shape[1:-1])).astype(x.dtype)
 
 
-def _taps(node: Node, places: Array, size: int) -> Taps:
+def _taps(node: Node, positions: Array, size: int) -> Taps:
     corners, padding = bool(node.attrs.get("align_corners", 0)), node.attrs.get("padding_mode", "zeros")
-    place = (places + 1) * (size - 1) / 2 if corners else ((places + 1) * size - 1) / 2
-    place = np.where(np.isfinite(place), place, -1e6)
+    position = (positions + 1) * (size - 1) / 2 if corners else ((positions + 1) * size - 1) / 2
+    position = np.where(np.isfinite(position), position, -1e6)
     mode = node.attrs.get("mode", "linear")
     if mode != "cubic":
-        place = _inside(place, size, corners, padding)
-    below = np.rint(place) if mode == "nearest" else np.floor(place)
-    weights = {"nearest": _nearest, "linear": _linear, "cubic": _cubic}[mode](place - below)
+        position = _inside(position, size, corners, padding)
+    below = np.rint(position) if mode == "nearest" else np.floor(position)
+    weights = {"nearest": _nearest, "linear": _linear, "cubic": _cubic}[mode](position - below)
     taps = []
     for offset, weight in weights:
         index = below + offset
@@ -110,17 +110,17 @@ def _taps(node: Node, places: Array, size: int) -> Taps:
     return taps
 
 
-def _inside(place: Array, size: int, corners: bool, padding: str) -> Array:
+def _inside(position: Array, size: int, corners: bool, padding: str) -> Array:
     """Map coordinates outside the image according to the padding mode."""
     if padding == "zeros":
-        return place
+        return position
     if padding == "reflection":
         first, span = (0.0, size - 1) if corners else (-0.5, size)
         if not span:
-            return np.zeros_like(place)
-        beyond = np.mod(place - first, 2 * span)
-        place = np.minimum(beyond, 2 * span - beyond) + first
-    return np.clip(place, 0, size - 1)
+            return np.zeros_like(position)
+        beyond = np.mod(position - first, 2 * span)
+        position = np.minimum(beyond, 2 * span - beyond) + first
+    return np.clip(position, 0, size - 1)
 
 
 def _nearest(part: Array) -> Taps:

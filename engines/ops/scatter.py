@@ -15,13 +15,13 @@ _COMBINED: Mapping[str, Callable[..., None]] = {
     "add": np.add.at, "mul": np.multiply.at, "max": np.maximum.at, "min": np.minimum.at}
 
 
-def _put(node: Node, data: Array, places: tuple[Array, ...], updates: Array) -> Array:
+def _put(node: Node, data: Array, indices: tuple[Array, ...], updates: Array) -> Array:
     """Return a copy of the data with updates stored, or combined by the attribute `reduction`."""
     result, reduction = data.copy(), node.attrs.get("reduction", "none")
     if reduction == "none":
-        result[places] = updates
+        result[indices] = updates
     else:
-        _COMBINED[reduction](result, places, updates)
+        _COMBINED[reduction](result, indices, updates)
     return result
 
 
@@ -44,9 +44,9 @@ class ScatterElements(Op):
 
     @classmethod
     def compute(cls, node: Node, data: Array, index: Array, updates: Array) -> Array:
-        places = [np.asarray(axis) for axis in np.indices(index.shape)]
-        places[node.attrs["axis"]] = index
-        return _put(node, data, tuple(places), updates)
+        indices = [np.asarray(axis) for axis in np.indices(index.shape)]
+        indices[node.attrs["axis"]] = index
+        return _put(node, data, tuple(indices), updates)
 
 
 class Unpool(Op):

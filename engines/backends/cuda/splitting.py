@@ -90,18 +90,18 @@ class Splitting:
         return kernel.cost(cheapest(kernel, self.card, items), self.card, items)
 
 
-def _contraction(call: Call, parts: int, place: ScratchPlacer) -> tuple[Call, ...]:
+def _contraction(call: Call, parts: int, place_scratch: ScratchPlacer) -> tuple[Call, ...]:
     assert isinstance(call.problem, Contraction)
     (first, second), (x, *operands) = in_parts(call.problem, parts), call.inputs
-    between = place("parts", first.y)
+    between = place_scratch("parts", first.y)
     return (Call(_named(call, "parts"), first, (x,), (between,), constants_of_parts(first, call.constants)),
             Call(call.node, second, (between, *operands), call.outputs, {"program": call.constants["program"]}))
 
 
-def _attention(call: Call, parts: int, place: ScratchPlacer) -> tuple[Call, ...]:
+def _attention(call: Call, parts: int, place_scratch: ScratchPlacer) -> tuple[Call, ...]:
     assert isinstance(call.problem, Attention)
     sums, joined = AttentionSums(call.problem, parts), JoinedAttention(call.problem, parts)
-    found = [place(name, view) for name, view in (("parts", sums.sums), ("totals", sums.totals),
+    found = [place_scratch(name, view) for name, view in (("parts", sums.sums), ("totals", sums.totals),
                                                  ("peaks", sums.peaks))]
     last = Call(call.node, joined, tuple(found), call.outputs, call.constants)
     if not sums.integers:

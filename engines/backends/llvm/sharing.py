@@ -28,7 +28,7 @@ Packed = list[tuple[Operand, int]]      # (operand, bytes) of each packed consta
 class _CachedPacking:
     """Cache entry of packed constants: their operands if they are shared, else the packed arrays."""
     contents: list[bytes]
-    places: Packed
+    operands: Packed
     arrays: list[Array] = field(default_factory=list)
 
     @property
@@ -58,9 +58,9 @@ class SharedConstants:
                 return Operand(SHARED, start)
         return None
 
-    def bytes_at(self, place: Operand, size: int) -> Array:
+    def bytes_at(self, operand: Operand, size: int) -> Array:
         """Return the bytes of a shared constant."""
-        return self._bytes[place.offset:place.offset + size]
+        return self._bytes[operand.offset:operand.offset + size]
 
     def expansion(self, symbol: str, source: Operand, size: int) -> Operand | None:
         """Return the operand of the constant that a kernel expands from a shared one, or None."""
@@ -87,15 +87,15 @@ class SharedConstants:
                     for array in (value if isinstance(value, list | tuple) else [value])]
         known = self._packed.get(key)
         if known is not None and known.contents == contents:
-            return known.places or add(known.arrays)
+            return known.operands or add(known.arrays)
         arrays = pack()
-        places = add(arrays)
-        if places and all(operand.buffer in (SHARED, SHARED_EXPANDED) for operand, _ in places):
-            found = _CachedPacking(contents, places)
+        operands = add(arrays)
+        if operands and all(operand.buffer in (SHARED, SHARED_EXPANDED) for operand, _ in operands):
+            found = _CachedPacking(contents, operands)
         else:
             found = _CachedPacking(contents, [], arrays)
         self._remember(key, found)
-        return places
+        return operands
 
     def _remember(self, key: Any, known: _CachedPacking) -> None:
         """Cache an entry if there is room, in place of the entry of other constants with this key."""

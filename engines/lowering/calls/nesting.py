@@ -161,16 +161,16 @@ class NestWriter(Writer):
                     self.reduced, program, inside)
         return Call(self.node, spec, tuple(source.placement for source in sources), places)
 
-    def scatter(self, name: str, value: Term, places: Sequence[Term], combined: str = "") -> Call:
+    def scatter(self, name: str, value: Term, indices: Sequence[Term], combined: str = "") -> Call:
         """Return a scatter: a copy of a tensor or a fill with a scalar, then stores of values in the output."""
         y, x = self.target(self.node.outputs[0]), self.ctx.placements[name]
-        if (y.items == BATCH) != self.batched or self.batched and places[0].linear != THE_ITEM:
+        if (y.items == BATCH) != self.batched or self.batched and indices[0].linear != THE_ITEM:
             raise Refused("it scatters across the items of a batch")
         x = x if BATCH in self.ctx.type(name).shape else as_one_item(x)
         view = x.view if not self.batched or BATCH in self.ctx.type(name).shape else replace(x.view, item=0)
         if not self.ctx.type(name).shape:
             view = View(view.dtype, y.view.shape, (0,) * len(y.view.shape), 0)
-        program = self.program(value.to(KINDS[y.view.dtype]), *places[self.batched:])
+        program = self.program(value.to(KINDS[y.view.dtype]), *indices[self.batched:])
         program, sources = self._pruned(program, first=1)
         spec = Scatter((view, *(source.view for source in sources)), y.view, self.loops, program, combined)
         return Call(self.node, spec, (replace(x, view=view), *(source.placement for source in sources)), (y,))

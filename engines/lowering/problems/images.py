@@ -137,14 +137,14 @@ class GlobalPool(ImageProblem):
         return self.x.shape[-1]
 
     @property
-    def places(self) -> View:
+    def joined_view(self) -> View:
         """View of x with as few axes as possible."""
         return joined((self.x,), keep_last=True)[0]
 
     @property
     def run(self) -> int:
         """Number of pixels per partial sum, which bounds rounding errors; 0: a single sum."""
-        pixels = math.prod(self.places.shape[:-1])
+        pixels = math.prod(self.joined_view.shape[:-1])
         if self.kind != "sum" or self.x.dtype == "uint8" or pixels <= FEW:
             return 0
         return RUN if pixels <= MANY else LONG_RUN
@@ -154,7 +154,7 @@ class GlobalPool(ImageProblem):
         pixels = x.reshape(len(x), -1, self.channels)
         wide: Any = pixels.astype(np.int64) if x.dtype == np.uint8 else load_meaning(self.x.dtype, pixels)
         if run := self.run:
-            rows = wide.reshape(len(x), -1, self.places.shape[-2], self.channels)
+            rows = wide.reshape(len(x), -1, self.joined_view.shape[-2], self.channels)
             parts = [np.add.accumulate(rows[:, :, i:i + run], 2)[:, :, -1] for i in range(0, rows.shape[2], run)]
             wide = np.stack(parts, 2).reshape(len(x), -1, self.channels)
         # In order, as kernels add; np.sum adds pairwise.

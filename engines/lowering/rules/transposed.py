@@ -37,9 +37,9 @@ def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     if not all(phase.taps for phase in chain(*axes)):
         raise Refused("its kernel is smaller than its stride")
     calls: list[Call] = []
-    for place in product(*outer):
-        apart = [_phase(ctx, node, weights, groups, (*place, column)) for column in columns]
-        together = _merged_columns(ctx, apart, place, columns) if groups == 1 else None
+    for combination in product(*outer):
+        apart = [_phase(ctx, node, weights, groups, (*combination, column)) for column in columns]
+        together = _merged_columns(ctx, apart, combination, columns) if groups == 1 else None
         calls += [together] if together else apart
     return calls
 
@@ -56,37 +56,38 @@ def _is_depthwise(weights: Array, groups: int) -> bool:
     return groups > 1 and weights.shape[:2] == (groups, 1) and weights.ndim == 4
 
 
-def _phase(ctx: Context, node: Node, weights: Array, groups: int, place: Sequence[Phase]) -> Call:
-    """Return the call of a phase. weights: [groups * cout, cin, *kernel]; place: the phase along each axis."""
+def _phase(ctx: Context, node: Node, weights: Array, groups: int, combination: Sequence[Phase]) -> Call:
+    """Return the call of a phase. weights: [groups * cout, cin, *kernel]; combination: the phase along each axis."""
     conv, output = node.anchor, node.outputs[0]
-    for axis, phase in enumerate(place, 2):
+    for axis, phase in enumerate(combination, 2):
         weights = np.take(weights, phase.taps, axis)
     body = write_body(ctx, node, accumulator_of(ctx, node, sum_of_couts(weights)))
-    x = ctx.placements[conv.inputs[0]].moved(*(phase.first for phase in place), 0)
-    reach = (*(phase.end - phase.first for phase in place), x.view.shape[-1])
+    x = ctx.placements[conv.inputs[0]].moved(*(phase.first for phase in combination), 0)
+    reach = (*(phase.end - phase.first for phase in combination), x.view.shape[-1])
     x = replace(x, view=replace(x.view, shape=reach))
-    y = _part(ctx.placements[output], place)
-    others = [_part(replace(ctx.placements[name], view=broadcast(ctx, name, output)), place) for name in body.operands]
-    ones = (1,) * len(place)
+    y = _part(ctx.placements[output], combination)
+    others = [_part(replace(ctx.placements[name], view=broadcast(ctx, name, output)), combination)
+              for name in body.operands]
+    ones = (1,) * len(combination)
     seen = (x.view, y.view, tuple(placement.view for placement in others), body.program, node.precision,
-            tuple(len(phase.taps) for phase in place), ones, ones)
-    border = border_of(ctx, conv, x.view, [-phase.first for phase in place])
+            tuple(len(phase.taps) for phase in combination), ones, ones)
+    border = border_of(ctx, conv, x.view, [-phase.first for phase in combination])
     problem = Depthwise(*seen) if _is_depthwise(weights, groups) else Contraction(*seen, groups, border)
     return Call(node, problem, (x, *others), (y,), {"weights": weights, "program": body.constants})
 
 
-def _part(placement: Placement, place: Sequence[Phase]) -> Placement:
+def _part(placement: Placement, combination: Sequence[Phase]) -> Placement:
     """Return the pixels of a phase."""
-    for axis, phase in enumerate(place):
+    for axis, phase in enumerate(combination):
         placement = placement.part(axis, phase.start, placement.view.shape[axis], phase.step)
     return placement
 
 
-def _merged_columns(ctx: Context, apart: Sequence[Call], place: Sequence[Phase],
+def _merged_columns(ctx: Context, apart: Sequence[Call], combination: Sequence[Phase],
                     columns: Sequence[Phase]) -> Call | None:
     """Merge the calls of all phases of the columns, with their channels side by side.
 
-    `place` is the phase along each axis before them. Returns None if the calls differ in more than constants, if pixels
+    `combination` is the phase along each other axis. Returns None if the calls differ in more than constants, if pixels
     have gaps, or if multiplications by zeros, for pixels that a phase does not read, cost more vectors than are saved.
     """
     (x, *others), (y,), problem = apart[0].inputs, apart[0].outputs, apart[0].problem
@@ -110,7 +111,7 @@ def _merged_columns(ctx: Context, apart: Sequence[Call], place: Sequence[Phase],
     program = [np.concatenate([np.broadcast_to(constant, couts) for constant in constants])
                for constants in zip(*(call.constants["program"] for call in apart), strict=True)]
     node = apart[0].node
-    border = border_of(ctx, node.anchor, x.view, [*(-phase.first for phase in place), -first])
+    border = border_of(ctx, node.anchor, x.view, [*(-phase.first for phase in combination), -first])
     problem = replace(problem, x=x.view, y=y.view, taps=(*outer, taps), border=border)
     return Call(node, problem, (x,), (y,), {"weights": weights.reshape(-1, *weights.shape[2:]),
                                                  "program": program})

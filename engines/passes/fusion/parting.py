@@ -68,7 +68,7 @@ class _PartialLayer:
     def _part(self, part: Node) -> Node:
         """Return a node of the body on these channels; a Clip to [0, inf) becomes a Relu."""
         is_anchor = part is self.wide.anchor
-        inputs = [self._input(part, place, name, is_anchor) for place, name in enumerate(part.inputs)]
+        inputs = [self._input(part, position, name, is_anchor) for position, name in enumerate(part.inputs)]
         attrs = {key: value[self.slice] if isinstance(value, tuple) and part.op == "Clip" else value
                  for key, value in part.attrs.items()}
         if part.op == "Clip" and (_only(attrs.get("min")), _only(attrs.get("max"))) == (0.0, math.inf):
@@ -83,18 +83,18 @@ class _PartialLayer:
                 kind.dtype, (*kind.shape[:-1], self.slice.stop - self.slice.start)))
         return self.names[name]
 
-    def _input(self, part: Node, place: int, name: str, is_anchor: bool) -> str:
+    def _input(self, part: Node, position: int, name: str, is_anchor: bool) -> str:
         array = self.editor.graph.constants.get(name)
         if array is None:
             return self.names.get(name, name)
         axis = -1
-        if is_anchor and place == 1:
+        if is_anchor and position == 1:
             axis = output_axis(part)
         elif array.ndim == 0 or array.shape[-1] != self.channels or array.size == 1:
             return name
         index = [slice(None)] * array.ndim
         index[axis] = self.slice
-        return self.editor.add_constant(f"{self.output}.{place}", np.ascontiguousarray(array[tuple(index)]))
+        return self.editor.add_constant(f"{self.output}.{position}", np.ascontiguousarray(array[tuple(index)]))
 
 
 def _only(numbers: Any) -> float | None:

@@ -39,51 +39,51 @@ class _FusionGroup:
 
 def fuse_pointwise(graph: Graph) -> Graph:
     """Return the graph with each group of several nodes as one Fused node; other nodes stay."""
-    places = {id(node): place for place, node in enumerate(graph.nodes)}
-    groups = _grouped(graph, places)
+    positions = {id(node): position for position, node in enumerate(graph.nodes)}
+    groups = _grouped(graph, positions)
     at = {group.last: group for group in groups}
     inside = {id(node) for group in groups for node in group.nodes}
     nodes: list[Node] = []
-    for place, node in enumerate(graph.nodes):
-        if group := at.get(place):
+    for position, node in enumerate(graph.nodes):
+        if group := at.get(position):
             nodes.append(replace(group.nodes[-1], origin=merged_origin(group.nodes)).with_body(group.nodes))
         elif id(node) not in inside:
             nodes.append(node)
     return graph.rebuild(nodes)
 
 
-def _grouped(graph: Graph, places: Mapping[int, int]) -> list[_FusionGroup]:
+def _grouped(graph: Graph, positions: Mapping[int, int]) -> list[_FusionGroup]:
     groups: dict[str, _FusionGroup] = {}          # by result
     seen: set[int] = set()
-    for place, node in enumerate(graph.nodes):
+    for position, node in enumerate(graph.nodes):
         if id(node) in seen:
             continue
         if _is_heavy(graph, node):
-            groups[node.outputs[0]] = _FusionGroup([node], place, heavy=True)
+            groups[node.outputs[0]] = _FusionGroup([node], position, heavy=True)
         elif _is_epilogue(graph, node, heavy=False):
-            group = _joined(graph, groups, node, places, seen)
+            group = _joined(graph, groups, node, positions, seen)
             seen.update(id(part) for part in group.nodes[-1 - REGION:])     # earlier ones are in it already
             groups[group.result] = group
     return list(groups.values())
 
 
-def _joined(graph: Graph, groups: dict[str, _FusionGroup], node: Node, places: Mapping[int, int],
+def _joined(graph: Graph, groups: dict[str, _FusionGroup], node: Node, positions: Mapping[int, int],
             seen: Collection[int]) -> _FusionGroup:
     """Return the group that `node` joins, and remove the groups that it absorbs from `groups`."""
     hosts = {name: region for name in dict.fromkeys(node.inputs)
-             if name in groups and (region := _region(graph, name, places, seen, groups[name].heavy)) is not None}
+             if name in groups and (region := _region(graph, name, positions, seen, groups[name].heavy)) is not None}
     if not hosts:
-        return _FusionGroup([node], places[id(node)], heavy=False)
+        return _FusionGroup([node], positions[id(node)], heavy=False)
     name = max(hosts, key=lambda name: (groups[name].heavy, groups[name].last))
     host, region = groups.pop(name), hosts[name]
     chains = [groups.pop(other) for other, alone in hosts.items()
               if other != name and len(alone) == 1 and not groups[other].heavy
               and all(_is_epilogue(graph, part, host.heavy) for part in groups[other].nodes)]
     nodes = [*host.nodes, *(part for chain in chains for part in chain.nodes), *region]
-    return _FusionGroup(nodes, places[id(region[-1])], host.heavy)
+    return _FusionGroup(nodes, positions[id(region[-1])], host.heavy)
 
 
-def _region(graph: Graph, value: str, places: Mapping[int, int], seen: Collection[int],
+def _region(graph: Graph, value: str, positions: Mapping[int, int], seen: Collection[int],
             heavy: bool) -> list[Node] | None:
     """Return the pointwise nodes, in order, from the readers of `value` to the node that joins all their results.
 
@@ -100,14 +100,14 @@ def _region(graph: Graph, value: str, places: Mapping[int, int], seen: Collectio
             if id(node) in seen or not _is_epilogue(graph, node, heavy) or \
                     graph.shape(node.outputs[0]) != graph.shape(value):
                 return None
-            region[places[id(node)]] = node
+            region[positions[id(node)]] = node
         if not graph.consumers[earliest] or len(region) > REGION:
             return None
-        nodes = [region[place] for place in sorted(region)]
+        nodes = [region[position] for position in sorted(region)]
         inside = {id(node) for node in nodes}
         open_values = [node.outputs[0] for node in nodes if node.outputs[0] in graph.outputs
                        or any(id(r) not in inside for r in graph.consumers[node.outputs[0]])]
-    return [region[place] for place in sorted(region)] if open_values == [nodes[-1].outputs[0]] else None
+    return [region[position] for position in sorted(region)] if open_values == [nodes[-1].outputs[0]] else None
 
 
 def _is_heavy(graph: Graph, node: Node) -> bool:

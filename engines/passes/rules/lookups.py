@@ -169,31 +169,31 @@ class LookupOfFlatRow(Rule):
                 and match.shape(flat.inputs[0])[0] == BATCH and self._added_index(match) is not None)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        place = self._added_index(match)
-        assert place is not None
+        position = self._added_index(match)
+        assert position is not None
         x = match.graph.producer[match.value("flat")].inputs[0]
-        _rows_of_each(match, draft, x, _rows_of_item(match, match.value("flat")), place)
+        _rows_of_each(match, draft, x, _rows_of_item(match, match.value("flat")), position)
 
     @staticmethod
     def _added_index(match: Match) -> str | None:
         """Return the tensor that is added to n * S, or None."""
-        graph, places = match.graph, match.graph.producer.get(match.value("places"))
-        if places is None or places.op != "Add" or match.shape(places.outputs[0])[:1] != (BATCH,):
+        graph, positions = match.graph, match.graph.producer.get(match.value("places"))
+        if positions is None or positions.op != "Add" or match.shape(positions.outputs[0])[:1] != (BATCH,):
             return None
-        for start, place in (places.inputs, places.inputs[::-1]):
+        for start, position in (positions.inputs, positions.inputs[::-1]):
             numbers = by_item(graph, start)
             if (numbers is not None and numbers[0] and numbers[0] == _rows_of_item(match, match.value("flat"))
-                    and not numbers[1].any() and match.shape(place) == match.shape(places.outputs[0])):
-                return place
+                    and not numbers[1].any() and match.shape(position) == match.shape(positions.outputs[0])):
+                return position
         return None
 
 
-def _rows_of_each(match: Match, draft: Draft, x: str, rows: int, places: str) -> None:
-    """Finish with x[n, places[n]], where x has `rows` rows per item and `places` one or more indices per item."""
+def _rows_of_each(match: Match, draft: Draft, x: str, rows: int, positions: str) -> None:
+    """Finish with x[n, places[n]], where x has `rows` rows per item and `positions` one or more indices per item."""
     size = math.prod(map(as_int, match.shape(x)[1:])) // rows
-    count = math.prod(map(as_int, match.shape(places)[1:]))
+    count = math.prod(map(as_int, match.shape(positions)[1:]))
     data = draft.node("Reshape", [x], {"shape": (BATCH, rows, size)})
-    index = draft.node("Reshape", [places], {"shape": (BATCH, count, 1)})
+    index = draft.node("Reshape", [positions], {"shape": (BATCH, count, 1)})
     picked = draft.node("GatherElements", [data, index], {"axis": 1, "shape": (BATCH, count, size)})
     draft.finish_view("Reshape", picked)
 
@@ -231,15 +231,15 @@ class LookupOfOneNumber(Rule):
         return data.reshape(-1)[:1] if data is not None and data.size and (data == data.flat[0]).all() else None
 
 
-class RepeatedPlaces(Rule):
+class RepeatedPositions(Rule):
     """Let a GatherElements broadcast indices that are equal for all items, or heads."""
     pattern = P("GatherElements", Value("x"), Value("places"))
 
     def check(self, match: Match) -> bool:
-        places = match.graph.producer.get(match.value("places"))
+        positions = match.graph.producer.get(match.value("places"))
         x, made = list(match.shape(match.value("x"))), list(match.type.shape)
         axis = match.root.attrs["axis"]
-        return (places is not None and places.op == "Expand" and isinstance(made[axis], int)
+        return (positions is not None and positions.op == "Expand" and isinstance(made[axis], int)
                 and x[:axis] + x[axis + 1:] == made[:axis] + made[axis + 1:])
 
     def rewrite(self, match: Match, draft: Draft) -> None:
@@ -249,4 +249,4 @@ class RepeatedPlaces(Rule):
 
 
 LOOKUPS = (LookupInItem(), LookupOfPairs(), LookupOfRow(), LookupOfFlatRow(), ExpandedLookup(), LookupOfOneNumber(),
-           RepeatedPlaces())
+           RepeatedPositions())

@@ -44,16 +44,16 @@ class ScatterOfColumns(Rule):
     @staticmethod
     def _columns(match: Match) -> Array | None:
         """Return the columns that are assigned to, if they are equal for all items, else None."""
-        graph, places, items = match.graph, match.value("places"), match.shape(match.value("x"))[0]
-        if match.shape(places)[-1] != 2:
+        graph, indices, items = match.graph, match.value("places"), match.shape(match.value("x"))[0]
+        if match.shape(indices)[-1] != 2:
             return None
-        if graph.is_constant(places):
-            if not isinstance(items, int) or match.shape(places)[0] != items:
+        if graph.is_constant(indices):
+            if not isinstance(items, int) or match.shape(indices)[0] != items:
                 return None
             pairs = match.constant("places").reshape(items, -1, 2)
             alike = np.array_equal(pairs[:, :, 0] % items, np.broadcast_to(np.arange(items)[:, None], pairs.shape[:2]))
             return pairs[0, :, 1] if alike and np.all(pairs[:, :, 1] == pairs[0, :, 1]) else None
-        made = graph.producer.get(places)
+        made = graph.producer.get(indices)
         if made is None or made.op != "Concat" or len(made.inputs) != 2:
             return None
         numbers, columns = (by_item(graph, name) for name in made.inputs)
@@ -62,25 +62,25 @@ class ScatterOfColumns(Rule):
         return columns[1].ravel()
 
 
-def _follow(match: Match, places: Array, extent: int | str) -> bool | No:
+def _follow(match: Match, indices: Array, extent: int | str) -> bool | No:
     """Return True if a ScatterND overwrites consecutive indices of an axis of this extent."""
     if match.root.attrs.get("reduction", "none") != "none":
         return No("it has a reduction")
-    if not isinstance(extent, int) or not places.size:
+    if not isinstance(extent, int) or not indices.size:
         return No("the extent of its axis is unknown, or it has no indices")
-    first = int(places[0]) % extent
-    return np.array_equal(places % extent, np.arange(first, first + len(places))) or No(
+    first = int(indices[0]) % extent
+    return np.array_equal(indices % extent, np.arange(first, first + len(indices))) or No(
         "its indices are not consecutive")
 
 
-def _join(match: Match, draft: Draft, places: Array, axis: int) -> None:
-    """Finish with a Concat of the parts before, at and after the indices `places` of an axis."""
+def _join(match: Match, draft: Draft, indices: Array, axis: int) -> None:
+    """Finish with a Concat of the parts before, at and after the indices `indices` of an axis."""
     x, new = match.value("x"), match.value("new")
     shape = match.shape(x)
-    extent, first = as_int(shape[axis]), int(places[0]) % as_int(shape[axis])
-    wanted = (*shape[:axis], len(places), *shape[axis + 1:])
+    extent, first = as_int(shape[axis]), int(indices[0]) % as_int(shape[axis])
+    wanted = (*shape[:axis], len(indices), *shape[axis + 1:])
     if match.shape(new) != wanted:
         new = draft.node("Reshape", [new], {"shape": wanted})
     before, behind = ([draft.cut(x, axis, start, end)] if start < end else []
-                      for start, end in ((0, first), (first + len(places), extent)))
+                      for start, end in ((0, first), (first + len(indices), extent)))
     draft.finish("Concat", [*before, new, *behind], {"axis": axis})

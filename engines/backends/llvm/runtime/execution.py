@@ -244,10 +244,10 @@ class Arena:
 
     def redirect(self, view: TensorView, array: Array) -> bool:
         """Make an array replace the buffer of an input or output. Returns False if it cannot."""
-        places, begin = self._program.zero_copy.places.get(view.buffer), address_of(array)
-        if places is None or begin is None:
+        operands, begin = self._program.zero_copy.operands.get(view.buffer), address_of(array)
+        if operands is None or begin is None:
             return False
-        for operand, offset in places:
+        for operand, offset in operands:
             self._redirected.append((operand, self._words[operand]))
             self._words[operand] = begin + offset
         return True

@@ -18,7 +18,7 @@ from engines.plan.arena import PAGE, ChangingArray
 from engines.plan.plan import SLACK, MachinePart, Operand, Plan, Step, TensorView, runs_by_item
 
 Words = NDArray[np.int64]
-Places = tuple[tuple[int, int], ...]        # (number of an operand, its byte offset in the buffer)
+OperandOffsets = tuple[tuple[int, int], ...]  # (number of an operand, its byte offset in the buffer)
 # Families of problems whose kernels use the values that they read for arithmetic only. In other families values decide
 # on addresses or loop counts (an index, a count, an order); these check a value, and then read it again.
 VOLATILE_SAFE = frozenset({
@@ -37,19 +37,19 @@ class ZeroCopyBuffers:
         self._plan, self._buffers, self._offsets = plan, buffers, offsets
 
     @cached_property
-    def places(self) -> dict[int, Places]:
+    def operands(self) -> dict[int, OperandOffsets]:
         """Return the operands in each buffer that an array may replace."""
         machine = self._plan.machine
         if machine.item_major or any(step.fallback for step in machine.steps):
             return {}           # item-major runs and fallbacks find tensors by other tables too
-        return {view.buffer: self._places(view.buffer) for view in (*machine.inputs, *machine.outputs)
+        return {view.buffer: self._operands_of(view.buffer) for view in (*machine.inputs, *machine.outputs)
                 if self._is_alone(view) and _is_all(view, machine, self._plan.batch_slots)}
 
     @cached_property
-    def items(self) -> dict[int, Places]:
+    def items(self) -> dict[int, OperandOffsets]:
         """Return the operands in each input's buffer whose items arrays may replace."""
         machine = self._plan.machine
-        return {view.buffer: self._places(view.buffer) for view in machine.inputs
+        return {view.buffer: self._operands_of(view.buffer) for view in machine.inputs
                 if view.batched and self._is_alone(view) and _is_all(view, machine, self._plan.batch_slots)
                 and view.end(1) == view.item_stride
                 and all(_reads_by_item(step, view) for step in machine.steps)}
@@ -85,7 +85,7 @@ class ZeroCopyBuffers:
         machine = self._plan.machine
         return sum(view.buffer == other.buffer for other in (*machine.inputs, *machine.outputs)) == 1
 
-    def _places(self, buffer: int) -> Places:
+    def _operands_of(self, buffer: int) -> OperandOffsets:
         operands = np.flatnonzero(self._buffers == buffer)
         return tuple(zip(operands.tolist(), self._offsets[operands].tolist(), strict=True))
 

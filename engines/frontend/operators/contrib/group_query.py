@@ -19,21 +19,21 @@ from engines.ir.graph import Node
 from engines.ir.shapes import fixed
 
 _INT64 = 7          # TensorProto.INT64
-QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, PLACES, BIAS, SINK = range(12)
+QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, POSITIONS, BIAS, SINK = range(12)
 
 
 @contrib("RotaryEmbedding", "input:T position_ids:L cos_cache:T sin_cache:T",
          "interleaved=0 is_packed_batching=0 num_heads=0 rotary_embedding_dim=0 scale=1.0")
 def _rotary(call: Call) -> list[Node]:
     """Lower to ONNX's RotaryEmbedding: a single position is that of the first token, and tables may give the heads."""
-    w, (x, places, *tables) = StandardParts(call), call.node.inputs
+    w, (x, positions, *tables) = StandardParts(call), call.node.inputs
     width, attrs = 2 * fixed(call.type(2).shape[1:2])[0], call.keep("interleaved", "num_heads", "rotary_embedding_dim")
     if call.rank == 3 and not attrs.get("num_heads"):
         attrs["num_heads"] = fixed(call.type().shape[2:])[0] // width
     if len(call.type(1).shape) == 1:
         (tokens,) = fixed(call.type().shape[1 if call.rank == 3 else 2:][:1])
-        places = w("Add", places, w.constant(np.arange(tokens)[None]))
-    return w.finish("RotaryEmbedding", x, *tables, places, **attrs)
+        positions = w("Add", positions, w.constant(np.arange(tokens)[None]))
+    return w.finish("RotaryEmbedding", x, *tables, positions, **attrs)
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,16 @@ def _group_query(call: Call) -> list[Node]:
     call.ignore("qk_norm_epsilon")      # of inputs that are not supported
     w, cache = StandardParts(call), _Cache.of(call)
     q, k, v = _heads(w, call)
-    places = _places(w, call, cache)
+    positions = _positions(w, call, cache)
     if call.attr("do_rotary", 0):
-        turns = _turns(w, call, cache, places)
+        turns = _turns(w, call, cache, positions)
         q, k = (_turned(w, call, part, turns) for part in (q, k))
     k, v = (_present(w, call, cache, part, past) for part, past in ((k, PAST_KEY), (v, PAST_VALUE)))
     w.output(1, "Identity", k)
     w.output(2, "Identity", v)
     if cache.present > cache.tokens:
         k, v = (w.cut(part, 2, 0, cache.tokens) for part in (k, v))
-    mask = _mask(w, call, cache, places)
+    mask = _mask(w, call, cache, positions)
     if call.has(SINK) or call.attr("smooth_softmax", -1) == 1:
         k, v, mask = _with_sink(w, call, cache, (k, v, mask))
     attrs = {**scaled(call), **({"softcap": cap} if (cap := call.attr("softcap", 0.0)) else {})}
@@ -99,7 +99,7 @@ def _heads(w: StandardParts, call: Call) -> list[str]:
     return [heads_first(w, part, count) for part, count in zip(parts, counts, strict=True)]
 
 
-def _places(w: StandardParts, call: Call, cache: _Cache) -> str:
+def _positions(w: StandardParts, call: Call, cache: _Cache) -> str:
     """Return the positions of the new tokens in their items, int64 [N or 1, S]."""
     if cache.prompt:
         return w.constant(array_of(_row, [cache.new], (1, cache.new), np.int64))
@@ -107,18 +107,18 @@ def _places(w: StandardParts, call: Call, cache: _Cache) -> str:
     return w("Add", lengths, w.constant(array_of(_last, [cache.new], (cache.new,), np.int64)))
 
 
-def _turns(w: StandardParts, call: Call, cache: _Cache, places: str) -> str:
+def _turns(w: StandardParts, call: Call, cache: _Cache, positions: str) -> str:
     """Return the positions for the rotary embedding: an input if given, of which a prompt uses the first only."""
-    if not call.has(PLACES):
-        return places
-    given = call.node.inputs[PLACES]
-    return w("Add", w.cut(w.reshape(given, -1), 0, 0, 1), places) if cache.prompt else given
+    if not call.has(POSITIONS):
+        return positions
+    given = call.node.inputs[POSITIONS]
+    return w("Add", w.cut(w.reshape(given, -1), 0, 0, 1), positions) if cache.prompt else given
 
 
-def _turned(w: StandardParts, call: Call, x: str, places: str) -> str:
+def _turned(w: StandardParts, call: Call, x: str, positions: str) -> str:
     cos, sin = call.node.inputs[COS:SIN + 1]
     turned = 2 * fixed(call.type(COS).shape[1:2])[0]
-    return w("RotaryEmbedding", x, cos, sin, places, interleaved=call.attr("rotary_interleaved", 0),
+    return w("RotaryEmbedding", x, cos, sin, positions, interleaved=call.attr("rotary_interleaved", 0),
              rotary_embedding_dim=turned)
 
 
@@ -142,7 +142,7 @@ def _filled(w: StandardParts, x: str, more: int) -> str:
 
 
 # ---- masks
-def _mask(w: StandardParts, call: Call, cache: _Cache, places: str) -> str:
+def _mask(w: StandardParts, call: Call, cache: _Cache, positions: str) -> str:
     """Return the mask [N or 1, 1, S, tokens], -inf for hidden keys, plus the bias."""
     causal, window, dtype = call.attr("causal", 1), call.attr("local_window_size", -1), call.type().dtype
     tokens = cache.tokens
@@ -150,7 +150,7 @@ def _mask(w: StandardParts, call: Call, cache: _Cache, places: str) -> str:
     if causal and cache.prompt:
         mask = w.constant(array_of(_causal, [tokens, window, dtype], (1, 1, tokens, tokens), dtype))
     else:
-        mask = w("Where", _seen(w, call, tokens, places, window if causal else None),
+        mask = w("Where", _seen(w, call, tokens, positions, window if causal else None),
                  *(w.number(number, dtype) for number in (0, -np.inf)))
     return w("Add", mask, bias) if bias else mask
 
@@ -180,13 +180,13 @@ def _column(count: int) -> np.ndarray:
     return np.arange(count, dtype=np.int32)[:, None]
 
 
-def _seen(w: StandardParts, call: Call, tokens: int, places: str, window: int | None) -> str:
+def _seen(w: StandardParts, call: Call, tokens: int, positions: str, window: int | None) -> str:
     """Return the visible keys as bools. A window of None means attention that is not causal: all keys of the item."""
     if window is None:
         return w("LessOrEqual", w.constant(array_of(_keys, [tokens, np.int32], (tokens,), np.int32)),
                  w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
     keys = w.constant(array_of(_keys, [tokens, np.int64], (tokens,), np.int64))
-    behind = w("Sub", w("Unsqueeze", places, w.ints(1, 3)), keys)
+    behind = w("Sub", w("Unsqueeze", positions, w.ints(1, 3)), keys)
     seen = w("GreaterOrEqual", behind, w.ints(0))
     return w("And", seen, w("Less", behind, w.ints(window))) if window >= 0 else seen
 

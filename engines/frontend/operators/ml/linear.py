@@ -72,7 +72,7 @@ def labels_of(call: Call) -> np.ndarray:
     names = call.attr("classlabels_strings") or ()
     if not names:
         raise GraphError("it has no classes")
-    call.notices.append(f"'{call.node.outputs[0]}' is the place of a class instead of its name, in the order "
+    call.notices.append(f"'{call.node.outputs[0]}' is the index of a class instead of its name, in the order "
                         f"{_names(call, '')}")
     return np.arange(len(names))
 
@@ -88,14 +88,14 @@ def checked(transform: str) -> str:
 
 
 def classified(w: StandardParts, labels: np.ndarray, scores: str, transform: str, answer: str = "",
-               place: str = "") -> list[Node]:
+               index: str = "") -> list[Node]:
     """Finish with the class of each row and the transformed scores.
 
-    The class is that of index `place`, or the second of two where `answer` is true, or that of the largest score.
+    The class is that of index `index`, or the second of two where `answer` is true, or that of the largest score.
     """
-    place = place or (w("Squeeze", w("Cast", answer, to=_INT64), w.ints(1)) if answer else
+    index = index or (w("Squeeze", w("Cast", answer, to=_INT64), w.ints(1)) if answer else
                       w("ArgMax", scores, axis=1, keepdims=0))
-    w.output(0, "Gather", w.constant(labels), place, axis=0)
+    w.output(0, "Gather", w.constant(labels), index, axis=0)
     return transformed(w, scores, transform, output=1)
 
 

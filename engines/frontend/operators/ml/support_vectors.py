@@ -66,7 +66,7 @@ def _classifier(call: Call) -> list[Node]:
         is_probability = transform in ("SOFTMAX", "SOFTMAX_ZERO")       # ... to ONNX Runtime, and stays as it is
         opposite = w("Sub", floats(w, 1), scores) if is_probability else w("Neg", scores)
         scores, transform = w("Concat", opposite, scores, axis=1), "NONE" if is_probability else transform
-    return classified(w, labels, scores, transform, place=place)
+    return classified(w, labels, scores, transform, index=place)
 
 
 def _of_own_scores(w: StandardParts, call: Call, labels: np.ndarray, coefficients: Matrix, rho: Matrix,
@@ -82,7 +82,7 @@ def _of_own_scores(w: StandardParts, call: Call, labels: np.ndarray, coefficient
         limit, compared = (0.5, "GreaterOrEqual") if np.all(coefficients >= 0) else (0.0, "Greater")
         most = w("ReduceMax", scores, w.ints(1), keepdims=0)
         place = w("Where", w(compared, most, floats(w, limit)), w.ints(1), place)
-    return classified(w, labels, scores, transform, place=place)
+    return classified(w, labels, scores, transform, index=place)
 
 
 def _of_pairs(coefficients: Matrix, starts: Any, pairs: list[tuple[int, int]]) -> Matrix:

@@ -51,15 +51,15 @@ class _NodeTable:
     def depths(self) -> Array:
         """Return the depth of each tree in steps from its root. Raise GraphError if the nodes have a cycle."""
         count, steps = len(self.left), 0
-        depths, places, trees = np.zeros(len(self.roots), np.int64), self.roots, np.arange(len(self.roots))
-        while np.any(inner := self.left[places] != places):
+        depths, positions, trees = np.zeros(len(self.roots), np.int64), self.roots, np.arange(len(self.roots))
+        while np.any(inner := self.left[positions] != positions):
             steps += 1
             if steps > count:
                 raise GraphError("its nodes are in a circle")
-            places, trees = places[inner], trees[inner]
+            positions, trees = positions[inner], trees[inner]
             depths[trees] = steps
-            children = np.append(self.left[places], self.right[places])
-            trees, places = np.divmod(np.unique(np.append(trees, trees) * count + children), count)
+            children = np.append(self.left[positions], self.right[positions])
+            trees, positions = np.divmod(np.unique(np.append(trees, trees) * count + children), count)
         return depths
 
     def scores(self, w: StandardParts, x: str, aggregate: str, base: Sequence[float]) -> str:
@@ -144,7 +144,7 @@ def _of_nodes(call: Call, prefix: str, targets: int) -> _NodeTable:
     count = len(trees)
     if not count or len(numbers) != count:
         raise GraphError(f"it has {count} nodes by tree and {len(numbers)} by number")
-    places, modes = _NodeIndex(trees, numbers), call.attr("nodes_modes") or ()
+    positions, modes = _NodeIndex(trees, numbers), call.attr("nodes_modes") or ()
     if len(modes) != count:
         raise GraphError(f"it has {len(modes)} nodes_modes for {count} nodes")
     inner = np.fromiter((mode != _LEAF for mode in modes), bool, count)
@@ -159,7 +159,7 @@ def _of_nodes(call: Call, prefix: str, targets: int) -> _NodeTable:
 
     def children(name: str) -> Array:
         found = np.zeros(count, np.int64)
-        found[inner] = places.find(trees[inner], of_each(name).astype(np.int64)[inner])
+        found[inner] = positions.find(trees[inner], of_each(name).astype(np.int64)[inner])
         return found
 
     call.ignore("nodes_hitrates", "nodes_hitrates_as_tensor")       # statistics of training
@@ -168,7 +168,7 @@ def _of_nodes(call: Call, prefix: str, targets: int) -> _NodeTable:
     is_root[left[inner]] = is_root[right[inner]] = False
     return _table(modes, of_each("featureids").astype(np.int64), of_each("values").astype(np.float32),
                   of_each("missing_value_tracks_true", 0), left, right, np.flatnonzero(is_root),
-                  _weights(call, prefix, places, count, targets), fixed(call.type().shape[-1:])[0])
+                  _weights(call, prefix, positions, count, targets), fixed(call.type().shape[-1:])[0])
 
 
 class _NodeIndex:
@@ -188,7 +188,7 @@ class _NodeIndex:
     def find(self, trees: Array, numbers: Array) -> Array:
         """Return the row of each pair, the last one of duplicates. Raise GraphError for a pair without a node."""
         at = np.searchsorted(self._sorted, self._keys(trees, numbers), side="right") - 1
-        places = self._order[np.maximum(at, 0)]
+        positions = self._order[np.maximum(at, 0)]
         column, row = (np.minimum(np.searchsorted(known, wanted), len(known) - 1)
                        for known, wanted in ((self._numbers, numbers), (self._trees, trees)))
         wrong = ((self._sorted[np.maximum(at, 0)] != self._keys(trees, numbers)) | (self._numbers[column] != numbers)
@@ -196,10 +196,10 @@ class _NodeIndex:
         if wrong.any():
             first = int(np.argmax(wrong))
             raise GraphError(f"its tree {trees[first]} has no node {numbers[first]}")
-        return places
+        return positions
 
 
-def _weights(call: Call, prefix: str, places: _NodeIndex, count: int, targets: int) -> Array:
+def _weights(call: Call, prefix: str, positions: _NodeIndex, count: int, targets: int) -> Array:
     trees, numbers, ids = (np.asarray(call.attr(f"{prefix}_{name}", ()), np.int64)
                            for name in ("treeids", "nodeids", "ids"))
     given = _numbers(call, f"{prefix}_weights")
@@ -207,7 +207,7 @@ def _weights(call: Call, prefix: str, places: _NodeIndex, count: int, targets: i
         raise GraphError("its weights are not one for each leaf and target")
     if np.any(beyond := (ids < 0) | (ids >= targets)):
         raise GraphError(f"a leaf of it weighs on {ids[np.argmax(beyond)]}, of {targets}")
-    found, weights = places.find(trees, numbers), np.full((count, targets), np.nan, np.float32)
+    found, weights = positions.find(trees, numbers), np.full((count, targets), np.nan, np.float32)
     weights[found, ids] = 0
     np.add.at(weights, (found, ids), given.astype(np.float32))
     return weights
@@ -255,7 +255,7 @@ def _classifier(call: Call) -> list[Node]:
         return _of_two(w, call, labels, table, transform)
     x = _rows(w, call)
     scores = table.scores(w, x, "SUM", _base(call, count))
-    return classified(w, labels, scores, transform, place=_voted_for(w, call, table, x, scores))
+    return classified(w, labels, scores, transform, index=_voted_for(w, call, table, x, scores))
 
 
 def _voted_for(w: StandardParts, call: Call, table: _NodeTable, x: str, scores: str) -> str:

@@ -46,11 +46,11 @@ def _factor(w: NestWriter, name: str, lead: Sequence[Term], last: Sequence[Term]
     return w.at(name, [*first, *last])
 
 
-def _zero_point(w: NestWriter, name: str, place: Sequence[Term]) -> Term:
+def _zero_point(w: NestWriter, name: str, index: Sequence[Term]) -> Term:
     shape = w.ctx.type(name).shape
     if len(shape) > 1:
         raise Refused("its zero points differ between items")
-    return w.at(name, [w.constant(0, "i64") if extent == 1 else place[0] for extent in shape]).to("i32")
+    return w.at(name, [w.constant(0, "i64") if extent == 1 else index[0] for extent in shape]).to("i32")
 
 
 @fallback_rule("Gemm")

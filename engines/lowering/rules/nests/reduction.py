@@ -28,23 +28,24 @@ class Along:
         self.name, self.axes = name, tuple(axes)
         others = [axis for axis in range(len(shape)) if axis not in axes]
         self.writer = NestWriter(ctx, node, [shape[axis] for axis in others], [as_int(shape[axis]) for axis in axes])
-        places = {**dict(zip(others, self.writer.axes, strict=True)), **dict(zip(axes, self.writer.inner, strict=True))}
-        self.place = [places[axis] for axis in range(len(shape))]       # index of the input's element
+        indices = {**dict(zip(others, self.writer.axes, strict=True)),
+                   **dict(zip(axes, self.writer.inner, strict=True))}
+        self.index = [indices[axis] for axis in range(len(shape))]      # index of the input's element
         self._item = [axis for axis in range(len(shape)) if shape[axis] != BATCH]       # in memory the batch leads
-        self.x = self.writer.at(name, self.place)
+        self.x = self.writer.at(name, self.index)
         self.count = math.prod(self.writer.reduced)
 
     def broadcast(self, name: str) -> Term:
         """Return the element of another tensor, broadcast to the input."""
         shape = self.writer.ctx.type(name).shape
         zero = self.writer.constant(0, "i64")
-        last = self.place[len(self.place) - len(shape):]
+        last = self.index[len(self.index) - len(shape):]
         return self.writer.at(name, [zero if extent == 1 else index for extent, index in zip(shape, last, strict=True)])
 
     def outer(self, output: str) -> Placement:
         """Return the placement of an output over the outer loops, with or without kept axes of extent 1."""
         target = self.writer.target(output)
-        lost = len(self.place) - len(self.axes) - self.writer.batched
+        lost = len(self.index) - len(self.axes) - self.writer.batched
         if len(target.view.shape) == lost:
             return target
         return _ordered(target, self._order[:lost])

@@ -26,15 +26,15 @@ def lower_grid_sample(ctx: Context, node: Node) -> Sequence[Call]:
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     last = bool(node.attrs.get("channels_last"))
     item, *axes = w.axes
-    channel, places = (axes[-1], axes[:-1]) if last else (axes[0], axes[1:])
+    channel, coordinates = (axes[-1], axes[:-1]) if last else (axes[0], axes[1:])
     taps = []
-    for axis in range(len(places)):
-        number = w.constant(len(places) - 1 - axis, "i64")      # x, the last axis of the image, is first
-        taps.append(_taps(node, w.at(grid, [item, *places, number]).to("f64"), w.extent(x, axis + 2 - last)))
+    for axis in range(len(coordinates)):
+        number = w.constant(len(coordinates) - 1 - axis, "i64")  # x, the last axis of the image, is first
+        taps.append(_taps(node, w.at(grid, [item, *coordinates, number]).to("f64"), w.extent(x, axis + 2 - last)))
     total = None
     for corner in product(*taps):
-        place = [index for index, _ in corner]
-        pixel = w.at(x, [item, *place, channel] if last else [item, channel, *place])
+        indices = [index for index, _ in corner]
+        pixel = w.at(x, [item, *indices, channel] if last else [item, channel, *indices])
         weight = corner[0][1]
         for _, other in corner[1:]:
             weight = weight * other
@@ -45,15 +45,15 @@ def lower_grid_sample(ctx: Context, node: Node) -> Sequence[Call]:
     return [w.call(total)]
 
 
-def _taps(node: Node, place: Term, size: int) -> Taps:
+def _taps(node: Node, coordinate: Term, size: int) -> Taps:
     corners, padding = bool(node.attrs.get("align_corners", 0)), node.attrs.get("padding_mode", "zeros")
-    w, mode = place.writer, node.attrs.get("mode", "linear")
-    place = (place + 1.0) * (size - 1) / 2.0 if corners else ((place + 1.0) * float(size) - 1.0) / 2.0
-    place = w.where(place.unary("abs") < math.inf, place, -1e6)
+    w, mode = coordinate.writer, node.attrs.get("mode", "linear")
+    coordinate = (coordinate + 1.0) * (size - 1) / 2.0 if corners else ((coordinate + 1.0) * float(size) - 1.0) / 2.0
+    coordinate = w.where(coordinate.unary("abs") < math.inf, coordinate, -1e6)
     if mode != "cubic":
-        place = _inside(place, size, corners, padding)
-    below = place.unary("rint" if mode == "nearest" else "floor")
-    part, taps = place - below, []
+        coordinate = _inside(coordinate, size, corners, padding)
+    below = coordinate.unary("rint" if mode == "nearest" else "floor")
+    part, taps = coordinate - below, []
     for offset, weight in _weights(mode, part):
         index = below + float(offset)
         if mode == "cubic":
@@ -63,18 +63,18 @@ def _taps(node: Node, place: Term, size: int) -> Taps:
     return taps
 
 
-def _inside(place: Term, size: int, corners: bool, padding: str) -> Term:
+def _inside(coordinate: Term, size: int, corners: bool, padding: str) -> Term:
     """Map coordinates outside the image according to the padding mode."""
     if padding == "zeros":
-        return place
+        return coordinate
     if padding == "reflection":
         first, span = (0.0, float(size - 1)) if corners else (-0.5, float(size))
         if not span:
-            return place.like(0.0)
-        turns = ((place - first) / (2 * span)).unary("floor")
-        beyond = (place - first) - turns * (2 * span)
-        place = beyond.at_most(beyond.like(2 * span) - beyond) + first
-    return place.at_least(0.0).at_most(float(size - 1))
+            return coordinate.like(0.0)
+        turns = ((coordinate - first) / (2 * span)).unary("floor")
+        beyond = (coordinate - first) - turns * (2 * span)
+        coordinate = beyond.at_most(beyond.like(2 * span) - beyond) + first
+    return coordinate.at_least(0.0).at_most(float(size - 1))
 
 
 def _weights(mode: str, part: Term) -> list[tuple[int, Term]]:
@@ -108,12 +108,12 @@ def lower_roi_align(ctx: Context, node: Node) -> Sequence[Call]:
     default = "half_pixel" if node.attrs.get("onnx_opset", 16) >= 16 else "output_half_pixel"
     half = node.attrs.get("coordinate_transformation_mode", default) == "half_pixel"
     scale, axes, outside = float(node.attrs.get("spatial_scale", 1.0)), list[Taps](), None
-    for axis, (place, sample) in enumerate(zip(bins, w.inner, strict=True)):
+    for axis, (coordinate, sample) in enumerate(zip(bins, w.inner, strict=True)):
         start, end = (w.at(regions, [region, w.constant(number - axis, "i64")]) * scale - 0.5 * half
                       for number in (1, 3))
         size = end - start if half else (end - start).at_least(1.0)
         step = size / float(w.loops[2 + axis])
-        at = start + place.to(start.kind) * step + (sample.to(start.kind) + 0.5) * step / float(ratio)
+        at = start + coordinate.to(start.kind) * step + (sample.to(start.kind) + 0.5) * step / float(ratio)
         extent = w.extent(x, axis + 2)
         beyond = (at < -1.0) | (at > float(extent))
         outside = beyond if outside is None else outside | beyond
@@ -159,31 +159,31 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
     blend = integers and mode == "linear"
     reaches = [] if blend or mode == "nearest" else [_reach(anchor, factors[i][1]) for i in changed]
     w = NestWriter(ctx, node, shape, [2 * reach for reach in reaches])
-    place, weight, outside = list(w.axes), None, None
-    places: dict[int, Term] = {}
+    indices, weight, outside = list(w.axes), None, None
+    coordinates: dict[int, Term] = {}
     for number, i in enumerate(changed):
-        at = resize.coordinate(anchor, i, place[order[i]].to("f32"), Term.to, sizes[i], *factors[i])
-        places[i], at = at, at.to("f64")
+        at = resize.coordinate(anchor, i, indices[order[i]].to("f32"), Term.to, sizes[i], *factors[i])
+        coordinates[i], at = at, at.to("f64")
         if anchor.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
             beyond = (at < 0.0) | (at > float(sizes[i] - 1))
             outside = beyond if outside is None else outside | beyond
         if blend:
             continue
         if mode == "nearest":
-            place[order[i]] = _nearest(anchor, at).to("i64").within(sizes[i])
+            indices[order[i]] = _nearest(anchor, at).to("i64").within(sizes[i])
             continue
         tap = at.unary("floor").to("i64") + (w.inner[number] - (reaches[number] - 1))
         part = _filter(anchor, (tap.to("f64") - at), factors[i][1])
         if anchor.attrs.get("exclude_outside"):
             part = w.where((tap >= 0) & (tap < sizes[i]), part, 0.0)
         weight = part if weight is None else weight * part
-        place[order[i]] = tap.within(sizes[i])
+        indices[order[i]] = tap.within(sizes[i])
     if blend:
-        along = {i: (order[i], places.get(i, place[order[i]].to("f32")), sizes[i])
+        along = {i: (order[i], coordinates.get(i, indices[order[i]].to("f32")), sizes[i])
                  for i in blend_axes(len(shape), changed)}
         value = _blended(w, name, along)
     else:
-        pixel = w.at(name, place)
+        pixel = w.at(name, indices)
         value = pixel if weight is None else w.reduce("sum", pixel.to("f64") * weight) / w.reduce("sum", weight)
     if outside is not None:
         value = w.where(outside, float(anchor.attrs.get("extrapolation_value", 0.0)), value)
@@ -207,13 +207,13 @@ def _blended(w: NestWriter, name: str, along: Mapping[int, tuple[int, Term, int]
                      for end, other in ((below, above), (above, below))])
     total = None
     for corner in product(*ends):
-        place, weight = list(w.axes), None
+        indices, weight = list(w.axes), None
         for (axis, _, _), (index, _) in zip(along.values(), corner, strict=True):
-            place[axis] = index
+            indices[axis] = index
         for _, part in reversed(corner):
             weight = part if weight is None else weight * part
         assert weight is not None
-        pixel = weight.to(kind) * w.at(name, place).to(kind)
+        pixel = weight.to(kind) * w.at(name, indices).to(kind)
         total = pixel if total is None else total + pixel
     assert total is not None
     return total * (1 / one ** 2)

@@ -38,7 +38,7 @@ class Transposed:
         self.sizes = [as_int(extent) for extent in ctx.type(self.x).shape[self.first:self.first + len(self.extents)]]
         self.image, self.seen = ctx.placements[self.x], ctx.type(self.x).shape
         self.before = [0] * len(self.extents)   # padding before the image
-        self.places: list[Term] = []            # indices into the image; empty without valid taps
+        self.indices: list[Term] = []           # indices into the image; empty without valid taps
         self.tests: list[Term] = []             # validity tests of a tap, for a single nest
 
     @property
@@ -76,10 +76,10 @@ class Transposed:
         for i, phase in enumerate(phases):
             target = target.part(own + i, phase.start, self.extents[i], phase.step)
         self.w, self.channel = w, w.axes[-1 if self.last else 1]
-        self.places = []
+        self.indices = []
         if all(taps):
-            self.places = [w.axes[self.first + i] + w.inner[len(self.channels) + i] + (phase.first + self.before[i])
-                           for i, phase in enumerate(phases)]
+            self.indices = [w.axes[self.first + i] + w.inner[len(self.channels) + i] + (phase.first + self.before[i])
+                            for i, phase in enumerate(phases)]
         numbers = [tap * -phase.step + phase.taps[0] for tap, phase in zip(
             w.inner[len(self.channels):], phases, strict=False)]
         for i, phase in enumerate(phases):      # from here on these are indices of the result
@@ -96,12 +96,12 @@ class Transposed:
             if stride > 1:
                 self.tests += [(spot % stride).equals(0), spot >= 0]
                 spot = spot.binary("div", stride)
-            self.places.append(spot)
+            self.indices.append(spot)
         return w.call(self._total(element, taps, bias))
 
     def _total(self, element: Element, taps: Sequence[Term], bias: str) -> Term:
         w = self.w
-        if self.places:
+        if self.indices:
             value = w.reduce("sum", element(self, self.channel, taps))
         else:
             value = w.constant(number_of(self.ctx, self.x, 0), KINDS[self.image.view.dtype])
@@ -111,7 +111,7 @@ class Transposed:
 
     def pixel(self, channel: Term) -> Term:
         item, w = self.w.axes[0], self.w
-        order = [item, *self.places, channel] if self.last else [item, channel, *self.places]
+        order = [item, *self.indices, channel] if self.last else [item, channel, *self.indices]
         if not self._by_tests:
             return w.at_placed(self.image, self.seen, order)
         value = w.at(self.x, order, number_of(self.ctx, self.x, 0))

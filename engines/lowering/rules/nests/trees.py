@@ -37,14 +37,15 @@ def lower_forest(ctx: Context, node: Node) -> Sequence[Call]:
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape, (-(-count // together),))
     row, target = w.axes
     trees = [w.along(Linear(first, ((len(w.loops), together),))) for first in range(together)]
-    places = [w.at(roots, [tree.at_most(count - 1) if count % together else tree]).to("i64") for tree in trees]
+    positions = [w.at(roots, [tree.at_most(count - 1) if count % together else tree]).to("i64") for tree in trees]
     flags = np.unique(ctx.constant(node.inputs[1])[:, COLUMN] & (1 << FLAGS) - 1)
     for _ in range(unrolled):
-        places = [_step(w, node, row, place, flags) for place in places]
+        positions = [_step(w, node, row, position, flags) for position in positions]
     if inner:
-        places = w.repeat_while(places, lambda places: [_step(w, node, row, place, flags) for place in places],
-                                lambda places: _any_below(places, inner))
-    values = [w.at(weights, [place, target]) for place in places]
+        positions = w.repeat_while(positions,
+                                   lambda positions: [_step(w, node, row, position, flags) for position in positions],
+                                   lambda positions: _any_below(positions, inner))
+    values = [w.at(weights, [position, target]) for position in positions]
     if count % together and _REDUCTIONS[aggregate] == "sum":        # the last tree counts once
         values = [w.where(tree < count, value, 0) for tree, value in zip(trees, values, strict=True)]
     value = w.reduce(_REDUCTIONS[aggregate], reduce(_TOGETHER[aggregate], values))
@@ -84,18 +85,18 @@ def _expected_steps(records: Array, is_inner: Array, roots: Array, depth: int) -
     return steps
 
 
-def _any_below(places: Sequence[Term], limit: int) -> Term:
+def _any_below(positions: Sequence[Term], limit: int) -> Term:
     """Return a test whether any place is below the limit: the sign bit of the union of differences."""
-    return reduce(lambda a, b: a.binary("or", b), [place - limit for place in places]) < 0
+    return reduce(lambda a, b: a.binary("or", b), [position - limit for position in positions]) < 0
 
 
-def _step(w: NestWriter, node: Node, row: Term, place: Term, known: Array) -> Term:
+def _step(w: NestWriter, node: Node, row: Term, position: Term, known: Array) -> Term:
     """Step from each node to a child.
 
     `known` are the flags that occur; flags that all or no nodes have are not tested.
     """
     x, nodes, *_ = node.inputs
-    flagged, bits, right, left = (w.at(nodes, [place, w.constant(field, "i64")])
+    flagged, bits, right, left = (w.at(nodes, [position, w.constant(field, "i64")])
                                  for field in (COLUMN, THRESHOLD, RIGHT, LEFT))
     said = int(np.bitwise_or.reduce(known, initial=0))
     value = w.at(x, [row, flagged.binary("shr", FLAGS).to("i64")])

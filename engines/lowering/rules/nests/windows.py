@@ -37,7 +37,7 @@ class Sliding:
         self.before: list[Call] = []        # calls that pad the image
         self._image: tuple[Placement, tuple[Dim, ...]] | None = None
         self.item, *axes = self.w.axes
-        self.channel, self.places = (axes[-1], axes[:-1]) if self.last else (axes[0], axes[1:])
+        self.channel, self.coordinates = (axes[-1], axes[:-1]) if self.last else (axes[0], axes[1:])
         self.taps = self.w.inner[len(channels):]
 
     def size(self, axis: int) -> int:
@@ -57,10 +57,11 @@ class Sliding:
             placement, shape, self.before = padded(self.w.ctx, self.w.node, self.x, widths, fill)
             self._image = placement, shape
 
-    def pixel(self, channel: Term, places: Sequence[Term], outside: Number) -> Term:
+    def pixel(self, channel: Term, coordinates: Sequence[Term], outside: Number) -> Term:
         if self._image is not None:
-            places = [place + before for place, (before, _) in zip(places, self.window.pads, strict=True)]
-        order = [self.item, *places, channel] if self.last else [self.item, channel, *places]
+            coordinates = [coordinate + before for coordinate,
+                           (before, _) in zip(coordinates, self.window.pads, strict=True)]
+        order = [self.item, *coordinates, channel] if self.last else [self.item, channel, *coordinates]
         if self._image is not None:
             return self.w.at_placed(*self._image, order)
         return self.w.at(self.x, order, outside)
@@ -68,36 +69,36 @@ class Sliding:
     def tap_coordinates(self) -> list[Term]:
         """Return the coordinate of the tap along each axis: place * stride + tap * dilation - padding."""
         window = self.window
-        return [place * stride + tap * dilation - before for place, stride, tap, dilation, (before, _) in zip(
-            self.places, window.strides, self.taps, window.dilations, window.pads, strict=True)]
+        return [coordinate * stride + tap * dilation - before for coordinate, stride, tap, dilation, (before, _) in zip(
+            self.coordinates, window.strides, self.taps, window.dilations, window.pads, strict=True)]
 
     def first_coordinates(self) -> list[Term]:
         """Return the coordinate of the first tap inside the image along each axis."""
         found = []
-        for place, stride, dilation, (before, _) in zip(self.places, self.window.strides, self.window.dilations,
-                                                        self.window.pads, strict=True):
-            start = place * stride - before
+        for coordinate, stride, dilation, (before, _) in zip(self.coordinates, self.window.strides,
+                                                             self.window.dilations, self.window.pads, strict=True):
+            start = coordinate * stride - before
             found.append(start + ((start * -1 + (dilation - 1)) // dilation).at_least(0) * dilation)
         return found
 
-    def inside(self, places: Sequence[Term]) -> list[Term]:
+    def inside(self, coordinates: Sequence[Term]) -> list[Term]:
         """Return the tests that coordinates are inside the image; none for those that always are."""
         tests = []
-        for axis, place in enumerate(places):
-            bounds = self.w.bounds(place)
+        for axis, coordinate in enumerate(coordinates):
+            bounds = self.w.bounds(coordinate)
             if not bounds or bounds[0] < 0:
-                tests.append(place >= 0)
+                tests.append(coordinate >= 0)
             if not bounds or bounds[1] >= self.size(axis):
-                tests.append(place < self.size(axis))
+                tests.append(coordinate < self.size(axis))
         return tests
 
     def tap_count(self, padding: bool) -> Term | None:
         """Return the number of taps inside the image or its padding, or None if all always are."""
         count: Term | None = None
         window = self.window
-        for axis, place in enumerate(self.places):
+        for axis, coordinate in enumerate(self.coordinates):
             kernel, dilation, (before, after) = window.kernel[axis], window.dilations[axis], window.pads[axis]
-            start = place * window.strides[axis] - before
+            start = coordinate * window.strides[axis] - before
             first, end = (-before, self.size(axis) + after) if padding else (0, self.size(axis))
             bounds = self.w.bounds(start)
             if bounds and bounds[0] >= first and bounds[1] + (kernel - 1) * dilation < end:
@@ -149,17 +150,17 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     s = Sliding(ctx, node, (as_int(each),))
     groups = anchor.attrs.get("group", 1)
     channel = in_group(s.channel, as_int(count), groups, as_int(each)) + s.w.inner[0]
-    places = s.tap_coordinates()
+    coordinates = s.tap_coordinates()
     if anchor.op == "Conv":
         s.padded(0)
-    pixel = s.pixel(channel, places, 0)
+    pixel = s.pixel(channel, coordinates, 0)
     weight = _transposed_weight(s, weights) if s.last and groups == 1 and pixel.kind in FLOATING else s.w.at(
         weights, [s.channel, s.w.inner[0], *s.taps])
     if anchor.op == "ConvInteger":
         zero = s.w.constant(0, "i64")
         if others[:1] and others[0]:
             away = pixel - s.w.at(others[0], [zero] * len(ctx.type(others[0]).shape))
-            tests = s.inside(places)
+            tests = s.inside(coordinates)
             pixel = s.w.where(s.w.both(tests), away, 0) if tests else away
         if others[1:] and others[1]:
             shape = ctx.type(others[1]).shape
@@ -174,12 +175,12 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
 @fallback_rule("MaxPool")
 def lower_max_pool(ctx: Context, node: Node) -> Sequence[Call]:
     s = Sliding(ctx, node)
-    places = s.tap_coordinates()
+    coordinates = s.tap_coordinates()
     if node.body:
         raise Refused("a nest does not support its fused body")
     fill = lowest(ctx.placements[s.x].view.dtype)
     s.padded(fill)
-    pixel = s.pixel(s.channel, places, fill)
+    pixel = s.pixel(s.channel, coordinates, fill)
     if not any(node.outputs[1:]):
         return [*s.before, s.w.call(s.w.reduce("max", pixel), *(None for _ in node.outputs[1:]))]
     if s.last:
@@ -196,18 +197,19 @@ def _coordinates_of(s: Sliding, tap: Term) -> list[Term]:
     """Return the coordinates of a tap, given its number."""
     seen = []
     for axis in reversed(range(s.rank)):
-        place = tap % s.window.kernel[axis] * s.window.dilations[axis] + s.places[axis] * s.window.strides[axis]
-        seen.append(place - s.window.pads[axis][0])
+        coordinate = (tap % s.window.kernel[axis] * s.window.dilations[axis]
+                      + s.coordinates[axis] * s.window.strides[axis])
+        seen.append(coordinate - s.window.pads[axis][0])
         tap = tap // s.window.kernel[axis]
     return seen[::-1]
 
 
-def _number(s: Sliding, node: Node, places: Sequence[Term]) -> Term:
+def _number(s: Sliding, node: Node, coordinates: Sequence[Term]) -> Term:
     """Return the index into flattened x; storage_order 1 is column-major within images."""
     sizes = [s.size(axis) for axis in range(s.rank)]
     number = s.w.constant(0, "i64")
     for axis in range(s.rank) if not node.attrs.get("storage_order") else reversed(range(s.rank)):
-        number = number * sizes[axis] + places[axis]
+        number = number * sizes[axis] + coordinates[axis]
     image = s.item * s.w.extent(s.x, 1) + s.channel
     return image * math.prod(sizes) + number
 
@@ -215,9 +217,9 @@ def _number(s: Sliding, node: Node, places: Sequence[Term]) -> Term:
 @fallback_rule("AveragePool", "LpPool")
 def lower_average_pool(ctx: Context, node: Node) -> Sequence[Call]:
     s, anchor = Sliding(ctx, node), node.anchor
-    places = s.tap_coordinates()
+    coordinates = s.tap_coordinates()
     s.padded(0)
-    pixel = s.pixel(s.channel, places, 0)
+    pixel = s.pixel(s.channel, coordinates, 0)
     if anchor.op == "LpPool":
         return [*s.before, s.w.call(s.w.finished(_norm(s, pixel, anchor.attrs.get("p", 2))))]
     if pixel.kind not in FLOATING:

@@ -43,7 +43,7 @@ def test_classes_that_have_names_are_their_places_and_the_user_is_told():
     notices = []
     graph = graph_from_onnx(model, notices=notices)
     assert graph.types["o0"].dtype == np.int64
-    assert notices == ["m: node 'n' (LinearClassifier): 'o0' is the place of a class instead of its name, in the order "
+    assert notices == ["m: node 'n' (LinearClassifier): 'o0' is the index of a class instead of its name, in the order "
                        "cat, dog, cow"]
 
 

@@ -120,7 +120,7 @@ class GlobalPoolByThreads(ProgramKernel[GlobalPool]):
         x = self.problem.x
         base = operands[0] + wide(pixel) * x.item + wide(channel) * x.strides[-1]
         (*outer, extent), (*strides, step) = ((1, *axes[:-1]) for axes in (
-            self.problem.places.shape, self.problem.places.strides))
+            self.problem.joined_view.shape, self.problem.joined_view.strides))
         run = self.problem.run
         if not run:
             sums = self._one_by_one(f, base, (*outer, extent), (*strides, step))

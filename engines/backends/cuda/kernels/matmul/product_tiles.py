@@ -67,8 +67,8 @@ class ProductTile:
         self.zeros = [f.load(FLOAT, numbers + 4 * n, 4, "zero") for n in (0, 1)]
         self.lanes = fragments(gpu, problem.precision, lane)
         rows, columns = (-(-extent // step) for extent, step in zip(problem.y.shape[-2:], size, strict=True))
-        self.matrix, place = tile.divided(rows * columns), tile.remainder(rows * columns)
-        self.row0, self.column0 = place.divided(columns) * size[0], place.remainder(columns) * size[1]
+        self.matrix, position = tile.divided(rows * columns), tile.remainder(rows * columns)
+        self.row0, self.column0 = position.divided(columns) * size[0], position.remainder(columns) * size[1]
         self.at_a, self.at_b = (address + pixel_offset(self.matrix, view.shape[:-2], view.strides[:-2], view.item)
                                 for address, view in ((a, problem.a), (b, problem.b)))
 
@@ -80,11 +80,11 @@ class ProductTile:
                   for column in self.lanes.columns] for first in range(0, COLUMNS, TILE)]
         acc, of_b, of_a = self._nothing()
         for turn in f.loop("k", -(-problem.depth * problem.a.size // STEP), acc=acc, u=of_b, a=of_a):
-            places, ones = self._places(f.cast("trunc", turn, I32, "turn") * STEP)
-            words = [[self._word(start, place, one) for place, one in zip(places, ones, strict=True)]
+            positions, ones = self._positions(f.cast("trunc", turn, I32, "turn") * STEP)
+            words = [[self._word(start, position, one) for position, one in zip(positions, ones, strict=True)]
                      for start in rows]
             for pair, starts in enumerate(pairs):
-                b = [self._column(start, places) for start in starts]
+                b = [self._column(start, positions) for start in starts]
                 self._multiply(acc, pair, words, b)
                 if self.integers:
                     self._multiply(of_b, pair, [ones, ones], b)
@@ -111,33 +111,34 @@ class ProductTile:
         keys = [(2 * pair + n, e) for n in (0, 1) for e in range(4)]
         acc.update(zip(keys, self.lanes.multiply([acc[key] for key in keys], a, b), strict=True))
 
-    def _places(self, first: Value) -> tuple[list[Value], list[Value]]:
+    def _positions(self, first: Value) -> tuple[list[Value], list[Value]]:
         """Return byte offsets within k, and words of ones, for a lane's words from byte `first` of k on.
 
         Past the end of k both are zeros.
         """
         f, size = self.f, self.problem.depth * self.problem.a.size
         one = f.constant(ONES, I32)
-        places = [first + byte for byte in self.lanes.bytes]
+        positions = [first + byte for byte in self.lanes.bytes]
         if size % STEP == 0:
-            return places, [one] * len(places)
-        inside = [place.below(size) for place in places]
-        return ([f.select(test, place, place.like(0), "place") for test, place in zip(inside, places, strict=True)],
+            return positions, [one] * len(positions)
+        inside = [position.below(size) for position in positions]
+        return ([f.select(test, position, position.like(0), "place") for test,
+                 position in zip(inside, positions, strict=True)],
                 [f.select(test, one, one.like(0), "ones") for test in inside])
 
-    def _word(self, start: Value, place: Value, one: Value) -> Value:
+    def _word(self, start: Value, position: Value, one: Value) -> Value:
         """Load a word of a, or 0 past the end of k, so that b's values there do not matter."""
-        word = self.f.load(I32, start + wide(place), 4, "word")
+        word = self.f.load(I32, start + wide(position), 4, "word")
         if self.problem.depth * self.problem.a.size % STEP == 0:
             return word
         return self.f.select(one.compare("ne", 0), word, word.like(0), "word")
 
-    def _column(self, start: Value, places: Sequence[Value]) -> list[Value]:
+    def _column(self, start: Value, positions: Sequence[Value]) -> list[Value]:
         view, size = self.problem.b, self.problem.b.size
         if view.strides[-2] == size:
-            words = [self.f.load(I32, start + wide(place), 4, "word") for place in places]
+            words = [self.f.load(I32, start + wide(position), 4, "word") for position in positions]
             return [word ^ FLIP for word in words] if self.integers else words
-        elements = [start + wide(place.divided(size) + k) * view.strides[-2] for place in places
+        elements = [start + wide(position.divided(size) + k) * view.strides[-2] for position in positions
                     for k in range(4 // size)]
         return words_of_column(view, elements)
 

@@ -101,7 +101,7 @@ class SharedProduct(ProductTile):
             first = f.cast("trunc", k, I32, "k") * DEPTH
             self._copy(first + (STAGES - 1) * DEPTH, stage["write"])
             for step in range(0, DEPTH, STEP):
-                _, ones = self._places(first + step)
+                _, ones = self._positions(first + step)
                 pairs = [self._words_of_b(stage["read"], step, pair) for pair in range(COLUMNS // TILE)]
                 for m, (acc, _, of_a) in enumerate(of_rows):
                     a = self._words_of_a(stage["read"], step, m)

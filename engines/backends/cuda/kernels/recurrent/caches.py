@@ -17,7 +17,7 @@ from engines.backends.cuda.cost import PLAIN
 from engines.backends.cuda.kernels.recurrent.sharing import (
     PIECE,
     SIZES,
-    Place,
+    Assignment,
     Seat,
     Sharing,
     StepProducts,
@@ -74,22 +74,22 @@ class _Products(StepProducts):
         self.row_bytes, items = tactic.row_bytes(seat.problem), tactic.items
         surely = seat.threads == seat.problem.hidden
         columns = (seat.f.constant(column, I32) for column in range(items))
-        self.places = [seat.place(seat.thread, column, surely=surely) for column in columns]
+        self.assignments = [seat.assign(seat.thread, column, surely=surely) for column in columns]
         self.of_item = [[column] for column in range(items)]
 
     def begin(self, rows: Value, count: int) -> None:
         self.clear(rows, count * self.row_bytes)
 
-    def put(self, row: Value, place: Place, state: Value, zero: Value | None) -> None:
-        self.f.store(state, row + (place.unit * len(self.places) + place.column) * 4, 4)
+    def put(self, row: Value, assignment: Assignment, state: Value, zero: Value | None) -> None:
+        self.f.store(state, row + (assignment.unit * len(self.assignments) + assignment.column) * 4, 4)
 
     def sums(self, stage: Stage, row: Value, zeros: Sequence[Value]) -> Sums:
-        f, seat, hidden, items = self.f, self.seat, self.problem.hidden, len(self.places)
+        f, seat, hidden, items = self.f, self.seat, self.problem.hidden, len(self.assignments)
         size = SIZES[self.problem.precision]
         element = {1: I8, 2: I16, 4: FLOAT}[size]
         acc = {(gate, n): self.zero for gate in stage.gates for n in range(items)}
         first = seat.direction * self.problem.cells[0].gates * hidden * hidden * size
-        column = seat.weights + wide(self.places[0].unit) * size + first
+        column = seat.weights + wide(self.assignments[0].unit) * size + first
         for k in f.loop("k", hidden, acc=acc):
             states = self._states(row + f.cast("trunc", k, I32, "k") * (4 * items))
             for gate in stage.gates:
@@ -101,7 +101,7 @@ class _Products(StepProducts):
         return {gate: [acc[gate, n] for n in range(items)] for gate in stage.gates}
 
     def _states(self, at: Value) -> list[Value]:
-        count, type_ = len(self.places), self.zero.type
+        count, type_ = len(self.assignments), self.zero.type
         if count == 1:
             return [self.f.load(type_, at, 4, "state")]
         return [state for n in range(0, count, 4)

@@ -17,7 +17,7 @@ from engines.backends.cuda.codegen.products import dot, dot_pair, dot_signed
 from engines.backends.cuda.kernels.recurrent.sharing import (
     PIECE,
     SIZES,
-    Place,
+    Assignment,
     Seat,
     Sharing,
     StepProducts,
@@ -118,7 +118,7 @@ class _Products(StepProducts):
         self.tactic, self.pieces = tactic, Pieces(seat.problem, tactic.parts)
         unit, self.part = seat.thread.divided(tactic.parts), seat.thread.remainder(tactic.parts)
         surely, first = seat.threads == seat.problem.hidden * tactic.parts, self.part.compare("eq", 0)
-        self.places, self.of_item = [seat.place(unit, unit.like(0), first, surely)], [[0]]
+        self.assignments, self.of_item = [seat.assign(unit, unit.like(0), first, surely)], [[0]]
         self.kept: list[list[Value]] = []
         self.totals: dict[int, Value] = {}      # sums of a gate's weights, if states have a zero point
 
@@ -130,7 +130,7 @@ class _Products(StepProducts):
     def begin(self, rows: Value, count: int) -> None:
         f, seat, pieces = self.f, self.seat, self.pieces
         every = self.problem.hidden * self.tactic.parts
-        mine = seat.weights + wide(self.places[0].unit * self.tactic.parts + self.part) * PIECE
+        mine = seat.weights + wide(self.assignments[0].unit * self.tactic.parts + self.part) * PIECE
         for n in range(pieces.count):
             piece = f.load(vector(4, I32), mine + (seat.direction * pieces.count + n) * every * PIECE, PIECE, "piece")
             if n < self.tactic.registers:
@@ -154,12 +154,12 @@ class _Products(StepProducts):
         at = self._beyond + (n - self.tactic.registers) * self.seat.threads * PIECE
         return elements(self.f.load(vector(4, I32), at, PIECE, "piece"))
 
-    def put(self, row: Value, place: Place, state: Value, zero: Value | None) -> None:
+    def put(self, row: Value, assignment: Assignment, state: Value, zero: Value | None) -> None:
         size = self.pieces.size
         state = state + zero if zero else state
         if self.integers:
             state = self.f.cast("trunc", state, {1: I8, 2: I16}[size], "stored")
-        self.f.store(state, row + place.unit * size, size)
+        self.f.store(state, row + assignment.unit * size, size)
 
     def sums(self, stage: Stage, row: Value, zeros: Sequence[Value]) -> Sums:
         acc = {gate: [self.zero, self.zero] for gate in stage.gates}

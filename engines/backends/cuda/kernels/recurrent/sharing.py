@@ -104,7 +104,7 @@ class Seat:
     items: Value | None
     weights: Value
 
-    def place(self, unit: Value, column: Value, stores: Value | None = None, surely: bool = False) -> Place:
+    def assign(self, unit: Value, column: Value, stores: Value | None = None, surely: bool = False) -> Assignment:
         """Return the place of a unit of the block's item `column`.
 
         Units and items past the end repeat the last one; `surely` asserts that the unit is valid. `stores` (i1) selects
@@ -114,16 +114,16 @@ class Seat:
         puts = always if surely else always & unit.below(self.problem.hidden)
         unit = unit if surely else unit.at_most(self.problem.hidden - 1)
         if self.items is None:
-            return Place(unit, column, self.first + column, puts, puts)
+            return Assignment(unit, column, self.first + column, puts, puts)
         number = self.first + column
-        return Place(unit, column, number.at_most(self.items - 1), puts, puts & number.below(self.items))
+        return Assignment(unit, column, number.at_most(self.items - 1), puts, puts & number.below(self.items))
 
     def item(self, column: int) -> Value:
         """Return the number of the block's item `column` in the batch, at most the last."""
         return self.first + column if self.items is None else (self.first + column).at_most(self.items - 1)
 
 
-class Place(NamedTuple):
+class Assignment(NamedTuple):
     """Unit of an item that a thread updates."""
     unit: Value
     column: Value       # number among the block's items
@@ -142,7 +142,7 @@ class StepProducts(ABC):
     of_item : sequence of sequence of int
         Numbers of the places of each item.
     """
-    places: Sequence[Place]
+    assignments: Sequence[Assignment]
     of_item: Sequence[Sequence[int]]
 
     def __init__(self, seat: Seat) -> None:
@@ -158,12 +158,12 @@ class StepProducts(ABC):
         """Zero `size` bytes of shared memory."""
         nothing = Value(self.f, vector(4, I32), "zeroinitializer")
         for first in range(0, size // PIECE, self.seat.threads):
-            place = self.seat.thread + first
-            with self.f.when(place.below(size // PIECE)):
-                self.f.store(nothing, rows + place * PIECE, PIECE)
+            assignment = self.seat.thread + first
+            with self.f.when(assignment.below(size // PIECE)):
+                self.f.store(nothing, rows + assignment * PIECE, PIECE)
 
     @abstractmethod
-    def put(self, row: Value, place: Place, state: Value, zero: Value | None) -> None:
+    def put(self, row: Value, assignment: Assignment, state: Value, zero: Value | None) -> None:
         """Store a place's state, a float or an i32 without zero point.
 
         `zero` is the zero point to add if the state was quantised to its own range.

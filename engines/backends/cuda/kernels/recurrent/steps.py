@@ -77,7 +77,7 @@ class Direction:
         self.seat = Seat(gpu, f, problem, d, self.threads, self.thread, special_register(f, "ctaid.x") * sharing.items,
                          items if sharing.items > 1 else None, weights)
         self.products = sharing.products(self.seat)
-        self.places, self.of_item = self.products.places, self.products.of_item
+        self.assignments, self.of_item = self.products.assignments, self.products.of_item
         self.item_of = {n: item for item, numbers in enumerate(self.of_item) for n in numbers}
         tensors = (*operands[:inputs], *operands[inputs + 4:])
         views = iter(zip(tensors, (*problem.inputs, *problem.outputs), strict=True))
@@ -93,7 +93,7 @@ class Direction:
 
     def _by_item(self, address: Value, view: View) -> list[Value]:
         """Return the address of each of the thread's items."""
-        return [address + wide(self.places[first].item) * view.item for first, *_ in self.of_item]
+        return [address + wide(self.assignments[first].item) * view.item for first, *_ in self.of_item]
 
     def _length(self, address: Value) -> Value:
         return wide(self.f.load(I32, address, 4, "length")).at_most(self.problem.steps)
@@ -106,7 +106,8 @@ class Direction:
 
     def write(self) -> None:
         f, problem, sharing = self.f, self.problem, self.sharing
-        states = {(n, slot): self._first(n, slot) for n in range(len(self.places)) for slot in range(self.cell.kept)}
+        states = {(n, slot): self._first(n, slot) for n in range(len(self.assignments))
+                  for slot in range(self.cell.kept)}
         self.products.begin(shared(f) + self.rows.begin, self.rows.count)
         barrier(f)
         carried: Carried = {"row": f.constant(0, I32)}
@@ -128,9 +129,9 @@ class Direction:
         if problem.lengths:
             self._behind()
         for slot, (view, addresses) in enumerate(zip(problem.last, self.last, strict=True)):
-            for n, place in enumerate(self.places):
+            for n, assignment in enumerate(self.assignments):
                 if view and addresses:
-                    with f.when(place.valid):
+                    with f.when(assignment.valid):
                         store_channels(self.gpu, view, [states[n, slot]], self._place(addresses, view, n))
 
     def _time(self, turn: Value, item: int) -> Value:
@@ -146,7 +147,7 @@ class Direction:
     # ---- a step
     def _step(self, turn: Value, x: States, states: States, carried: Carried) -> States:
         """Return all states after a step. Products and updates read the old h throughout."""
-        old, new, numbers = dict(states), states, range(len(self.places))
+        old, new, numbers = dict(states), states, range(len(self.assignments))
         for stage in self.cell.stages:
             row = self._row(stage.source)
             if stage.source == 0:
@@ -171,7 +172,7 @@ class Direction:
     def _products(self, stage: Stage, row: Value, turn: Value, x: States, carried: Carried) -> tuple[States, States]:
         """Return the products as real numbers, without and with x."""
         sums, full, rounds = {}, {}, self.problem.rounds
-        zeros = [carried["zero", self.item_of[n]] for n in range(len(self.places))] if rounds else []
+        zeros = [carried["zero", self.item_of[n]] for n in range(len(self.assignments))] if rounds else []
         found = self.products.sums(stage, row, zeros)
         if not self.sharing.ahead:
             x.update(self._x(turn, stage.gates))
@@ -190,8 +191,8 @@ class Direction:
         at = [address + self._time(turn, item) * view.strides[0] for item, address in enumerate(self.gates)]
         for gate in gates:
             first = (self.d * self.cell.gates + gate) * self.problem.hidden
-            for n, place in enumerate(self.places):
-                address = at[self.item_of[n]] + wide(place.unit + first) * view.strides[1]
+            for n, assignment in enumerate(self.assignments):
+                address = at[self.item_of[n]] + wide(assignment.unit + first) * view.strides[1]
                 found[n, gate], = load_channels(self.gpu, view, address, 1)
         return found
 
@@ -210,14 +211,14 @@ class Direction:
     def _share(self, states: States, slot: int, row: Value) -> Carried:
         """Store a state in shared memory for the next products."""
         found: Carried = {}
-        values = [states[n, slot] for n in range(len(self.places))]
+        values = [states[n, slot] for n in range(len(self.assignments))]
         if self.problem.rounds:
             values, found = self._by_own_range(values)
         elif self.exact:
             values = [self.gpu.round(value * float(self.exact.one)) for value in values]
-        for n, (place, value) in enumerate(zip(self.places, values, strict=True)):
-            with self.f.when(place.puts):
-                self.products.put(row, place, value, found.get(("zero", self.item_of[n])))
+        for n, (assignment, value) in enumerate(zip(self.assignments, values, strict=True)):
+            with self.f.when(assignment.puts):
+                self.products.put(row, assignment, value, found.get(("zero", self.item_of[n])))
         return found
 
     def _by_own_range(self, states: Sequence[Value]) -> tuple[list[Value], Carried]:
@@ -240,8 +241,8 @@ class Direction:
     def _extremes(self, states: Sequence[Value]) -> list[tuple[Value, Value]]:
         """Return the minimum and maximum of each of the thread's items over the block, with 0 included."""
         f, gpu, lanes = self.f, self.gpu, self.sharing.lanes
-        columns = [self.places[first].column for first, *_ in self.of_item]
-        places = [shared(f) + (column * 8 + self.rows.extremes) for column in columns]
+        columns = [self.assignments[first].column for first, *_ in self.of_item]
+        assignments = [shared(f) + (column * 8 + self.rows.extremes) for column in columns]
         warp, of_warp = self.thread.divided(WARP), self.sharing.items * 8
         found = []
         for numbers in self.of_item:
@@ -251,20 +252,20 @@ class Direction:
                 low, high = gpu.min(low, shuffle_xor(low, distance)), gpu.max(high, shuffle_xor(high, distance))
             found.append((low, high))
         with f.when((self.thread & sum(lanes)).compare("eq", 0)):
-            for place, pair in zip(places, found, strict=True):
-                f.store(vector_of(list(pair)), place + warp * of_warp, 8)
+            for assignment, pair in zip(assignments, found, strict=True):
+                f.store(vector_of(list(pair)), assignment + warp * of_warp, 8)
         barrier(f)
         for other in range(self.threads // WARP):
-            for item, place in enumerate(places):
-                least, most = elements(f.load(vector(2, FLOAT), place + other * of_warp, 8, "extremes"))
+            for item, assignment in enumerate(assignments):
+                least, most = elements(f.load(vector(2, FLOAT), assignment + other * of_warp, 8, "extremes"))
                 found[item] = gpu.min(found[item][0], least), gpu.max(found[item][1], most)
         return found
 
     # ---- results
     def _to_y(self, turn: Value, states: States) -> None:
-        for n, place in enumerate(self.places):
+        for n, assignment in enumerate(self.assignments):
             item = self.item_of[n]
-            valid = place.valid
+            valid = assignment.valid
             if self.longest is not self.ends[0]:
                 valid = valid & turn.below(self.ends[item])
             self._store_y(n, self._time(turn, item), states[n, 0], valid)
@@ -275,7 +276,7 @@ class Direction:
         for item, numbers in enumerate(self.of_item):
             for t in self.f.range("behind", self.ends[item], steps):
                 for n in numbers:
-                    self._store_y(n, t, self.f.constant(0, FLOAT), self.places[n].valid)
+                    self._store_y(n, t, self.f.constant(0, FLOAT), self.assignments[n].valid)
 
     def _store_y(self, n: int, t: Value, h: Value, valid: Value) -> None:
         view = self.problem.y
@@ -287,13 +288,13 @@ class Direction:
     # ---- addresses of a place
     def _place(self, addresses: Sequence[Value], view: View, n: int) -> Value:
         """Return the address of a place's unit in a tensor whose innermost axis is [D H]."""
-        unit = self.places[n].unit + self.d * self.problem.hidden
+        unit = self.assignments[n].unit + self.d * self.problem.hidden
         return addresses[self.item_of[n]] + wide(unit) * view.strides[-1]
 
     def _of_unit(self, table: Value, n: int, row: int) -> Value:
         """Load the place's number from a float32 table [row][D unit]."""
         width = len(self.problem.cells) * self.problem.hidden
-        at = table + wide(self.places[n].unit + (row * width + self.d * self.problem.hidden)) * 4
+        at = table + wide(self.assignments[n].unit + (row * width + self.d * self.problem.hidden)) * 4
         return self.f.load(FLOAT, at, 4, "number")
 
     def _program(self, program: EpilogueProgram, sums: Value | None, operands: list[Value],

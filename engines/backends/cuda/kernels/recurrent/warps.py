@@ -24,7 +24,7 @@ from engines.backends.cuda.codegen.products import STEP, load_tiles, multiply_by
 from engines.backends.cuda.kernels.recurrent.sharing import (
     PIECE,
     SIZES,
-    Place,
+    Assignment,
     Seat,
     Sharing,
     StepProducts,
@@ -129,15 +129,15 @@ class Tiled(Sharing):
 
     def work(self, problem: Recurrence) -> Work:
         cell, turns, threads = problem.cells[0], self.turns(problem), self.threads(problem)
-        ways, places = sum(map(len, passes(problem))), 4 * self.tiles * self.items // ITEMS
+        ways, assignments = sum(map(len, passes(problem))), 4 * self.tiles * self.items // ITEMS
         products = ways * cell.gates * turns * (TURN // STEP) * self.tiles * self.items // ITEMS
         each, loads = self.pieces(problem), SIZES[problem.precision]   # each byte of 16-bit weights is multiplied twice
         states = SIZES[problem.precision] * turns * self.items // ITEMS
         through = loads * (turns - self.resident) * each
         instructions = (products + loads * (self.resident * each - self.registers) + through + states
-                        + update(problem) * places)
+                        + update(problem) * assignments)
         base = BESIDE + (0 if self.is_full(problem) else AT_EDGE)
-        registers = base + places * (cell.gates + cell.kept + 3) + 4 * self.registers
+        registers = base + assignments * (cell.gates + cell.kept + 3) + 4 * self.registers
         return Work(instructions, products, loads * self.kept_bytes(problem) + states * PIECE * threads,
                     through * threads * PIECE, self.resident * each * threads * PIECE, registers)
 
@@ -182,8 +182,8 @@ class _Products(StepProducts):
         g, t = self.lane.binary("lshr", 2), self.lane & 3
         surely = tactic.is_full(problem)
         unit = self.warp * (tactic.tiles * UNITS) + g
-        self.places = [seat.place(unit + (tile * UNITS + e // 2 * 8), t * 2 + (n * ITEMS + e % 2), surely=surely)
-                       for tile, n, e in self._numbers()]
+        self.assignments = [seat.assign(unit + (tile * UNITS + e // 2 * 8), t * 2 + (n * ITEMS + e % 2), surely=surely)
+                            for tile, n, e in self._numbers()]
         self.of_item = [[i for i, (_, n, e) in enumerate(self._numbers()) if (n, e % 2) == of]
                         for of in ((n, e) for n in range(self.eights) for e in (0, 1))]
         self.turns, self.pieces, self.pitch = tactic.turns(problem), tactic.pieces(problem), tactic.pitch(problem)
@@ -234,8 +234,8 @@ class _Products(StepProducts):
         return elements(self.f.load(vector(4, I32), self._beyond(n), PIECE, "piece"))
 
     # ---- a step
-    def put(self, row: Value, place: Place, state: Value, zero: Value | None) -> None:
-        at = row + (place.column * self.pitch + place.unit)
+    def put(self, row: Value, assignment: Assignment, state: Value, zero: Value | None) -> None:
+        at = row + (assignment.column * self.pitch + assignment.unit)
         state = state + zero if zero else state
         parts = [state >> 8, state] if self.problem.precision == "int16" else [state]
         for byte, part in enumerate(parts):

@@ -120,14 +120,14 @@ class SuppressionByBlock(GpuKernel[Suppression]):
         return first_of_warp({name: f.load(I32, shared(f) + (4 * WARPS * row + lane * 4), 4, name)
                               for row, name in enumerate(best)})
 
-    def _cover(self, boxes: Value, place: Value, overlap: Value, thread: Value) -> None:
-        """Remove the box at `place` and the boxes that it covers from the alive mask."""
-        f, taken = thread.f, self._box(boxes, place)
+    def _cover(self, boxes: Value, index: Value, overlap: Value, thread: Value) -> None:
+        """Remove the box at `index` and the boxes that it covers from the alive mask."""
+        f, taken = thread.f, self._box(boxes, index)
         for first, at in self._words(thread):
             state = {"alive": f.load(I32, at, 4, "alive")}
             for box, bit in self._boxes(first, state=state):
                 with f.when_carrying((state["alive"] & bit).compare("ne", 0), state):
-                    gone = box.compare("eq", place) | covers(taken, self._box(boxes, box), overlap)
+                    gone = box.compare("eq", index) | covers(taken, self._box(boxes, box), overlap)
                     state["alive"] = state["alive"] ^ f.select(gone, bit, bit.like(0))
             f.store(state["alive"], at, 4)
 
@@ -148,7 +148,7 @@ class SuppressionByBlock(GpuKernel[Suppression]):
     def _score(self, scores: Value, box: Value) -> Value:
         return box.f.load(FLOAT, scores + wide(box) * self.problem.scores.strides[2], 4, "score")
 
-    def _box(self, boxes: Value, place: Value) -> Box:
+    def _box(self, boxes: Value, index: Value) -> Box:
         _, step, number = self.problem.boxes.strides
-        a, b, c, d = (place.f.load(FLOAT, boxes + wide(place) * step + i * number, 4, "number") for i in range(4))
+        a, b, c, d = (index.f.load(FLOAT, boxes + wide(index) * step + i * number, 4, "number") for i in range(4))
         return box_of(a, b, c, d, self.problem.centred)

@@ -21,7 +21,7 @@ from engines.codegen.ir_builder import Value
 from engines.codegen.types import I8, I16, element_of, lanes_of, vector
 from engines.lowering.problems.convolution import Depthwise
 
-Place = tuple[int, int]         # (row, column) of x, counted from the first tap of the tile's first output
+Position = tuple[int, int]      # (row, column) of x, counted from the first tap of the tile's first output
 ABSENT = -1, -1
 T = TypeVar("T")
 
@@ -55,29 +55,29 @@ class Columns:
         return made
 
     def _interleaved(self, group: Group, column: int, v: int) -> Operand:
-        places = [(row, column + k * self._problem.dilation[1]) for row in group.rows for k in range(group.across)]
+        positions = [(row, column + k * self._problem.dilation[1]) for row in group.rows for k in range(group.across)]
         if self._arithmetic.elements == 1:
-            return (self._lanes.load_natural(self._problem.x.dtype, self._at(*places), v),)
-        places += [ABSENT] * (self._arithmetic.elements - len(places))
+            return (self._lanes.load_natural(self._problem.x.dtype, self._at(*positions), v),)
+        positions += [ABSENT] * (self._arithmetic.elements - len(positions))
         if self._arithmetic.elements == 2:
-            places = [places[0], ABSENT, places[1], ABSENT]
-        low, high = (self._once(self._pairs, *pair, v // 2) for pair in (places[:2], places[2:]))
+            positions = [positions[0], ABSENT, positions[1], ABSENT]
+        low, high = (self._once(self._pairs, *pair, v // 2) for pair in (positions[:2], positions[2:]))
         shorts = _zipped(low, high, v % 2)
         return (shorts,) if self._arithmetic.elements == 2 else self._lanes.isa.unsigned(_of(I8, shorts))
 
-    def _pairs(self, a: Place, b: Place, half: int) -> Value:
+    def _pairs(self, a: Position, b: Position, half: int) -> Value:
         """Interleave the bytes of two pixels."""
         return _of(I16, _zipped(self._once(self._bytes, a), self._once(self._bytes, b), half))
 
-    def _bytes(self, place: Place) -> Value:
-        lanes, (row, column) = self._lanes, place
+    def _bytes(self, position: Position) -> Value:
+        lanes, (row, column) = self._lanes, position
         if row not in self._rows or column not in self._columns:
             return self._address.f.constant(0, vector(lanes.isa.bytes, I8))
-        at = self._at(place)
+        at = self._at(position)
         return _spread(lanes, at.f.load(vector(lanes.channels, I8), at, hint="row"))
 
-    def _at(self, place: Place) -> Value:
-        (row, column), strides = place, self._problem.x.strides
+    def _at(self, position: Position) -> Value:
+        (row, column), strides = position, self._problem.x.strides
         return self._address + (row * strides[0] + column * strides[1])
 
 

@@ -32,7 +32,7 @@ class _Memory:
     keys, places: the candidate boxes; peaks: the highest key of each block; taken: an array for each number of a box.
     """
     keys: Value
-    places: Value
+    indices: Value
     peaks: Value
     taken: Sequence[Value]
 
@@ -60,8 +60,8 @@ class SuppressionKernel(Kernel[Suppression]):
         room = [f.alloca(4 * extent, ALIGNMENT, hint) for extent, hint in (
             (self.boxes + BLOCK, "keys"), (self.boxes + BLOCK, "places"), (self.peaks, "peaks"),
             *((problem.limit + isa.lanes, "taken"),) * 5)]
-        keys, places, peaks, *taken = room
-        memory = _Memory(keys, places, peaks, taken)
+        keys, indices, peaks, *taken = room
+        memory = _Memory(keys, indices, peaks, taken)
         most = f.load(I64, numbers[0], hint="most")
         most = f.call(I64, "llvm.smax.i64", most, most.like(0), hint="most").at_most(problem.limit)
         overlap, least = (f.splat(f.load(FLOAT, number), isa.lanes) for number in numbers[1:])
@@ -97,7 +97,7 @@ class SuppressionKernel(Kernel[Suppression]):
                     key, test = (f.op(element, f"extractelement {value}, i32 {lane}", "lane")
                                  for element, value in ((I32, keys), (I1, wanted)))
                     f.store(key, memory.keys + state["count"] * 4)
-                    f.store(f.cast("trunc", start + lane, I32, "place"), memory.places + state["count"] * 4)
+                    f.store(f.cast("trunc", start + lane, I32, "place"), memory.indices + state["count"] * 4)
                     state["count"] = state["count"] + f.cast("zext", test, I64, "one")
         lowest = f.constant(LOWEST, isa.ints)
         for behind in range(0, BLOCK, isa.lanes):
@@ -115,11 +115,11 @@ class SuppressionKernel(Kernel[Suppression]):
         state = {"rows": f.constant(0, I64)}
         for _ in f.range("turn", f.constant(0, I64), waiting, state=state):
             with f.when_carrying(state["rows"].below(most), state):
-                place = f.cast("zext", self._next(f, isa, memory), I64, "box")
-                box = self._box(f, boxes + place * self.problem.boxes.strides[1])
+                index = f.cast("zext", self._next(f, isa, memory), I64, "box")
+                box = self._box(f, boxes + index * self.problem.boxes.strides[1])
                 with f.when_carrying(self._is_free(f, isa, memory, state["rows"], box, overlap), state):
                     self._remember(f, isa, memory, state["rows"], box)
-                    write(state["rows"], place)
+                    write(state["rows"], index)
                     state["rows"] = state["rows"] + 1
         return state["rows"]
 
@@ -127,10 +127,10 @@ class SuppressionKernel(Kernel[Suppression]):
         """Return the box of the highest key, the first if several are equal, and remove its key."""
         block = first_of(f, isa, memory.peaks, self.peaks, highest(f, isa, memory.peaks, self.peaks))
         start = memory.keys + block * (4 * BLOCK)
-        place = first_of(f, isa, start, BLOCK, f.load(I32, memory.peaks + block * 4, hint="peak"))
-        f.store(f.constant(LOWEST, I32), start + place * 4)
+        index = first_of(f, isa, start, BLOCK, f.load(I32, memory.peaks + block * 4, hint="peak"))
+        f.store(f.constant(LOWEST, I32), start + index * 4)
         f.store(highest(f, isa, start, BLOCK), memory.peaks + block * 4)
-        return f.load(I32, memory.places + (block * BLOCK + place) * 4, hint="box")
+        return f.load(I32, memory.indices + (block * BLOCK + index) * 4, hint="box")
 
     def _box(self, f: Function, address: Value) -> Box:
         a, b, c, d = (f.load(FLOAT, address + number * self.problem.boxes.strides[2], hint="number")

@@ -62,8 +62,8 @@ class GlobalPoolKernel(Kernel[GlobalPool]):
         store_channels(lanes, problem.y, [result], [y])
 
     def _reduced(self, f: Function, reduction: PixelReduction, x: Value) -> Pixel:
-        places = self.problem.places
-        shape, strides = places.shape[:-1], places.strides[:-1]
+        view = self.problem.joined_view
+        shape, strides = view.shape[:-1], view.strides[:-1]
         run = self.problem.run
         if not run:
             return self._one_by_one(f, reduction, x, shape, strides)

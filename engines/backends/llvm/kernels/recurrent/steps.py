@@ -140,10 +140,10 @@ class RecurrenceEmitter:
         for at, _ in f.tiles("zero", self.kernel.state_elements(self.isa), self.isa.lanes):
             f.store(f.constant(zero, vector(self.isa.lanes, I8)), state + at, self.isa.lanes)
 
-    def _load_first(self, f: Function, d: int, slot: int, item: Value, place: Value) -> None:
+    def _load_first(self, f: Function, d: int, slot: int, item: Value, position: Value) -> None:
         view, source = self.first[slot]
         source += item * view.item + d * self.problem.hidden * view.strides[0]
-        target = self.memory + (1 + slot if slot else 0) * self.micro.area + place * self.micro.pitch
+        target = self.memory + (1 + slot if slot else 0) * self.micro.area + position * self.micro.pitch
         for unit, count in f.tiles("unit", self.problem.hidden, self.isa.lanes):
             value, = load_channels(self.micro.lanes(count), view, source + unit * view.strides[0])
             f.store(value, target + unit * 4, self.isa.bytes)
