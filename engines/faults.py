@@ -58,7 +58,7 @@ def _frames(trace: TracebackType | None) -> list[FrameType]:
 def _node(values: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the ONNX name and operator of a node among a frame's variables, preferring the variable `node`.
 
-    The node may be a graph's or an ONNX NodeProto, itself or inside a Match (its root) or a Call.
+    The node may be a graph's or an ONNX NodeProto, itself or inside a Match (its root) or an OperatorCall.
     """
     candidates: list[Any] = [values.get("node"), *values.values()]
     for value in candidates:

@@ -1,6 +1,6 @@
 """Common path of inferences of all protocols: look up the model, check the request, queue it, log it, cancel it.
 
-An endpoint implements a Call, which decodes its protocol's messages, and a Reply, which takes the response:
+An endpoint implements an InferenceCall, which decodes its protocol's messages, and a Reply, which takes the response:
 
     submitted = inferences.submit(call, reply)      # raises a ServeError
     submitted.cancel()                              # its client has disconnected
@@ -59,7 +59,7 @@ class Prepared:
     outputs: tuple[str, ...]        # names of the outputs to send
 
 
-class Call(ABC):
+class InferenceCall(ABC):
     """Inference as an endpoint received it.
 
     Its methods are called in the order in which they are defined, so that no more of a message is decoded than matches
@@ -203,7 +203,7 @@ class Inferences:
         """Refuse new inferences; requests between models for accepted ones continue."""
         self._closed = True
 
-    def submit(self, call: Call, reply: Reply) -> Submitted:
+    def submit(self, call: InferenceCall, reply: Reply) -> Submitted:
         """Queue an inference.
 
         Raises ServeError if the model is unknown, the request invalid, memory full, or it is too late.
@@ -233,7 +233,7 @@ class Inferences:
         if reply.trace:
             reply.trace.end(reply.entry, status)
 
-    def _prepared(self, call: Call, reply: Reply) -> Submitted:
+    def _prepared(self, call: InferenceCall, reply: Reply) -> Submitted:
         """Return the request for submission to its model."""
         model = self.find(call.model, call.version)
         if model.config.decoupled and not isinstance(reply, StreamReply):
@@ -252,7 +252,7 @@ class Inferences:
         return Submitted(model, request)
 
 
-def _request(call: Call, model: Model, reply: Reply) -> Request:
+def _request(call: InferenceCall, model: Model, reply: Reply) -> Request:
     prepared: Prepared | None = model.prepared.get(call.form) if call.form is not None else None
     if prepared is None:
         prepared = _prepare(call, model)
@@ -271,7 +271,7 @@ def _request(call: Call, model: Model, reply: Reply) -> Request:
         outputs=prepared.outputs)
 
 
-def _prepare(call: Call, model: Model) -> Prepared:
+def _prepare(call: InferenceCall, model: Model) -> Prepared:
     tensors = call.inputs()
     fit = model.signature.fit(tensors)
     outputs = model.signature.choose_outputs(call.outputs())

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibration.accuracy.measures import Powers, fault_of_int8, typical
-from calibration.accuracy.parts import Parts
+from calibration.accuracy.parts import TensorParts
 from engines.errors import CalibrationError
 from engines.ir.graph import Array
 
@@ -48,13 +48,14 @@ class Errors:
 class Reference:
     """Float outputs of several runs, prepared for any number of comparisons."""
 
-    def __init__(self, runs: Sequence[Mapping[str, Array]], parts: Mapping[str, Parts] = {}) -> None:   # noqa: B006
+    # noqa: B006
+    def __init__(self, runs: Sequence[Mapping[str, Array]], parts: Mapping[str, TensorParts] = {}) -> None:
         """Prepare the reference.
 
         runs: {output: array} of each run, items on the leading axis; only floating-point outputs count. parts: parts of
         outputs that are measured separately.
         """
-        self._runs = [{name: _Output(name, np.atleast_1d(array), parts.get(name, Parts()), number)
+        self._runs = [{name: _Output(name, np.atleast_1d(array), parts.get(name, TensorParts()), number)
                        for name, array in run.items() if array.dtype.kind == "f"} for number, run in enumerate(runs)]
 
     def errors(self, outputs: Iterable[Mapping[str, Array]]) -> Errors:
@@ -76,7 +77,7 @@ class Reference:
 
 
 def compare(reference: Sequence[Mapping[str, Array]], outputs: Iterable[Mapping[str, Array]],
-            parts: Mapping[str, Parts] = {}) -> Errors:      # noqa: B006
+            parts: Mapping[str, TensorParts] = {}) -> Errors:  # noqa: B006
     """Measure the errors of `outputs` against `reference` once; see Reference."""
     return Reference(reference, parts).errors(outputs)
 
@@ -107,7 +108,7 @@ def _errors_of(measured: Mapping[str, _Sums], agreements: Sequence[float]) -> Er
 class _Output:
     """Output of a run. parts: the items of each part, by its label in reports."""
 
-    def __init__(self, name: str, array: Array, parts: Parts, run: int) -> None:
+    def __init__(self, name: str, array: Array, parts: TensorParts, run: int) -> None:
         self.name = name
         self.parts = {f"{name}: {part}" if part else name: list(_items(array, mask))
                       for part, mask in parts.masks(run, array.shape)}

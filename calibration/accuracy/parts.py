@@ -23,7 +23,7 @@ OTHER = -1              # label of elements that are judged with no part: consta
 
 
 @dataclass(frozen=True)
-class Parts:
+class TensorParts:
     """Parts of a tensor.
 
     names       names of the parts; "" for a tensor that is one part
@@ -52,7 +52,7 @@ class _Size:
         return all(max(a, b) <= factor * min(a, b) for a, b in ((self.peak, other.peak), (self.rms, other.rms)))
 
 
-def parts_of_tensor(arrays: Sequence[Array], sources: Sequence[Sources]) -> Parts:
+def parts_of_tensor(arrays: Sequence[Array], sources: Sequence[Sources]) -> TensorParts:
     """Divide a tensor into parts.
 
     Parameters
@@ -64,15 +64,15 @@ def parts_of_tensor(arrays: Sequence[Array], sources: Sequence[Sources]) -> Part
 
     Returns
     -------
-    Parts
+    TensorParts
         One part where nothing in the tensor is unlike the rest, or where shapes do not fit.
     """
     if not arrays or not all(_fits(one.labels, array) for one, array in zip(sources, arrays, strict=True)):
-        return Parts()
+        return TensorParts()
     names = tuple(dict.fromkeys(name for one in sources for name in one.names))
     if len(names) > 1:
         return _of_sources(names, arrays, sources)
-    return Parts() if sources[0].bounded else _of_channels(arrays)
+    return TensorParts() if sources[0].bounded else _of_channels(arrays)
 
 
 def _fits(labels: Array, array: Array) -> bool:
@@ -85,7 +85,7 @@ def _size(values: Sequence[Array]) -> _Size:
 
 
 # ---- as the graph shows them
-def _of_sources(names: Sequence[str], arrays: Sequence[Array], sources: Sequence[Sources]) -> Parts:
+def _of_sources(names: Sequence[str], arrays: Sequence[Array], sources: Sequence[Sources]) -> TensorParts:
     labels = [_renumbered(one, names) for one in sources]
     sizes = {number: _size([array[np.broadcast_to(label, array.shape) == number]
                             for array, label in zip(arrays, labels, strict=True)]) for number in range(len(names))}
@@ -96,12 +96,12 @@ def _of_sources(names: Sequence[str], arrays: Sequence[Array], sources: Sequence
             groups.append(group := [])
         group.append(number)
     if len(groups) < 2:
-        return Parts()
+        return TensorParts()
     part = np.full(len(names) + 1, OTHER, np.int32)     # the last is that of constants, whose label is OTHER
     for index, group in enumerate(groups):
         part[group] = index
-    return Parts(tuple(_joined([names[n] for n in sorted(group)]) for group in groups),
-                 tuple(part[label] for label in labels))
+    return TensorParts(tuple(_joined([names[n] for n in sorted(group)]) for group in groups),
+                       tuple(part[label] for label in labels))
 
 
 def _renumbered(sources: Sources, names: Sequence[str]) -> Array:
@@ -114,17 +114,17 @@ def _joined(names: Sequence[str]) -> str:
 
 
 # ---- as their values show them
-def _of_channels(arrays: Sequence[Array]) -> Parts:
+def _of_channels(arrays: Sequence[Array]) -> TensorParts:
     """Divide along the second axis or the last one, whichever has more groups of channels."""
     rank = arrays[0].ndim
     found = [_along(axis, arrays) for axis in dict.fromkeys((1, rank - 1)) if 0 < axis < rank]
-    return max(found, key=lambda parts: len(parts.names), default=Parts())
+    return max(found, key=lambda parts: len(parts.names), default=TensorParts())
 
 
-def _along(axis: int, arrays: Sequence[Array]) -> Parts:
+def _along(axis: int, arrays: Sequence[Array]) -> TensorParts:
     extents = {array.shape[axis] for array in arrays}
     if len(extents) > 1 or not 2 <= (extent := extents.pop()) <= MOST_CHANNELS:
-        return Parts()
+        return TensorParts()
     peaks, rms = _by_channel(axis, arrays)
     order = np.argsort(rms, kind="stable")
     order = order[rms[order] > 0]
@@ -132,14 +132,14 @@ def _along(axis: int, arrays: Sequence[Array]) -> Parts:
             and peaks[order[i:]].min() >= GAP * peaks[order[:i]].max()]
     groups = np.split(order, cuts)
     if len(groups) < 2 or min(map(len, groups)) < LEAST_SHARE * extent:
-        return Parts()
+        return TensorParts()
     labels = np.full(extent, len(groups) - 1, np.int32)     # channels of zeros count with the smallest
     for number, group in enumerate(reversed(groups)):
         labels[group] = number
     shape = [extent if i == axis else 1 for i in range(arrays[0].ndim)]
     before = ":, " * axis
-    return Parts(tuple(f"[{before}{_text(group)}]" for group in reversed(groups)),
-                 (labels.reshape(shape),) * len(arrays))
+    return TensorParts(tuple(f"[{before}{_text(group)}]" for group in reversed(groups)),
+                       (labels.reshape(shape),) * len(arrays))
 
 
 def _by_channel(axis: int, arrays: Sequence[Array]) -> tuple[Array, Array]:
@@ -165,7 +165,7 @@ def _text(channels: Array) -> str:
 
 # ---- of all tensors
 def parts_by_tensor(runs: Sequence[Mapping[str, Array]],
-                    sources: Sequence[Mapping[str, Sources]]) -> dict[str, Parts]:
+                    sources: Sequence[Mapping[str, Sources]]) -> dict[str, TensorParts]:
     """Divide every floating-point tensor that each run gave. sources: for each run, by tensor."""
     names = [name for name, array in runs[0].items() if array.dtype.kind == "f"] if runs else []
     return {name: parts_of_tensor([run[name] for run in runs], [one[name] for one in sources])

@@ -9,7 +9,7 @@ from typing import cast
 
 from clients.channels.addresses import Address
 from clients.channels.base import ChannelBase
-from clients.channels.call import Call, Request, RequestEncoder
+from clients.channels.call import PendingCall, Request, RequestEncoder
 from clients.channels.connection import ClientConnection, Keepalive, require_http2
 from clients.channels.health import HealthCheck, require_healthy
 from clients.channels.options import ChannelOptions, Message, Metadata
@@ -160,7 +160,7 @@ class AioConnection(asyncio.BufferedProtocol):
     async def call(self, request: Request, max_message_bytes: int, deadline: float | None) -> bytes:
         """Return the serialised response. Raises StatusError."""
         ended = self._loop.create_future()
-        call = Call(max_message_bytes, partial(_set_done, ended))
+        call = PendingCall(max_message_bytes, partial(_set_done, ended))
         self._http2.open(request, call)
         self._flush_soon()
         if deadline is not None:
@@ -264,7 +264,7 @@ class AioConnection(asyncio.BufferedProtocol):
         self._flush_soon()
 
 
-def _set_done(ended: asyncio.Future[None], _: Call) -> None:
+def _set_done(ended: asyncio.Future[None], _: PendingCall) -> None:
     if not ended.done():                            # it may have been cancelled
         ended.set_result(None)
 

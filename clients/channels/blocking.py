@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from clients.channels.addresses import Address
 from clients.channels.base import ChannelBase
-from clients.channels.call import Call, Request, RequestEncoder
+from clients.channels.call import PendingCall, Request, RequestEncoder
 from clients.channels.connection import ClientConnection, Keepalive, require_http2
 from clients.channels.health import HealthCheck, require_healthy
 from clients.channels.options import ChannelOptions, Message, Metadata
@@ -144,7 +144,7 @@ class BlockingConnection:
 
     def call(self, request: Request, max_message_bytes: int, deadline: float | None) -> bytes:
         """Return the serialised response. Raises StatusError."""
-        call = Call(max_message_bytes)
+        call = PendingCall(max_message_bytes)
         self._http2.open(request, call)
         try:
             self._send(deadline)

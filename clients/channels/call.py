@@ -93,7 +93,7 @@ def _header(name: str, value: str | bytes) -> Header:
     return name.lower().encode("latin-1"), binary_text(data) if name.lower().endswith("-bin") else data
 
 
-class Call:
+class PendingCall:
     """The answer to a request, as it arrives.
 
     Parameters
@@ -104,7 +104,7 @@ class Call:
     __slots__ = ("stream", "deadline", "is_ended", "_error", "_message", "_reader", "_max_bytes", "_done", "_coding",
                  "_has_status")
 
-    def __init__(self, max_bytes: int, done: Callable[[Call], object] | None = None) -> None:
+    def __init__(self, max_bytes: int, done: Callable[[PendingCall], object] | None = None) -> None:
         self.stream = 0
         self.deadline = math.inf                    # at which the connection ends the call, on time.monotonic()
         self.is_ended = False

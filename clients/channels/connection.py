@@ -8,7 +8,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from clients.channels.call import Call, Request
+from clients.channels.call import PendingCall, Request
 from clients.channels.status import StatusError, deadline_exceeded
 from protos.http2 import (
     ConnectionClosed,
@@ -42,12 +42,12 @@ class ClientConnection:
         self._keepalive = keepalive
         self._received_at = time.monotonic()
         self._pinged_at: float | None = None
-        self.calls: dict[int, Call] = {}            # by stream
+        self.calls: dict[int, PendingCall] = {}     # by stream
         self.is_ready = False                       # the server's settings have come: it speaks HTTP/2
         self.takes_calls = True                     # the server has not said that it goes away
         self._farewell = ""                         # the reason that it gave
 
-    def open(self, request: Request, call: Call) -> None:
+    def open(self, request: Request, call: PendingCall) -> None:
         """Begin a call: its request is in the data to send. Raises StatusError if the connection takes no more."""
         http2 = self._http2
         try:
@@ -63,7 +63,7 @@ class ClientConnection:
             self._received_at = time.monotonic()    # silence counts while calls are open
         self.calls[stream] = call
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: PendingCall) -> None:
         """Give up a call, which ends without a word."""
         if self.calls.pop(call.stream, None):
             self._http2.reset_stream(call.stream, ErrorCode.CANCEL)

@@ -31,7 +31,7 @@ from engines.frontend.operators import (  # noqa: F401  (they register rules)
     signals,
 )
 from engines.frontend.operators.extension import EXTENSIONS, STANDARD
-from engines.frontend.operators.normalise import RULES, Beyond, Call, normalise
+from engines.frontend.operators.normalise import RULES, Beyond, OperatorCall, normalise
 from engines.frontend.opsets import UNSAID_OPSET
 from engines.frontend.refusals import domain_of, refuse, schema_for
 from engines.frontend.schema import Schema, check_types, same_as_default, schema_of
@@ -225,18 +225,18 @@ def _of_one(file: _File, trace: Trace, schema: Schema, node: Node, opset: int, d
     return [as_onnx(node, opset, domain)]
 
 
-def _notify(file: _File, call: Call) -> None:
+def _notify(file: _File, call: OperatorCall) -> None:
     file.notices.extend(f"{file.model}: {describe(call.node)}: {notice}" for notice in call.notices)
 
 
-def _call(trace: Trace, schema: Schema, node: Node, opset: int) -> Call:
+def _call(trace: Trace, schema: Schema, node: Node, opset: int) -> OperatorCall:
     """Return the arguments of a rule. Raise GraphError for undefined inputs or dtypes outside the schema."""
     types = trace.inputs(node)
     check_types(schema, types)
-    return Call(node, opset, types, trace.known(node))
+    return OperatorCall(node, opset, types, trace.known(node))
 
 
-def _lost(call: Call, schema: Schema) -> list[str]:
+def _lost(call: OperatorCall, schema: Schema) -> list[str]:
     """Return the attributes that the rule did not read and that differ from their defaults."""
     return [name for name in call.unread if not same_as_default(schema, name, call.node.attrs[name])]
 

@@ -9,7 +9,7 @@ from engines.capacity import gigabytes, too_large
 from engines.errors import ConfigError
 from engines.ir.counted import is_counted, plain
 from engines.ir.graph import Node
-from engines.lowering.calls.calls import AnyCall, Call
+from engines.lowering.calls.calls import AnyCall, ProblemCall
 from engines.lowering.calls.placement import Placement, Storage, buffer_bytes, tensor_view
 from engines.lowering.lower import Lowered
 from engines.lowering.problems.movement import HaloFill
@@ -125,7 +125,7 @@ def _with_borders(lowered: Lowered, group: list[int]) -> Lowered:
     return replace(lowered, calls=tuple(calls), borders=lowered.borders.union(group))
 
 
-def border(storage: Storage, buffer: int) -> Call:
+def border(storage: Storage, buffer: int) -> ProblemCall:
     """Return a call that writes the halo of a buffer."""
     whole = storage.whole
     *planes, (top, bottom), (left, right), _ = storage.halo.cells(len(whole.shape))
@@ -142,4 +142,4 @@ def border(storage: Storage, buffer: int) -> Call:
                   for offset, runs, steps, size in cuts if min(runs) and size]
     value = int(storage.pad)        # 0 for floats, whose bytes are 0, too
     node = Node("Pad", (), (storage.name,), name=f"border of {storage.name}")
-    return Call(node, HaloFill(tuple(placement.view for placement in placements), value), (), tuple(placements))
+    return ProblemCall(node, HaloFill(tuple(placement.view for placement in placements), value), (), tuple(placements))

@@ -9,7 +9,7 @@ from engines.ir.graph import Graph, Node
 from engines.ir.shapes import is_empty
 from engines.lowering import rules  # noqa: F401  (fills RULES)
 from engines.lowering.calls.aliasing import VIEWS, Aliasing
-from engines.lowering.calls.calls import FALLBACK_RULES, RULES, AnyCall, Call, Context, FallbackCall, Refused
+from engines.lowering.calls.calls import FALLBACK_RULES, RULES, AnyCall, Context, FallbackCall, ProblemCall, Refused
 from engines.lowering.calls.placement import ITEMS, axis_of_item, has_batch
 from engines.lowering.problems.problem import Problem
 from engines.lowering.rules.copies import copy_call
@@ -24,9 +24,9 @@ class Lowered:
     borders: frozenset[int] = frozenset()       # buffers whose halo a call writes
 
     @property
-    def compiled(self) -> list[Call]:
+    def compiled(self) -> list[ProblemCall]:
         """Calls that run kernels."""
-        return [call for call in self.calls if isinstance(call, Call)]
+        return [call for call in self.calls if isinstance(call, ProblemCall)]
 
 
 def lower(graph: Graph, lanes: int, solved: Collection[type[Problem]] | None = None) -> Lowered:
@@ -65,7 +65,7 @@ def _calls(ctx: Context, node: Node) -> Sequence[AnyCall]:
         return (_fallback(ctx, node, str(reason)),)
 
 
-def _by_rules(ctx: Context, node: Node) -> Sequence[Call]:
+def _by_rules(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a node by the rule of its operator, else by the general rule. Raise the last refusal if both refuse."""
     refusal = Refused(f"no kernel for {node.anchor.op}")
     for rule in (table[node.anchor.op] for table in (RULES, FALLBACK_RULES) if node.anchor.op in table):
@@ -88,7 +88,7 @@ def _fallback(ctx: Context, node: Node, reason: str) -> FallbackCall:
     return FallbackCall(node, inputs, tuple(ctx.placements[name] for name in node.outputs), reason)
 
 
-def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:
+def _gather_parts(ctx: Context, node: Node) -> Iterator[ProblemCall]:
     """Yield copies for those inputs of a Concat that do not already lie in the output."""
     output = ctx.placements[node.outputs[0]]
     axis = axis_of_item(ctx.type(node.outputs[0]), node.attrs["axis"])

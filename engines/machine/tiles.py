@@ -25,7 +25,7 @@ _REASONS = {errno.ENOSPC: "the alternate signal stack of a thread is too small",
             errno.EINVAL: "the kernel does not know of tile registers (Linux 5.16 does)",
             errno.ENOSYS: "the kernel or sandbox has no arch_prctl", errno.EPERM: "the sandbox forbids arch_prctl"}
 
-Call = Callable[[int, int], tuple[int, int]]    # arch_prctl: (option, argument) -> (errno or 0, word that it wrote)
+ArchPrctl = Callable[[int, int], tuple[int, int]]  # arch_prctl: (option, argument) -> (errno or 0, word that it wrote)
 
 
 def permitted(features: frozenset[str], refusal: Callable[[], str] | None = None) -> tuple[frozenset[str], str]:
@@ -52,7 +52,7 @@ def tile_refusal() -> str:
     return refusal_by(_arch_prctl)
 
 
-def refusal_by(call: Call) -> str:
+def refusal_by(call: ArchPrctl) -> str:
     """Request permission by `call`; return why it is refused, or ""."""
     error, supported = call(_GET_SUPPORTED, 0)
     if error:

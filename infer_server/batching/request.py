@@ -118,7 +118,7 @@ class Request:
     on_consumed: Callable[[], None] | None = None   # with a window: the reply calls it for each response, in order,
                                                 # once the response holds no more memory
     trace: RequestTrace | None = None                  # records the execution, if requests are traced
-    lengthy: bool = False                       # encode() may take longer than the execution: see Call
+    lengthy: bool = False                       # encode() may take longer than the execution: see InferenceCall
 
     received_ns: int = 0                        # set by the endpoint
     deadline_ns: int = 0                        # client's deadline, set by the endpoint; 0 for none

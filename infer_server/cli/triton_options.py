@@ -30,7 +30,7 @@ _REFUSED = {
 }
 _DIGITS = 20
 PORTS = ("grpc", "http", "metrics")
-_PROTOCOLS = ("gRPC", "HTTP")           # see serving.Call
+_PROTOCOLS = ("gRPC", "HTTP")           # see serving.InferenceCall
 
 
 def add_triton_options(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from engines.backends.cuda.tuner import GpuTuner, TuningRequest, cheapest
 from engines.errors import NoKernelError
 from engines.ir.graph import BATCH, Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
-from engines.lowering.calls.calls import AnyCall, Call, name_of
+from engines.lowering.calls.calls import AnyCall, ProblemCall, name_of
 from engines.lowering.calls.placement import NO_BUFFER, Placement
 from engines.lowering.lower import Lowered, lower
 from engines.lowering.problems.problem import Problem
@@ -56,7 +56,7 @@ class CudaChosen:
     def graph(self) -> Graph:
         return self.lowered.graph
 
-    def choice(self, call: Call) -> GpuChoice:
+    def choice(self, call: ProblemCall) -> GpuChoice:
         return self.choices[_key(call)]
 
     def times(self) -> list[TimedNode]:
@@ -113,14 +113,14 @@ class CudaSession:
                    for key, one, (tactic, seconds) in zip(requests, each, found, strict=True)}
         return CudaChosen(lowered, choices, max_batch, items, self.tuner.device.name if self.tuner else "")
 
-    def _compiled(self, call: AnyCall) -> Call:
+    def _compiled(self, call: AnyCall) -> ProblemCall:
         """Return the call, or raise NoKernelError if it is a host fallback."""
-        if not isinstance(call, Call):
+        if not isinstance(call, ProblemCall):
             raise NoKernelError(f"'{name_of(call)}' ({call.node.op}) cannot run on {self.target}: {call.reason}; "
                                 "a plan for a GPU runs nothing on the host")
         return call
 
-    def _tuning_request(self, call: Call, items: int) -> TuningRequest:
+    def _tuning_request(self, call: ProblemCall, items: int) -> TuningRequest:
         problem, aligned = _key(call)
         kernel = kernel_for(problem, self.gpu, aligned)
         refusal = kernel.refusal if kernel else f"there is no GPU kernel for {problem.family}"
@@ -140,7 +140,7 @@ class CudaSession:
         return plan
 
 
-def _key(call: Call) -> Key:
+def _key(call: ProblemCall) -> Key:
     return call.problem, tuple(map(aligned, (*call.inputs, *call.outputs)))
 
 
@@ -154,7 +154,7 @@ class _Assembler:
         self.writers: dict[int, list[int]] = {}     # buffer -> steps
         self.steps = tuple(self._step(index, call) for index, call in enumerate(self.lowered.compiled))
 
-    def _step(self, index: int, call: Call) -> Step:
+    def _step(self, index: int, call: ProblemCall) -> Step:
         choice = self.chosen.choice(call)
         grid = choice.kernel.grid(choice.tactic)
         packed = [self.constants.add(array) for array in choice.kernel.pack(choice.tactic, call.constants)]

@@ -19,7 +19,7 @@ from engines.backends.cuda.kernels.kernel import cheapest, kernel_for
 from engines.backends.cuda.kernels.matmul.partial_attention import AttentionPeaks, AttentionSums, JoinedAttention
 from engines.backends.cuda.kernels.partial import constants_of_parts, in_parts
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import AnyCall, Call, name_of
+from engines.lowering.calls.calls import AnyCall, ProblemCall, name_of
 from engines.lowering.calls.placement import Placement
 from engines.lowering.lower import Lowered
 from engines.lowering.problems.convolution import Contraction
@@ -56,7 +56,7 @@ class Splitting:
         return replace(lowered, calls=tuple(calls))
 
     def _calls(self, lowered: Lowered, call: AnyCall) -> Sequence[AnyCall]:
-        if not isinstance(call, Call) or type(call.problem) not in SPLITS:
+        if not isinstance(call, ProblemCall) or type(call.problem) not in SPLITS:
             return (call,)
         cut, items = SPLITS[type(call.problem)], call.outputs[0].items
         times = {parts: sum(map(self._seconds, cut(call, parts, lambda name, view: Placement(0, 0, view, items))))
@@ -82,7 +82,7 @@ class Splitting:
     def _items(self, placement: Placement) -> int:
         return self.batch if placement.items == BATCH else int(placement.items)
 
-    def _seconds(self, call: Call) -> float:
+    def _seconds(self, call: ProblemCall) -> float:
         problem, placements = call.problem, (*call.inputs, *call.outputs)
         kernel = kernel_for(problem, self.gpu, tuple(map(aligned, placements)))
         assert kernel
@@ -90,30 +90,31 @@ class Splitting:
         return kernel.cost(cheapest(kernel, self.card, items), self.card, items)
 
 
-def _contraction(call: Call, parts: int, place_scratch: ScratchPlacer) -> tuple[Call, ...]:
+def _contraction(call: ProblemCall, parts: int, place_scratch: ScratchPlacer) -> tuple[ProblemCall, ...]:
     assert isinstance(call.problem, Contraction)
     (first, second), (x, *operands) = in_parts(call.problem, parts), call.inputs
     between = place_scratch("parts", first.y)
-    return (Call(_named(call, "parts"), first, (x,), (between,), constants_of_parts(first, call.constants)),
-            Call(call.node, second, (between, *operands), call.outputs, {"program": call.constants["program"]}))
+    return (ProblemCall(_named(call, "parts"), first, (x,), (between,), constants_of_parts(first, call.constants)),
+            ProblemCall(call.node, second, (between, *operands), call.outputs, {"program": call.constants["program"]}))
 
 
-def _attention(call: Call, parts: int, place_scratch: ScratchPlacer) -> tuple[Call, ...]:
+def _attention(call: ProblemCall, parts: int, place_scratch: ScratchPlacer) -> tuple[ProblemCall, ...]:
     assert isinstance(call.problem, Attention)
     sums, joined = AttentionSums(call.problem, parts), JoinedAttention(call.problem, parts)
     found = [place_scratch(name, view) for name, view in (("parts", sums.sums), ("totals", sums.totals),
                                                  ("peaks", sums.peaks))]
-    last = Call(call.node, joined, tuple(found), call.outputs, call.constants)
+    last = ProblemCall(call.node, joined, tuple(found), call.outputs, call.constants)
     if not sums.integers:
-        return Call(_named(call, "parts"), sums, call.inputs, tuple(found), call.constants), last
+        return ProblemCall(_named(call, "parts"), sums, call.inputs, tuple(found), call.constants), last
     *others, peaks = found
-    return (Call(_named(call, "peaks"), AttentionPeaks(call.problem, parts), call.inputs, (peaks,), call.constants),
-            Call(_named(call, "parts"), sums, (*call.inputs, peaks), tuple(others), call.constants), last)
+    return (ProblemCall(_named(call, "peaks"), AttentionPeaks(call.problem, parts), call.inputs, (peaks,),
+                        call.constants),
+            ProblemCall(_named(call, "parts"), sums, (*call.inputs, peaks), tuple(others), call.constants), last)
 
 
-def _named(call: Call, part: str) -> Node:
+def _named(call: ProblemCall, part: str) -> Node:
     return replace(call.node, name=f"{name_of(call)}.{part}")
 
 
-SPLITS: Mapping[type[Problem], Callable[[Call, int, ScratchPlacer], tuple[Call, ...]]] = {
+SPLITS: Mapping[type[Problem], Callable[[ProblemCall, int, ScratchPlacer], tuple[ProblemCall, ...]]] = {
     Contraction: _contraction, Attention: _attention}

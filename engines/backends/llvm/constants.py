@@ -16,7 +16,7 @@ from engines.ir.content import EqualArrays
 from engines.ir.counted import counting_in
 from engines.ir.deferred import Deferred, LateBytes, late_arrays
 from engines.ir.graph import Graph
-from engines.lowering.calls.calls import Call, name_of
+from engines.lowering.calls.calls import ProblemCall, name_of
 from engines.lowering.problems.problem import Array, Problem
 from engines.plan.plan import EXPANDED, ExpandedConstant, Operand
 
@@ -83,7 +83,7 @@ class PackedConstants:
             self.weight_offsets[name] = offset
         return Operand(None, offset), size
 
-    def add_packed(self, call: Call, choice: Choice) -> list[tuple[Operand, int]]:
+    def add_packed(self, call: ProblemCall, choice: Choice) -> list[tuple[Operand, int]]:
         """Pack the constants of a call for its kernel's tactic, and return (operand, bytes) of each.
 
         Calls and tactics with one layout of equal constants share them.
@@ -96,7 +96,7 @@ class PackedConstants:
         self._packed[packing] = added
         return added
 
-    def _packing(self, call: Call, choice: Choice) -> Hashable:
+    def _packing(self, call: ProblemCall, choice: Choice) -> Hashable:
         """Return a key of all that decides on the packed constants of a call."""
         kernel, arrays = choice.kernel, list(_arrays(call))
         if counting_in(kernel) or any(not isinstance(array, np.ndarray) for array in arrays):
@@ -106,7 +106,7 @@ class PackedConstants:
             type(kernel), layout, getattr(kernel.problem, "program", None))
         return how, tuple(call.constants), tuple(self._inputs.number(array) for array in arrays)
 
-    def _pack(self, call: Call, choice: Choice) -> list[Any]:
+    def _pack(self, call: ProblemCall, choice: Choice) -> list[Any]:
         """Pack the constants of a call.
 
         The result is deferred if symbolic extents decide on them or on their layout.
@@ -119,7 +119,7 @@ class PackedConstants:
                 return list(found)
         return late_arrays(_packed, choice.kernel, self._isa, choice.tactic, dict(call.constants))
 
-    def _store(self, call: Call, choice: Choice, arrays: list[Any]) -> list[tuple[Operand, int]]:
+    def _store(self, call: ProblemCall, choice: Choice, arrays: list[Any]) -> list[tuple[Operand, int]]:
         added = [self.add(array) for array in arrays]
         for which, problem in choice.kernel.expansions(self._isa, choice.tactic).items():
             added[which] = self._expand(problem, *added[which], name_of(call))
@@ -170,13 +170,13 @@ class PackedConstants:
         return b"".join(fixed) if len(fixed) == len(parts) else LateBytes(tuple(parts), ALIGNMENT)
 
 
-def _arrays(call: Call) -> Iterator[Any]:
+def _arrays(call: ProblemCall) -> Iterator[Any]:
     """Yield the constants of a call, those of lists one by one."""
     for value in call.constants.values():
         yield from value if isinstance(value, list | tuple) else [value]
 
 
-def _has_late(call: Call) -> bool:
+def _has_late(call: ProblemCall) -> bool:
     """Return True if a constant of the call depends on symbolic extents."""
     return any(isinstance(array, Deferred) for array in _arrays(call))
 

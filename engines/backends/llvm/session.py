@@ -24,7 +24,7 @@ from engines.ir.counted import as_int, is_counted
 from engines.ir.deferred import table
 from engines.ir.graph import BATCH, Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
-from engines.lowering.calls.calls import AnyCall, Call, name_of
+from engines.lowering.calls.calls import AnyCall, ProblemCall, name_of
 from engines.lowering.calls.placement import NO_BUFFER, Placement
 from engines.lowering.lower import Lowered, lower
 from engines.lowering.problems.problem import Problem
@@ -194,7 +194,7 @@ class LlvmSession:
         machine = replace(machine, inputs=(), outputs=(), buffers=trial_buffers(machine.buffers, assembler.steps_of))
         # Fallback steps are not timed, but they are loaded, and read their constants from the plan.
         plan = Plan(chosen.graph.name, "", items, (), (), machine, weights=chosen.graph.constants)
-        problems = [call.problem if isinstance(call, Call) else None for call in chosen.lowered.calls]
+        problems = [call.problem if isinstance(call, ProblemCall) else None for call in chosen.lowered.calls]
         return Trial(plan, assembler.steps_of, problems)
 
     def _expanders(self, choices: Iterable[Choice]) -> Mapping[Problem, Choice]:
@@ -232,7 +232,7 @@ class _CpuAssembler:
         depends = {step for placement in call.inputs for step in self.writers.get(placement.buffer, ())}
         step = replace(step_of(self.lowered, call), depends=tuple(sorted(depends)))
         first = len(self.steps)
-        if isinstance(call, Call):
+        if isinstance(call, ProblemCall):
             self.steps += [self._kernel(call, step, choice) for choice in next(self.choices)]
         else:
             for name in self.lowered.graph.constants.keys() & {*call.node.inputs}:
@@ -243,7 +243,7 @@ class _CpuAssembler:
             self.writers.setdefault(placement.buffer, []).extend(self.steps_of[-1])
 
     # ---- steps
-    def _kernel(self, call: Call, step: Step, choice: Choice) -> Step:
+    def _kernel(self, call: ProblemCall, step: Step, choice: Choice) -> Step:
         grid = choice.kernel.grid(self.isa, choice.tactic)
         self.code[choice.symbol] = choice.code
         packed = self.constants.add_packed(call, choice)

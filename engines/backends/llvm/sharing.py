@@ -15,7 +15,7 @@ import numpy as np
 from engines.backends.llvm.tuning.candidates import Choice
 from engines.ir.content import content_of
 from engines.ir.graph import Array
-from engines.lowering.calls.calls import Call, name_of
+from engines.lowering.calls.calls import ProblemCall, name_of
 from engines.plan.plan import SHARED, SHARED_EXPANDED, MachinePart, Operand
 
 LEAST = 256         # least bytes of a constant that is searched for
@@ -67,7 +67,7 @@ class SharedConstants:
         offset = self._expanded.get((symbol, source.offset, size)) if source.buffer == SHARED else None
         return None if offset is None else Operand(SHARED_EXPANDED, offset)
 
-    def packed(self, call: Call, choice: Choice, pack: Callable[[], list[Array]],
+    def packed(self, call: ProblemCall, choice: Choice, pack: Callable[[], list[Array]],
                add: Callable[[list[Array]], Packed]) -> Packed:
         """Return the operands of a call's packed constants, each with its bytes.
 

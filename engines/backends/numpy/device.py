@@ -11,7 +11,7 @@ from engines.backends.device import Device, Loaded, Show, final_before
 from engines.backends.numpy.backend import lowered_for_numpy, machine_part
 from engines.errors import PlanVersionError
 from engines.ir.graph import BATCH, Array
-from engines.lowering.calls.calls import Call
+from engines.lowering.calls.calls import ProblemCall
 from engines.lowering.calls.placement import NO_BUFFER, Placement, strided
 from engines.lowering.steps import fallback_of
 from engines.plan.arena import Memory, array_at, plan_memory, write_halo
@@ -21,7 +21,7 @@ from engines.runtime.fallback import FallbackStep
 Memories = Callable[[Placement], tuple[Array, int]]     # placement -> (bytes, offset of the tensor in them)
 
 
-def solve(call: Call, memory: Memories, batch: int) -> None:
+def solve(call: ProblemCall, memory: Memories, batch: int) -> None:
     """Run the reference of a call's problem on its tensors in place.
 
     Floating-point warnings are suppressed: infinities and NaN are ordinary results.
@@ -47,7 +47,8 @@ class NumpyPlan:
         constants = lowered.graph.constants
         self.constants = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8)
                           for name, array in constants.items()}
-        self.steps = [call if isinstance(call, Call) else FallbackStep(fallback_of(lowered, call.node), constants)
+        self.steps = [call if isinstance(call, ProblemCall)
+                      else FallbackStep(fallback_of(lowered, call.node), constants)
                       for call in lowered.calls]
 
     @property
@@ -94,7 +95,8 @@ class NumpyExecution:
     def _steps(self, batch: int) -> list[Callable[[], None]]:
         self._prepare(batch)
         arrays = partial(self.output, batch=batch)
-        return [partial(solve, step, self._bytes, batch) if isinstance(step, Call) else partial(step.run, arrays, batch)
+        return [partial(solve, step, self._bytes, batch) if isinstance(step, ProblemCall)
+                else partial(step.run, arrays, batch)
                 for step in self._loaded.steps]
 
     def _bytes(self, placement: Placement) -> tuple[Array, int]:

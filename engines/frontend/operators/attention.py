@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.errors import GraphError
-from engines.frontend.operators.normalise import Call, dtype_of, is_float, rule
-from engines.frontend.operators.parts import Parts
+from engines.frontend.operators.normalise import OperatorCall, dtype_of, is_float, rule
+from engines.frontend.operators.parts import NodeBuilder
 from engines.ir.graph import Dim, Node
 from engines.ir.shapes import fixed
 
@@ -37,8 +37,8 @@ class _Heads:
 
 
 @rule("Attention")
-def _attention(call: Call) -> list[Node]:
-    node, w = call.node, Parts(call)
+def _attention(call: OperatorCall) -> list[Node]:
+    node, w = call.node, NodeBuilder(call)
     flat = call.rank == 3
     heads = _heads(call, flat)
     mode = call.attr("qk_matmul_output_mode", RAW)
@@ -81,7 +81,7 @@ def _attention(call: Call) -> list[Node]:
     return w.finish("Reshape", w("Transpose", y, perm=(0, 2, 1, 3)), shape=(items, queries, heads.queries * width))
 
 
-def _heads(call: Call, flat: bool) -> _Heads:
+def _heads(call: OperatorCall, flat: bool) -> _Heads:
     given = tuple(call.attr(name) for name in ("q_num_heads", "kv_num_heads"))
     if flat:
         queries, keys = given
@@ -94,7 +94,7 @@ def _heads(call: Call, flat: bool) -> _Heads:
     return _Heads(int(queries), int(keys))
 
 
-def _softmax(w: Parts, call: Call, scores: str, axis: int) -> str:
+def _softmax(w: NodeBuilder, call: OperatorCall, scores: str, axis: int) -> str:
     """Add a Softmax in the node's softmax_precision."""
     own, wanted = call.type().dtype, call.attr("softmax_precision")
     precise = dtype_of(wanted) if wanted else own
@@ -109,14 +109,14 @@ def _extent(dim: Dim) -> int:
     return fixed([dim])[0]
 
 
-def _split(w: Parts, call: Call, which: int, heads: int) -> str:
+def _split(w: NodeBuilder, call: OperatorCall, which: int, heads: int) -> str:
     """Reshape an input [N, S, heads * D] to [N, heads, S, D]."""
     items, tokens, hidden = call.type(which).shape
     apart = w("Reshape", call.node.inputs[which], shape=(items, tokens, heads, fixed([hidden])[0] // heads))
     return w("Transpose", apart, perm=(0, 2, 1, 3))
 
 
-def _with_past(w: Parts, call: Call, which: int, past: int, heads: _Heads, output: int) -> str:
+def _with_past(w: NodeBuilder, call: OperatorCall, which: int, past: int, heads: _Heads, output: int) -> str:
     """Return keys or values [N, heads, S, D] after those of the past, which are also an output."""
     name = call.node.inputs[which]
     if len(call.type(which).shape) == 3:
@@ -128,7 +128,7 @@ def _with_past(w: Parts, call: Call, which: int, past: int, heads: _Heads, outpu
 
 
 # ---- masks
-def _masks(w: Parts, call: Call, heads: _Heads, queries: int, seen: int, past: int) -> list[str]:
+def _masks(w: NodeBuilder, call: OperatorCall, heads: _Heads, queries: int, seen: int, past: int) -> list[str]:
     """Return the tensors to add to the scores, which broadcast to them."""
     masks = []
     if call.has(MASK):
@@ -146,7 +146,7 @@ def _masks(w: Parts, call: Call, heads: _Heads, queries: int, seen: int, past: i
     return masks
 
 
-def _mask_input(w: Parts, call: Call, heads: _Heads, seen: int) -> str:
+def _mask_input(w: NodeBuilder, call: OperatorCall, heads: _Heads, seen: int) -> str:
     """Return the mask input as a tensor to add; keys beyond its extent are hidden."""
     name, kind = call.node.inputs[MASK], call.type(MASK)
     shape, dtype = kind.shape, call.type().dtype
@@ -162,11 +162,11 @@ def _mask_input(w: Parts, call: Call, heads: _Heads, seen: int) -> str:
     return w("Reshape", name, shape=(*items, *apart, rows, columns))
 
 
-def _where(w: Parts, seen: str, dtype: np.dtype[np.generic]) -> str:
+def _where(w: NodeBuilder, seen: str, dtype: np.dtype[np.generic]) -> str:
     return w("Where", seen, *(w.constant(np.array(number, dtype)) for number in (0.0, -np.inf)))
 
 
-def _of_lengths(w: Parts, call: Call, heads: _Heads, queries: int, seen: int, left: int,
+def _of_lengths(w: NodeBuilder, call: OperatorCall, heads: _Heads, queries: int, seen: int, left: int,
                 right: int) -> list[str]:
     """Return masks for items of different lengths: of length n, keys before n are visible, and queries are the last."""
     items, rank = call.type(LENGTHS).shape[0], 4 if heads.each == 1 else 5

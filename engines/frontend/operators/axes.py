@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
-from engines.frontend.operators.normalise import Beyond, Call, as_dims, dtype_of, identity, rule
+from engines.frontend.operators.normalise import Beyond, OperatorCall, as_dims, dtype_of, identity, rule
 from engines.ir.counted import as_int
 from engines.ir.graph import Dim, Node
 from engines.ir.shapes import Extent, broadcast, extent, fixed, normal_axis, product, text
@@ -18,7 +18,7 @@ BEYOND = 10**9      # no batch is as large: tf2onnx's "to the end", where others
 
 
 @rule("Squeeze", "Unsqueeze")
-def _squeeze(call: Call) -> list[Node]:
+def _squeeze(call: OperatorCall) -> list[Node]:
     axes = call.option("axes", 1, since=13)
     rank = call.rank
     if call.node.op == "Unsqueeze":
@@ -34,7 +34,7 @@ def _squeeze(call: Call) -> list[Node]:
 
 @rule("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare",
       "ReduceLogSum", "ReduceLogSumExp")
-def _reduce(call: Call) -> list[Node]:
+def _reduce(call: OperatorCall) -> list[Node]:
     axes = call.option("axes", 1, since=13 if call.node.op == "ReduceSum" else 18)
     nothing, keepdims = call.attr("noop_with_empty_axes", 0), call.attr("keepdims", 1)
     if not axes and nothing:
@@ -43,7 +43,7 @@ def _reduce(call: Call) -> list[Node]:
     return call.node_with(1, axes=axes, keepdims=keepdims)
 
 
-def _of_each(call: Call) -> list[Node]:
+def _of_each(call: OperatorCall) -> list[Node]:
     """Return a reduction over no axes, which applies its function to each element by itself."""
     op = {"ReduceL1": "Abs", "ReduceL2": "Abs", "ReduceLogSum": "Log", "ReduceSumSquare": "Mul"}.get(call.node.op)
     x = call.node.inputs[0]
@@ -51,27 +51,27 @@ def _of_each(call: Call) -> list[Node]:
 
 
 @rule("ArgMax", "ArgMin")
-def _arg(call: Call) -> list[Node]:
+def _arg(call: OperatorCall) -> list[Node]:
     return call.node_with(1, axis=normal_axis(call.attr("axis", 0), call.rank), keepdims=call.attr("keepdims", 1),
                           **call.keep("select_last_index"))
 
 
 @rule("CumSum", "CumProd")
-def _cumulative(call: Call) -> list[Node]:
+def _cumulative(call: OperatorCall) -> list[Node]:
     (axis,) = call.ints(1) or (0,)
     return call.node_with(1, axis=normal_axis(axis, call.rank), exclusive=call.attr("exclusive", 0),
                           reverse=call.attr("reverse", 0))
 
 
 @rule("TopK")
-def _top_k(call: Call) -> list[Node]:
+def _top_k(call: OperatorCall) -> list[Node]:
     (k,) = (call.ints(1) if call.opset >= 10 else None) or (call.attr("k"),)
     call.ignore("sorted")       # unsorted results may be sorted
     return call.node_with(1, k=k, axis=normal_axis(call.attr("axis", -1), call.rank), largest=call.attr("largest", 1))
 
 
 @rule("Concat", "Gather", "GatherElements")
-def _axis(call: Call) -> list[Node]:
+def _axis(call: OperatorCall) -> list[Node]:
     if not call.rank:
         raise GraphError("its first input has no axes")
     axis = normal_axis(call.attr("axis", 0), call.rank)
@@ -79,20 +79,20 @@ def _axis(call: Call) -> list[Node]:
 
 
 @rule("Scatter", "ScatterElements")
-def _scatter(call: Call) -> list[Node]:
+def _scatter(call: OperatorCall) -> list[Node]:
     """Normalise ScatterElements, which was called Scatter at first."""
     axis = normal_axis(call.attr("axis", 0), call.rank)
     return [replace(node, op="ScatterElements") for node in call.node_with(3, axis=axis, **call.keep("reduction"))]
 
 
 @rule("Trilu")
-def _trilu(call: Call) -> list[Node]:
+def _trilu(call: OperatorCall) -> list[Node]:
     (k,) = call.ints(1) or (0,)
     return call.node_with(1, k=k, upper=call.attr("upper", 1))
 
 
 @rule("EyeLike")
-def _eye_like(call: Call) -> list[Node]:
+def _eye_like(call: OperatorCall) -> list[Node]:
     """Replace an EyeLike of known shape by a constant."""
     shape, number = call.type().shape, call.attr("dtype")
     if any(isinstance(extent, str) for extent in shape) or len(shape) != 2:
@@ -103,12 +103,12 @@ def _eye_like(call: Call) -> list[Node]:
 
 
 @rule("Transpose")
-def _transpose(call: Call) -> list[Node]:
+def _transpose(call: OperatorCall) -> list[Node]:
     return call.node_with(1, perm=tuple(call.attr("perm", range(call.rank)[::-1])))
 
 
 @rule("Reshape")
-def _reshape(call: Call) -> list[Node]:
+def _reshape(call: OperatorCall) -> list[Node]:
     shape = call.type().shape
     target: list[Any] = call.value(1) or []
     if not call.attr("allowzero", 0):
@@ -127,18 +127,18 @@ def _is(value: Any, number: int) -> bool:
 
 
 @rule("Expand")
-def _expand(call: Call) -> list[Node]:
+def _expand(call: OperatorCall) -> list[Node]:
     """Set the resulting shape: the target may have fewer axes, or 1 where the input has more."""
     return call.node_with(1, shape=broadcast(call.type().shape, as_dims(call.value(1))))
 
 
 @rule("Tile")
-def _tile(call: Call) -> list[Node]:
+def _tile(call: OperatorCall) -> list[Node]:
     return call.node_with(1, repeats=as_dims(call.value(1)))
 
 
 @rule("Split")
-def _split(call: Call) -> list[Node]:
+def _split(call: OperatorCall) -> list[Node]:
     node, axis = call.node, normal_axis(call.attr("axis", 0), call.rank)
     sizes: tuple[Dim, ...] | None = call.attr("split") if call.opset < 13 else None
     if call.opset >= 13 and call.has(1):
@@ -156,7 +156,7 @@ def _split(call: Call) -> list[Node]:
 
 
 @rule("Slice")
-def _slice(call: Call) -> list[Node]:
+def _slice(call: OperatorCall) -> list[Node]:
     shape = call.type().shape
     if call.opset < 10:
         starts, ends = list(call.attr("starts")), list(call.attr("ends"))
@@ -184,7 +184,7 @@ def _is_whole(end: int | Extent, size: Dim) -> bool:
 
 
 @rule("Pad")
-def _pad(call: Call) -> list[Node]:
+def _pad(call: OperatorCall) -> list[Node]:
     if call.opset < 11:
         return call.node_with(1, **call.keep("pads", "mode", "value"))
     pads, fill = call.ints(1) or (), call.value(2)

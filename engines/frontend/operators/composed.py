@@ -7,26 +7,26 @@ from collections.abc import Mapping
 import numpy as np
 
 from engines.errors import GraphError
-from engines.frontend.operators.normalise import Beyond, Call, plain_sums, rule
-from engines.frontend.operators.parts import Parts
+from engines.frontend.operators.normalise import Beyond, OperatorCall, plain_sums, rule
+from engines.frontend.operators.parts import NodeBuilder
 from engines.ir.graph import Dim, Node
 from engines.ir.shapes import fixed, normal_axis
 
 
 @rule("Swish")
-def _swish(call: Call) -> list[Node]:
+def _swish(call: OperatorCall) -> list[Node]:
     """Lower Swish: x * sigmoid(alpha * x)."""
     alpha, x = call.attr("alpha", 1.0), call.node.inputs[0]
     if alpha == 1:
         return call.node_with(1)
-    w = Parts(call)
+    w = NodeBuilder(call)
     return w.finish("Mul", x, w("Sigmoid", w("Mul", x, w.constant(np.array(alpha, call.type().dtype)))))
 
 
 @rule("SwiGLU")
-def _swiglu(call: Call) -> list[Node]:
+def _swiglu(call: OperatorCall) -> list[Node]:
     """Lower SwiGLU: swish(a) * b."""
-    alpha, w, (gate, value) = call.attr("alpha", 1.0), Parts(call), call.node.inputs
+    alpha, w, (gate, value) = call.attr("alpha", 1.0), NodeBuilder(call), call.node.inputs
     if alpha == 1:
         return w.finish("Mul", w("Swish", gate), value)
     sigmoid = w("Sigmoid", w("Mul", gate, w.constant(np.array(alpha, call.type().dtype))))
@@ -34,7 +34,7 @@ def _swiglu(call: Call) -> list[Node]:
 
 
 @rule("GroupNormalization")
-def _group_normalization(call: Call) -> list[Node]:
+def _group_normalization(call: OperatorCall) -> list[Node]:
     """Lower GroupNormalization to an InstanceNormalization over [N, groups, elements of a group].
 
     Scale and bias are per group before opset 21, and per channel since.
@@ -42,7 +42,7 @@ def _group_normalization(call: Call) -> list[Node]:
     plain_sums(call)
     node, shape, groups = call.node, call.type().shape, int(call.attr("num_groups"))
     dtype, per_group = call.type().dtype, call.opset < 21
-    w = Parts(call)
+    w = NodeBuilder(call)
     ones, zeros = (w.constant(np.full(groups, number, dtype)) for number in (1, 0))
     lines = w("Reshape", node.inputs[0], shape=(shape[0], groups, math.prod(fixed(shape[1:])) // groups))
     y = w("InstanceNormalization", lines, *(node.inputs[1:3] if per_group else (ones, zeros)),
@@ -55,22 +55,22 @@ def _group_normalization(call: Call) -> list[Node]:
 
 
 @rule("MeanVarianceNormalization")
-def _mean_variance(call: Call) -> list[Node]:
+def _mean_variance(call: OperatorCall) -> list[Node]:
     """Lower MeanVarianceNormalization: (x - mean) / (deviation + 1e-9)."""
     axes = tuple(normal_axis(axis, call.rank) for axis in call.attr("axes", (0, 2, 3)))
-    w, x = Parts(call), call.node.inputs[0]
+    w, x = NodeBuilder(call), call.node.inputs[0]
     apart = w("Sub", x, w("ReduceMean", x, axes=axes, keepdims=1))
     deviation = w("Sqrt", w("ReduceMean", w("Mul", apart, apart), axes=axes, keepdims=1))
     return w.finish("Div", apart, w("Add", deviation, w.constant(np.array(1e-9, call.type().dtype))))
 
 
 @rule("TensorScatter")
-def _tensor_scatter(call: Call) -> list[Node]:
+def _tensor_scatter(call: OperatorCall) -> list[Node]:
     """Lower TensorScatter: write new elements along an axis of a cache, from an offset per item on.
 
     In circular mode indices wrap around at the end of the cache.
     """
-    w, (cache, new, *starts) = Parts(call), call.node.inputs
+    w, (cache, new, *starts) = NodeBuilder(call), call.node.inputs
     axis, mode, shape = normal_axis(call.attr("axis", -2), call.rank), call.attr("mode", "linear"), call.type(1).shape
     (count, extent), ones = fixed([shape[axis], call.type().shape[axis]]), (1,) * call.rank
     places = w.constant(np.arange(count).reshape(*ones[:axis], count, *ones[axis + 1:]))
@@ -82,12 +82,12 @@ def _tensor_scatter(call: Call) -> list[Node]:
 
 
 @rule("Einsum")
-def _einsum(call: Call) -> list[Node]:
+def _einsum(call: OperatorCall) -> list[Node]:
     """Lower Einsum to products from left to right; an axis is summed as soon as no later operand has it."""
     terms, result = _axes_of(call)
     extents = {axis: extent for i, term in enumerate(terms) for axis, extent in zip(term, call.type(i).shape,
                                                                                     strict=True)}
-    w, (name, *others), (term, *others_terms) = Parts(call), call.node.inputs, terms
+    w, (name, *others), (term, *others_terms) = NodeBuilder(call), call.node.inputs, terms
     for i, (other, letters) in enumerate(zip(others, others_terms, strict=True)):
         wanted = list(dict.fromkeys((*result, *"".join(others_terms[i + 1:]))))
         left = _summed(w, name, term, {*wanted, *letters})
@@ -97,7 +97,7 @@ def _einsum(call: Call) -> list[Node]:
     return w.finish("Transpose", name, perm=tuple(map(term.index, result)))
 
 
-def _summed(w: Parts, name: str, term: str, kept: set[str]) -> tuple[str, str]:
+def _summed(w: NodeBuilder, name: str, term: str, kept: set[str]) -> tuple[str, str]:
     """Sum over the axes that are not in `kept`; return the tensor and its remaining axes."""
     lost = tuple(place for place, axis in enumerate(term) if axis not in kept)
     if lost:
@@ -105,7 +105,7 @@ def _summed(w: Parts, name: str, term: str, kept: set[str]) -> tuple[str, str]:
     return name, "".join(axis for axis in term if axis in kept)
 
 
-def _product(w: Parts, left: tuple[str, str], right: tuple[str, str], result: list[str],
+def _product(w: NodeBuilder, left: tuple[str, str], right: tuple[str, str], result: list[str],
              extents: Mapping[str, Dim]) -> tuple[str, str]:
     """Multiply two operands as stacks of matrices; return the product and its axes.
 
@@ -130,7 +130,7 @@ def _product(w: Parts, left: tuple[str, str], right: tuple[str, str], result: li
     return w("Reshape", y, shape=tuple(extents[axis] for axis in order)), "".join(order)
 
 
-def _axes_of(call: Call) -> tuple[list[str], str]:
+def _axes_of(call: OperatorCall) -> tuple[list[str], str]:
     """Return the axis letters of each operand and of the result. Raise Beyond for forms that are not supported."""
     equation = call.attr("equation").replace(" ", "")
     written, _, result = equation.partition("->")
@@ -154,11 +154,11 @@ def _axes_of(call: Call) -> tuple[list[str], str]:
 
 
 @rule("OneHot")
-def _one_hot(call: Call) -> list[Node]:
+def _one_hot(call: OperatorCall) -> list[Node]:
     """Lower OneHot: values[1] where the position along a new axis equals the index, else values[0]; -1 is the last."""
     rank = call.rank
     (depth,), axis = call.ints(1) or (0,), normal_axis(call.attr("axis", -1), rank + 1)
-    w, values = Parts(call), call.node.inputs[2]
+    w, values = NodeBuilder(call), call.node.inputs[2]
     off, on = (w("Slice", values, axes=(0,), starts=(place,), ends=(place + 1,), steps=(1,)) for place in (0, 1))
     index = w("Cast", call.node.inputs[0], to="int64")
     below = w("Less", index, w.constant(np.array(0)))
@@ -168,7 +168,7 @@ def _one_hot(call: Call) -> list[Node]:
 
 
 @rule("RotaryEmbedding")
-def _rotary_embedding(call: Call) -> list[Node]:
+def _rotary_embedding(call: OperatorCall) -> list[Node]:
     """Lower RotaryEmbedding, which rotates pairs of elements by an angle that depends on the position.
 
         y1 = cos x1 - sin x2        x1, x2: the halves of the first `rotary_embedding_dim` elements of a head,
@@ -177,7 +177,7 @@ def _rotary_embedding(call: Call) -> list[Node]:
     x is [N, heads, S, D] or [N, S, heads * D]; cos and sin are [N, S, R / 2], or tables with a row for each position.
     """
     node, shape = call.node, call.type().shape
-    w, x = Parts(call), node.inputs[0]
+    w, x = NodeBuilder(call), node.inputs[0]
     heads_first, count = len(shape) == 4, int(call.attr("num_heads", 0))
     if heads_first:
         items, heads, tokens, depth = shape

@@ -1,7 +1,7 @@
 """Registry of rules that lower operators outside ONNX's default domain to operators of that domain.
 
     @extension("com.microsoft", "FusedMatMul", "A:T B:T", "alpha=1.0 transA=0 transB=0")
-    def _fused_matmul(call: Call) -> list[Node]: ...
+    def _fused_matmul(call: OperatorCall) -> list[Node]: ...
 
 A rule returns nodes in the form of opset STANDARD (axes and shapes are inputs), which the importer normalises like
 those of a file; nodes of operators that ONNX lacks are canonical already. The two strings are the schema of an operator
@@ -17,8 +17,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from engines.frontend.operators.normalise import Call, Rule
-from engines.frontend.operators.parts import Parts
+from engines.frontend.operators.normalise import OperatorCall, Rule
+from engines.frontend.operators.parts import NodeBuilder
 from engines.ir.counted import as_int, is_counted
 from engines.ir.graph import Dim
 
@@ -105,8 +105,8 @@ def _attribute(text: str) -> SignatureAttribute:
     return SignatureAttribute(name, "string", value, False)
 
 
-class StandardParts(Parts):
-    """Parts with helpers for constant inputs of standard nodes."""
+class StandardNodeBuilder(NodeBuilder):
+    """Node builder with helpers for constant inputs of standard nodes."""
 
     def number(self, value: float, dtype: np.dtype[np.generic]) -> str:
         return self.constant(np.array(value, dtype))
@@ -121,6 +121,6 @@ class StandardParts(Parts):
     def cut(self, x: str, axis: int, start: int, end: int) -> str:
         return self("Slice", x, *(self.ints(number) for number in (start, end, axis)))
 
-    def plus(self, x: str, call: Call, index: int) -> str:
+    def plus(self, x: str, call: OperatorCall, index: int) -> str:
         """Return the sum of x and an input of the call, or x if the call lacks the input."""
         return self("Add", x, call.node.inputs[index]) if call.has(index) else x

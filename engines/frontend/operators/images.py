@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
-from engines.frontend.operators.normalise import Beyond, Call, as_dims, rule
-from engines.frontend.operators.parts import Parts
+from engines.frontend.operators.normalise import Beyond, OperatorCall, as_dims, rule
+from engines.frontend.operators.parts import NodeBuilder
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
 from engines.ir.shapes import dim, fixed, normal_axis
@@ -20,7 +20,7 @@ COUNTS_INSIDE_PADS = 19     # from this opset on an AveragePool divides by what 
 
 
 @rule("Conv", "ConvTranspose")
-def _convolution(call: Call) -> list[Node]:
+def _convolution(call: OperatorCall) -> list[Node]:
     kernel = fixed(call.type(1).shape[2:])
     if (given := tuple(call.attr("kernel_shape") or kernel)) != kernel:
         raise GraphError(f"kernel_shape is {given}, but the weights have {kernel}")
@@ -37,7 +37,7 @@ def _convolution(call: Call) -> list[Node]:
 
 
 @rule("MaxPool", "AveragePool", "LpPool")
-def _pool(call: Call) -> list[Node]:
+def _pool(call: OperatorCall) -> list[Node]:
     kernel = tuple(call.attr("kernel_shape"))
     if min(kernel, default=0) < 1:
         raise GraphError(f"kernel_shape is {kernel}; it has numbers from 1 on")
@@ -49,7 +49,7 @@ def _pool(call: Call) -> list[Node]:
 
 
 @rule("MaxUnpool")
-def _unpool(call: Call) -> list[Node]:
+def _unpool(call: OperatorCall) -> list[Node]:
     """Lower MaxUnpool: indices point into the flattened result, which output_shape pads with zeros at the ends."""
     shape, kernel = call.type().shape, tuple(call.attr("kernel_shape"))
     if BATCH in shape:
@@ -59,14 +59,14 @@ def _unpool(call: Call) -> list[Node]:
         shape[2:], steps["strides"], kernel, steps["pads"], steps["pads"][len(kernel):], strict=False)]
     made = (*fixed(shape[:2]), *sizes)
     wanted = call.ints(2) or made
-    w, zero = Parts(call), np.zeros((), call.type().dtype)
+    w, zero = NodeBuilder(call), np.zeros((), call.type().dtype)
     flat = [w("Reshape", name, shape=(math.prod(fixed(shape)),)) for name in call.node.inputs[:2]]
     y = w("Reshape", w("Unpool", *flat, w.constant(zero), size=math.prod(made)), shape=made)
     behind = tuple(more - size for more, size in zip(wanted, made, strict=True))
     return w.finish("Pad", y, pads=(0,) * len(made) + behind) if any(behind) else w.finish("Identity", y)
 
 
-def _steps(call: Call, rank: int) -> dict[str, Any]:
+def _steps(call: OperatorCall, rank: int) -> dict[str, Any]:
     """Return strides, dilations and pads of a window with `rank` spatial axes. Raise GraphError if they do not fit."""
     if rank + 2 != call.rank or rank < 1:
         raise GraphError(f"its window has {rank} axes, its input {call.rank}: two more, with batch and channels, it "
@@ -79,7 +79,7 @@ def _steps(call: Call, rank: int) -> dict[str, Any]:
     return found
 
 
-def _same_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any]) -> tuple[int, ...] | None:
+def _same_pads(call: OperatorCall, kernel: tuple[int, ...], attrs: dict[str, Any]) -> tuple[int, ...] | None:
     """Return the pads of auto_pad: outputs are ceil(size / stride), an odd pixel goes to one end; None for NOTSET."""
     mode = call.attr("auto_pad", "NOTSET")
     if mode == "NOTSET":
@@ -98,7 +98,7 @@ def _ends(totals: Iterable[int], upper: bool) -> tuple[int, ...]:
     return (*small, *large) if upper else (*large, *small)
 
 
-def _transposed_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any],
+def _transposed_pads(call: OperatorCall, kernel: tuple[int, ...], attrs: dict[str, Any],
                      extra: tuple[int, ...]) -> tuple[int, ...]:
     """Return the pads of a ConvTranspose for its output_shape, or for size * stride with auto_pad."""
     mode, wanted = call.attr("auto_pad", "NOTSET"), call.attr("output_shape")
@@ -112,7 +112,7 @@ def _transposed_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any],
     return _ends(totals, upper=mode == "SAME_UPPER")
 
 
-def _with_one_window(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:
+def _with_one_window(call: OperatorCall, attrs: dict[str, Any]) -> dict[str, Any]:
     """Return pads for axes that are shorter than the window by less than a stride, which have one window.
 
     onnx's shape inference (convPoolShapeInference) rounds the quotient towards zero. Returns {} if there are no such
@@ -129,7 +129,7 @@ def _with_one_window(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:
     return {"pads": (*befores, *(end + lack for end, lack in zip(ends, more, strict=True)))}
 
 
-def _without_ceil(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:
+def _without_ceil(call: OperatorCall, attrs: dict[str, Any]) -> dict[str, Any]:
     """Replace ceil_mode by padding at the ends, except in an AveragePool that counts its own padding."""
     if attrs.get("count_include_pad"):
         return {"ceil_mode": 1}
@@ -142,29 +142,29 @@ def _without_ceil(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:
 
 
 @rule("AffineGrid")
-def _affine_grid(call: Call) -> list[Node]:
+def _affine_grid(call: OperatorCall) -> list[Node]:
     """Lower AffineGrid: homogeneous pixel coordinates in [-1, 1], last axis first, times theta transposed."""
     size, corners = as_dims(call.value(1)), call.attr("align_corners", 0)
     sizes = fixed(size[2:])
     along = [np.linspace(-1, 1, n) if n > 1 else np.zeros(1) for n in sizes]
     along = along if corners else [line * (n - 1) / n for line, n in zip(along, sizes, strict=True)]
     places = np.stack([*reversed(np.meshgrid(*along, indexing="ij")), np.ones(sizes)], -1)
-    w = Parts(call)
+    w = NodeBuilder(call)
     base = w.constant(places.reshape(1, -1, len(sizes) + 1).astype(call.type().dtype))
     grid = w("MatMul", base, w("Transpose", call.node.inputs[0], perm=(0, 2, 1)))
     return w.finish("Reshape", grid, shape=(call.type().shape[0], *sizes, len(sizes)))
 
 
 @rule("GlobalLpPool")
-def _global_lp_pool(call: Call) -> list[Node]:
+def _global_lp_pool(call: OperatorCall) -> list[Node]:
     p, axes = call.attr("p", 2), tuple(range(2, call.rank))
     if p not in (1, 2):
         raise Beyond(f"a norm of p = {p}")
-    return Parts(call).finish(f"ReduceL{p}", call.node.inputs[0], axes=axes, keepdims=1)
+    return NodeBuilder(call).finish(f"ReduceL{p}", call.node.inputs[0], axes=axes, keepdims=1)
 
 
 @rule("CenterCropPad")
-def _center_crop_pad(call: Call) -> list[Node]:
+def _center_crop_pad(call: OperatorCall) -> list[Node]:
     """Lower CenterCropPad to a Slice and a Pad with zeros on both sides; an odd element of padding goes to the end."""
     axes = [normal_axis(axis, call.rank) for axis in call.attr("axes") or range(call.rank)]
     extents, wanted = fixed(call.type().shape[axis] for axis in axes), call.ints(1) or ()
@@ -176,19 +176,19 @@ def _center_crop_pad(call: Call) -> list[Node]:
     for axis, extent, more in zip(axes, extents, wanted, strict=True):
         lack = max(more - extent, 0)
         widths[axis], widths[axis + call.rank] = lack // 2, lack - lack // 2
-    w = Parts(call)
+    w = NodeBuilder(call)
     x = w("Slice", call.node.inputs[0], axes=tuple(axes), starts=tuple(starts), ends=tuple(ends),
           steps=(1,) * len(axes))
     return w.finish("Pad", x, pads=tuple(widths), mode="constant")
 
 
 @rule("Col2Im")
-def _col2im(call: Call) -> list[Node]:
+def _col2im(call: OperatorCall) -> list[Node]:
     """Normalise Col2Im: the columns get one axis per image axis."""
     image, kernel = call.ints(1), call.ints(2)
     if image is None or kernel is None or len(image) != len(kernel):
         raise GraphError("its image_shape and its block_shape have not the same number of axes")
-    ones, w = (1,) * len(kernel), Parts(call)
+    ones, w = (1,) * len(kernel), NodeBuilder(call)
     attrs = {"image_shape": image, "kernel_shape": kernel, "strides": tuple(call.attr("strides", ones)),
              "dilations": tuple(call.attr("dilations", ones)), "pads": tuple(call.attr("pads", (0,) * 2 * len(kernel)))}
     places = Window.of(replace(call.node, attrs=attrs), len(kernel)).outputs(image)
@@ -197,9 +197,9 @@ def _col2im(call: Call) -> list[Node]:
 
 
 @rule("DeformConv")
-def _deformed(call: Call) -> list[Node]:
+def _deformed(call: OperatorCall) -> list[Node]:
     """Lower DeformConv: GridSample gathers the taps of each output into columns, which the weights multiply."""
-    w, window, outputs = Parts(call), *_deformed_window(call)
+    w, window, outputs = NodeBuilder(call), *_deformed_window(call)
     node, (items, channels, *sizes), dtype = call.node, call.type().shape, call.type().dtype
     groups, parts, rank = int(call.attr("group", 1)), int(call.attr("offset_group", 1)), len(sizes)
     taps, count = math.prod(window.kernel), fixed([channels])[0]
@@ -239,7 +239,7 @@ def _deformed(call: Call) -> list[Node]:
     return w.finish("Add", y, w("Reshape", node.inputs[3], shape=(filters, *(1,) * rank)))
 
 
-def _deformed_window(call: Call) -> tuple[Window, tuple[int, ...]]:
+def _deformed_window(call: OperatorCall) -> tuple[Window, tuple[int, ...]]:
     """Return the window and the spatial extents of the result."""
     kernel = fixed(call.type(1).shape[2:])
     if tuple(call.attr("kernel_shape") or kernel) != kernel:
@@ -249,7 +249,7 @@ def _deformed_window(call: Call) -> tuple[Window, tuple[int, ...]]:
 
 
 @rule("GridSample")
-def _grid_sample(call: Call) -> list[Node]:
+def _grid_sample(call: OperatorCall) -> list[Node]:
     """Normalise the modes of GridSample, which have other names before opset 20."""
     known = ({"linear": "linear", "nearest": "nearest", "cubic": "cubic"} if call.opset >= 20 else
              {"bilinear": "linear", "nearest": "nearest", "bicubic": "cubic"})
@@ -259,7 +259,7 @@ def _grid_sample(call: Call) -> list[Node]:
 
 
 @rule("Upsample")
-def _upsample(call: Call) -> list[Node]:
+def _upsample(call: OperatorCall) -> list[Node]:
     scales = call.attr("scales") or call.value(1)
     if (height := call.attr("height_scale")):       # before opset 7
         scales = (1.0, 1.0, height, call.attr("width_scale"))
@@ -270,7 +270,7 @@ def _upsample(call: Call) -> list[Node]:
 
 
 @rule("Resize")
-def _resize(call: Call) -> list[Node]:
+def _resize(call: OperatorCall) -> list[Node]:
     attrs: dict[str, Any] = {
         "mode": call.attr("mode", "nearest"),
         "coordinate_transformation_mode": call.attr("coordinate_transformation_mode", "half_pixel"),
@@ -302,7 +302,7 @@ def _resize(call: Call) -> list[Node]:
     return call.node_with(1, scales=tuple(float(factors.get(i, 1.0)) for i in range(len(shape))), **attrs)
 
 
-def _without_modes(call: Call, attrs: dict[str, Any]) -> list[Node]:
+def _without_modes(call: OperatorCall, attrs: dict[str, Any]) -> list[Node]:
     """Import a Resize of opset 10.
 
     ONNX Runtime takes the pixel below along axes that grow, and the pixel above along axes that shrink.
@@ -312,13 +312,13 @@ def _without_modes(call: Call, attrs: dict[str, Any]) -> list[Node]:
     growing, shrinking = attrs | {"nearest_mode": "floor"}, attrs | {"nearest_mode": "ceil"}
     if attrs["mode"] != "nearest" or min(scales, default=1.0) >= 1:
         return call.node_with(1, scales=scales, **growing)
-    w, x = Parts(call), call.node.inputs[0]
+    w, x = NodeBuilder(call), call.node.inputs[0]
     if max(scales) > 1:
         x = w("Resize", x, scales=tuple(max(scale, 1.0) for scale in scales), **growing)
     return w.finish("Resize", x, scales=tuple(min(scale, 1.0) for scale in scales), **shrinking)
 
 
-def _kept_ratio(call: Call, sizes: list[Any], axes: list[int]) -> tuple[float | None, list[Any]]:
+def _kept_ratio(call: OperatorCall, sizes: list[Any], axes: list[int]) -> tuple[float | None, list[Any]]:
     """Return (scale, sizes) by keep_aspect_ratio_policy: one scale for all axes, or None to use the sizes directly."""
     policy = call.attr("keep_aspect_ratio_policy", "stretch")
     if policy == "stretch":

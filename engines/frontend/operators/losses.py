@@ -10,27 +10,27 @@ from __future__ import annotations
 import numpy as np
 
 from engines.errors import GraphError
-from engines.frontend.operators.normalise import Call, rule
-from engines.frontend.operators.parts import Parts
+from engines.frontend.operators.normalise import OperatorCall, rule
+from engines.frontend.operators.parts import NodeBuilder
 from engines.ir.graph import Node
 from engines.ir.shapes import text
 
 
 @rule("NegativeLogLikelihoodLoss")
-def _nll(call: Call) -> list[Node]:
-    w = Parts(call)
+def _nll(call: OperatorCall) -> list[Node]:
+    w = NodeBuilder(call)
     return _likelihood(call, w, call.node.inputs[0])
 
 
 @rule("SoftmaxCrossEntropyLoss")
-def _cross_entropy(call: Call) -> list[Node]:
-    w = Parts(call)
+def _cross_entropy(call: OperatorCall) -> list[Node]:
+    w = NodeBuilder(call)
     logarithms = w("LogSoftmax", call.node.inputs[0], axis=1)
     w.output(1, "Identity", logarithms)
     return _likelihood(call, w, logarithms)
 
 
-def _likelihood(call: Call, w: Parts, x: str) -> list[Node]:
+def _likelihood(call: OperatorCall, w: NodeBuilder, x: str) -> list[Node]:
     shape, kind = call.type().shape, call.type(1)
     if len(shape) < 2 or (shape[0], *shape[2:]) != kind.shape:
         raise GraphError(f"its targets are {text(kind.shape)}: not one for each of {text((shape[0], *shape[2:]))}")

@@ -2,7 +2,7 @@
 
 Small constant inputs (axes, pads, sizes, bounds) become attributes; values that depend on shapes (auto_pad, -1 and 0 in
 target shapes, equal splits) are resolved; operators that others express (Dropout, Upsample, Sum, CastLike, ...) are
-replaced. A rule takes a Call and returns the nodes that replace it; an operator without a rule is canonical already.
+replaced. A rule takes an OperatorCall and returns the nodes that replace it; without a rule it is canonical already.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """Node of a file with its opset, and the types and known values of its inputs."""
     node: Node
     opset: int
@@ -101,7 +101,7 @@ class Beyond(Exception):
     """Raised, with the reason, for a valid node without a canonical form; the onnx package evaluates it."""
 
 
-Rule = Callable[[Call], list[Node]]
+Rule = Callable[[OperatorCall], list[Node]]
 RULES: dict[str, Rule] = {}
 OLDER: dict[str, tuple[int, Rule]] = {}         # operator -> (opset, rule of earlier opsets)
 
@@ -113,7 +113,7 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def normalise(call: Call) -> list[Node]:
+def normalise(call: OperatorCall) -> list[Node]:
     """Return the canonical nodes of a call.
 
     Raises
@@ -128,17 +128,17 @@ def normalise(call: Call) -> list[Node]:
     return older(call) if call.opset < before else RULES.get(call.node.op, _as_it_is)(call)
 
 
-def _as_it_is(call: Call) -> list[Node]:
+def _as_it_is(call: OperatorCall) -> list[Node]:
     return call.node_with(len(call.node.inputs), **call.keep(*op_of(call.node.op).attributes))
 
 
-def identity(call: Call) -> list[Node]:
+def identity(call: OperatorCall) -> list[Node]:
     return [replace(call.node, op="Identity", inputs=call.node.inputs[:1], outputs=call.node.outputs[:1], attrs={})]
 
 
 # ---- constants
 @rule("Constant")
-def _constant(call: Call) -> list[Node]:
+def _constant(call: OperatorCall) -> list[Node]:
     kinds = {"value": None, "sparse_value": None, "value_float": np.float32, "value_floats": np.float32,
              "value_int": np.int64, "value_ints": np.int64}
     given = call.keep(*call.node.attrs)
@@ -151,14 +151,14 @@ def _constant(call: Call) -> list[Node]:
 
 
 @rule("ConstantOfShape")
-def _constant_of_shape(call: Call) -> list[Node]:
+def _constant_of_shape(call: OperatorCall) -> list[Node]:
     value = np.asarray(call.attr("value", np.zeros(1, np.float32)))
     return call.node_with(0, shape=as_dims(call.value(0)), value=value)
 
 
 # ---- pointwise
 @rule("Clip")
-def _clip(call: Call) -> list[Node]:
+def _clip(call: OperatorCall) -> list[Node]:
     if call.opset < 11:
         return call.node_with(1, **call.keep("min", "max"))
     bounds = [call.values[i] if call.has(i) else None for i in (1, 2)]
@@ -180,7 +180,7 @@ def _chain(node: Node, links: Sequence[tuple[str, str, str]]) -> list[Node]:
 
 
 @rule("Sum", "Max", "Min", "Mean")
-def _variadic(call: Call) -> list[Node]:
+def _variadic(call: OperatorCall) -> list[Node]:
     """Replace a variadic operator by a chain of binary nodes."""
     node, op = call.node, {"Sum": "Add", "Mean": "Add"}.get(call.node.op, call.node.op)
     links = [(op, other, str(i)) for i, other in enumerate(node.inputs[1:], 1)]
@@ -194,14 +194,14 @@ def _variadic(call: Call) -> list[Node]:
 
 
 @rule("Cast", "CastLike")
-def _cast(call: Call) -> list[Node]:
+def _cast(call: OperatorCall) -> list[Node]:
     to = call.type(1).dtype if call.node.op == "CastLike" else _target(call.attr("to"))
     rounding = call.keep("saturate", "round_mode")      # for types of at most 8 bits
     return [replace(node, op="Cast") for node in call.node_with(1, to=to.name, **rounding if is_rare(to) else {})]
 
 
 @rule("BitCast")
-def _bit_cast(call: Call) -> list[Node]:
+def _bit_cast(call: OperatorCall) -> list[Node]:
     return call.node_with(1, to=dtype_of(call.attr("to")).name)
 
 
@@ -223,7 +223,7 @@ def dtype_of(number: int) -> np.dtype[Any]:
 
 
 @rule("Dropout")
-def _dropout(call: Call) -> list[Node]:
+def _dropout(call: OperatorCall) -> list[Node]:
     """Replace Dropout, which drops nothing in inference, by an Identity and a mask of true."""
     call.ignore("ratio", "seed", "is_test")
     ratio, training = call.value(1), call.value(2)
@@ -238,21 +238,21 @@ def _dropout(call: Call) -> list[Node]:
 
 
 @rule("Celu")
-def _celu(call: Call) -> list[Node]:
+def _celu(call: OperatorCall) -> list[Node]:
     if not (alpha := call.attr("alpha", 1.0)):
         raise GraphError("it divides by alpha, which is 0")
     return call.node_with(1, alpha=alpha)
 
 
 @rule("LpNormalization")
-def _lp_normalization(call: Call) -> list[Node]:
+def _lp_normalization(call: OperatorCall) -> list[Node]:
     if (p := call.attr("p", 2)) not in (1, 2):
         raise GraphError(f"its p is {p}; ONNX has 1 and 2")
     return call.node_with(1, p=p, axis=normal_axis(call.attr("axis", -1), call.rank))
 
 
 @rule("BatchNormalization")
-def _batch_normalization(call: Call) -> list[Node]:
+def _batch_normalization(call: OperatorCall) -> list[Node]:
     if call.attr("training_mode", 0) or (len(call.node.outputs) > 1 and call.opset >= 14):
         raise GraphError("it is in training mode; export the model for inference")
     call.ignore("momentum")         # for training, which has more outputs
@@ -260,25 +260,25 @@ def _batch_normalization(call: Call) -> list[Node]:
 
 
 @rule("LayerNormalization", "RMSNormalization")
-def _layer_normalization(call: Call) -> list[Node]:
+def _layer_normalization(call: OperatorCall) -> list[Node]:
     plain_sums(call)
     return call.node_with(3, axis=normal_axis(call.attr("axis", -1), call.rank), epsilon=call.attr("epsilon", 1e-5))
 
 
-def plain_sums(call: Call) -> None:
+def plain_sums(call: OperatorCall) -> None:
     """Raise Beyond if stash_type, the precision of inner sums, is not float32."""
     if dtype_of(call.attr("stash_type", TensorProto.FLOAT)) != np.float32:
         raise Beyond("inner sums in another type than float32")
 
 
 @rule("Range")
-def _range(call: Call) -> list[Node]:
+def _range(call: OperatorCall) -> list[Node]:
     call.ignore("stash_type")       # it is computed while the engine is built, in double precision
     return call.node_with(3)
 
 
 @rule("Softmax", "LogSoftmax")
-def _softmax(call: Call) -> list[Node]:
+def _softmax(call: OperatorCall) -> list[Node]:
     """Normalise Softmax, which before opset 13 flattens all axes from `axis` (default 1) on."""
     node, shape = call.node, call.type().shape
     if call.opset >= 13:
@@ -293,13 +293,13 @@ def _softmax(call: Call) -> list[Node]:
 
 
 @rule("Hardmax")
-def _hardmax(call: Call) -> list[Node]:
+def _hardmax(call: OperatorCall) -> list[Node]:
     """Normalise Hardmax like Softmax; the onnx package evaluates it as that of opset 13."""
     return [as_onnx(part, 13) if part.op == "Hardmax" else part for part in _softmax(call)]
 
 
 @rule("QuantizeLinear", "DequantizeLinear")
-def _quantised(call: Call) -> list[Node]:
+def _quantised(call: OperatorCall) -> list[Node]:
     number, scale = call.attr("output_dtype", 0), call.type(1).dtype
     wanted = dtype_of(number) if number else None
     if call.node.op == "DequantizeLinear" and wanted and wanted != scale:
@@ -326,7 +326,7 @@ def _quantised(call: Call) -> list[Node]:
 
 # ---- recurrent layers
 @rule("LSTM", "GRU", "RNN")
-def _recurrent(call: Call) -> list[Node]:
+def _recurrent(call: OperatorCall) -> list[Node]:
     """Normalise a recurrent layer: all attributes are set, with alpha and beta for each activation."""
     op, direction = call.node.op, call.attr("direction", "forward")
     count = 2 if direction == "bidirectional" else 1

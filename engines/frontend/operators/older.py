@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from engines.errors import GraphError
-from engines.frontend.operators.normalise import OLDER, Call, Rule, normalise
-from engines.frontend.operators.parts import Parts
+from engines.frontend.operators.normalise import OLDER, OperatorCall, Rule, normalise
+from engines.frontend.operators.parts import NodeBuilder
 from engines.ir.graph import Node
 
 
@@ -25,12 +25,12 @@ def older(*ops: str, before: int) -> Callable[[Rule], Rule]:
 
 
 @older("Add", "Sub", "Mul", "Div", "Pow", "And", "Or", "Xor", "Equal", "Greater", "Less", before=7)
-def _aligned(call: Call) -> list[Node]:
+def _aligned(call: OperatorCall) -> list[Node]:
     axis, shape = call.attr("axis"), call.type(1).shape
     call.ignore("broadcast")        # follows from the shapes
     if axis is None:
         return call.node_with(2)
-    w = Parts(call)
+    w = NodeBuilder(call)
     behind = call.rank - len(shape) - axis % max(call.rank, 1)
     if behind < 0:
         raise GraphError(f"its second operand has {len(shape)} axes from axis {axis} on, of {call.rank}")
@@ -39,38 +39,38 @@ def _aligned(call: Call) -> list[Node]:
 
 
 @older("Gemm", before=7)
-def _product(call: Call) -> list[Node]:
+def _product(call: OperatorCall) -> list[Node]:
     call.ignore("broadcast")        # follows from the shapes
     return normalise(replace(call, opset=7))
 
 
 @older("PRelu", before=7)
-def _of_channels(call: Call) -> list[Node]:
+def _of_channels(call: OperatorCall) -> list[Node]:
     """Normalise PRelu, with one slope or one per channel."""
     shape = call.type(1).shape
     if shape in ((), (1,)) or len(shape) > 1 or call.rank < 3:
         return call.node_with(2)
-    w = Parts(call)
+    w = NodeBuilder(call)
     return w.finish("PRelu", call.node.inputs[0],
                     w("Reshape", call.node.inputs[1], shape=(*shape, *(1,) * (call.rank - 2))))
 
 
 @older("BatchNormalization", before=9)
-def _batch_normalization(call: Call) -> list[Node]:
+def _batch_normalization(call: OperatorCall) -> list[Node]:
     """Normalise BatchNormalization; with spatial=0, statistics per pixel, it becomes pointwise arithmetic."""
     if len(call.node.outputs) > 1 and call.opset < 7:
         raise GraphError("it is in training mode; export the model for inference")
     call.ignore("is_test", "momentum")
     if call.attr("spatial", 1):
         return normalise(replace(call, opset=9))
-    w, (x, scale, bias, mean, variance) = Parts(call), call.node.inputs
+    w, (x, scale, bias, mean, variance) = NodeBuilder(call), call.node.inputs
     epsilon = w.constant(np.array(call.attr("epsilon", 1e-5), call.type().dtype))
     deviation = w("Sqrt", w("Add", variance, epsilon))
     return w.finish("Add", w("Mul", w("Sub", x, mean), w("Div", scale, deviation)), bias)
 
 
 @older("Tile", before=6)
-def _tiled(call: Call) -> list[Node]:
+def _tiled(call: OperatorCall) -> list[Node]:
     """Normalise Tile, which repeats along one axis before opset 6."""
     (tiles,), (axis,) = call.ints(1) or (1,), call.ints(2) or (0,)
     repeats = [1] * call.rank
@@ -79,7 +79,7 @@ def _tiled(call: Call) -> list[Node]:
 
 
 @older("Reshape", before=5)
-def _reshaped(call: Call) -> list[Node]:
+def _reshaped(call: OperatorCall) -> list[Node]:
     shape = np.array(call.attr("shape", ()), np.int64)
     name = f"{call.node.outputs[0]}.shape"
     return normalise(replace(call, opset=5, node=replace(call.node, inputs=(call.node.inputs[0], name)),
@@ -87,12 +87,12 @@ def _reshaped(call: Call) -> list[Node]:
 
 
 @older("Concat", before=4)
-def _joined(call: Call) -> list[Node]:
+def _joined(call: OperatorCall) -> list[Node]:
     axis = call.attr("axis", 1)
     return normalise(replace(call, opset=4, node=replace(call.node, attrs={"axis": axis})))
 
 
 @older("Pad", before=2)
-def _padded(call: Call) -> list[Node]:
+def _padded(call: OperatorCall) -> list[Node]:
     pads = call.attr("paddings")
     return normalise(replace(call, opset=2, node=replace(call.node, attrs={**call.node.attrs, "pads": pads})))

@@ -1,6 +1,6 @@
-"""Parts: builder of the canonical nodes that replace one ONNX node.
+"""Builder of the canonical nodes that replace one ONNX node.
 
-    w = Parts(call)
+    w = NodeBuilder(call)
     flat = w("Reshape", call.node.inputs[0], shape=(...))
     return w.finish("Relu", flat)
 
@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from engines.frontend.operators.normalise import Call
+from engines.frontend.operators.normalise import OperatorCall
 from engines.ir.deferred import Deferred
 from engines.ir.graph import Array, Node
 
 
-class Parts:
+class NodeBuilder:
     """Builder of nodes, which carry the name of the ONNX node that they replace."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: OperatorCall) -> None:
         self._node = call.node
         self.nodes: list[Node] = []
 

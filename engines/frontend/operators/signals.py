@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from engines.errors import GraphError
-from engines.frontend.operators.normalise import Beyond, Call, rule
-from engines.frontend.operators.parts import Parts
+from engines.frontend.operators.normalise import Beyond, OperatorCall, rule
+from engines.frontend.operators.parts import NodeBuilder
 from engines.ir.graph import Array, Dim, Node
 from engines.ir.shapes import fixed, normal_axis
 
@@ -34,7 +34,7 @@ def _table(length: int, parts: int, outputs: int, inverse: bool = False) -> Arra
     return np.asarray(table / length if inverse else table)
 
 
-def _parts(call: Call) -> int:
+def _parts(call: OperatorCall) -> int:
     parts = call.type().shape[-1]
     if parts not in (1, 2):
         raise GraphError(f"its last axis is {parts}: a number has one part, or a real and an imaginary one")
@@ -49,8 +49,8 @@ def _outputs(length: int, parts: int, onesided: int) -> int:
 
 
 @rule("DFT")
-def _dft(call: Call) -> list[Node]:
-    shape, parts, w, x = call.type().shape, _parts(call), Parts(call), call.node.inputs[0]
+def _dft(call: OperatorCall) -> list[Node]:
+    shape, parts, w, x = call.type().shape, _parts(call), NodeBuilder(call), call.node.inputs[0]
     (axis,) = (call.ints(2) or (-2,)) if call.opset >= 20 else (call.attr("axis", 1),)
     axis, inverse, onesided = normal_axis(axis, len(shape)), call.attr("inverse", 0), call.attr("onesided", 0)
     if axis == len(shape) - 1:
@@ -81,9 +81,9 @@ def _dft(call: Call) -> list[Node]:
 
 
 @rule("STFT")
-def _stft(call: Call) -> list[Node]:
+def _stft(call: OperatorCall) -> list[Node]:
     """Lower STFT to a Conv: the signal [N, L, parts] has `parts` channels, and each output two filters."""
-    kind, w, x = call.type(), Parts(call), call.node.inputs[0]
+    kind, w, x = call.type(), NodeBuilder(call), call.node.inputs[0]
     items, size = kind.shape[0], fixed(kind.shape[1:2])[0]
     parts = _parts(call) if len(kind.shape) == 3 else 1
     (step,) = call.ints(1) or (1,)
@@ -106,9 +106,9 @@ def _stft(call: Call) -> list[Node]:
 
 
 @rule("CausalConvWithState")
-def _causal(call: Call) -> list[Node]:
+def _causal(call: OperatorCall) -> list[Node]:
     """Lower CausalConvWithState: a depthwise convolution over the state and x, the end of which is the new state."""
-    w, x, (_, channels, size) = Parts(call), call.node.inputs[0], call.type().shape
+    w, x, (_, channels, size) = NodeBuilder(call), call.node.inputs[0], call.type().shape
     taps = fixed(call.type(1).shape)[2]
     wide = fixed([size])[0] + taps - 1
     if call.has(3):

@@ -11,7 +11,7 @@ from engines.ir.counted import is_counted, plain
 from engines.ir.deferred import Deferred, late_vectors
 from engines.ir.graph import Node, TensorType
 from engines.lowering.calls.broadcast import broadcast, image
-from engines.lowering.calls.calls import Call, Context, Refused
+from engines.lowering.calls.calls import Context, ProblemCall, Refused
 from engines.lowering.epilogue.affine import Affine, AffineWriter
 from engines.lowering.epilogue.from_onnx import write_node
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
@@ -113,11 +113,11 @@ def _constants_for(write: Callable[..., BoundProgram], expected: BoundProgram, *
     return found.constants
 
 
-def call_of(ctx: Context, node: Node, problem: Problem, body: BoundProgram, **constants: Any) -> Call:
+def call_of(ctx: Context, node: Node, problem: Problem, body: BoundProgram, **constants: Any) -> ProblemCall:
     """Return the call of a problem on the anchor's first input, the body's operands and the node's output."""
     names = (node.anchor.inputs[0], *body.operands)
-    return Call(node, problem, tuple(ctx.placements[name] for name in names), (ctx.placements[node.outputs[0]],),
-                {"program": body.constants, **constants})
+    return ProblemCall(node, problem, tuple(ctx.placements[name] for name in names), (ctx.placements[node.outputs[0]],),
+                       {"program": body.constants, **constants})
 
 
 def operand_views(ctx: Context, node: Node, body: BoundProgram) -> tuple[View, ...]:

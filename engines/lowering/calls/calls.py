@@ -16,7 +16,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class ProblemCall:
     """Problem on placed tensors."""
     node: Node
     problem: Problem
@@ -34,7 +34,7 @@ class FallbackCall:
     reason: str
 
 
-AnyCall = Call | FallbackCall
+AnyCall = ProblemCall | FallbackCall
 
 
 def name_of(call: AnyCall) -> str:
@@ -59,7 +59,7 @@ class Context:
         return self.graph.constants[name]
 
 
-Rule = Callable[[Context, Node], Sequence[Call]]
+Rule = Callable[[Context, Node], Sequence[ProblemCall]]
 RULES: dict[str, Rule] = {}
 FALLBACK_RULES: dict[str, Rule] = {}      # rules that lower to loop nests
 
@@ -80,7 +80,7 @@ def lowers(*ops: str, images: bool = False, volumes: bool = False,
         The rule handles a batch on any axis; other rules see only nodes whose tensors lead with the batch.
     """
     def register(rule: Rule) -> Rule:
-        def checked(ctx: Context, node: Node) -> Sequence[Call]:
+        def checked(ctx: Context, node: Node) -> Sequence[ProblemCall]:
             anchor = node.anchor
             if not (any_batch and node.op == anchor.op) and (name := _batch_inside(ctx, node)):
                 raise Refused(f"the batch is not the leading axis of '{name}'")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, Refused
+from engines.lowering.calls.calls import Context, ProblemCall, Refused
 from engines.lowering.calls.placement import Placement, as_one_item
 from engines.lowering.nest.pointwise import write_node
 from engines.lowering.nest.program import ITEM, KINDS, Linear, NestProgram, Number, Term, Writer
@@ -145,7 +145,7 @@ class NestWriter(Writer):
             raise Refused(str(reason)) from reason
         return values[self.node.outputs[0]]
 
-    def call(self, *results: Term | None, inside: bool = False, targets: Sequence[Placement] = ()) -> Call:
+    def call(self, *results: Term | None, inside: bool = False, targets: Sequence[Placement] = ()) -> ProblemCall:
         """Return a nest that stores the results as the node's outputs; None skips an output.
 
         `targets` are placements over the loops, for outputs whose axes are not the loops.
@@ -159,9 +159,9 @@ class NestWriter(Writer):
         places = tuple(target for target, _ in wanted)
         spec = Nest(tuple(source.view for source in sources), tuple(target.view for target in places), self.loops,
                     self.reduced, program, inside)
-        return Call(self.node, spec, tuple(source.placement for source in sources), places)
+        return ProblemCall(self.node, spec, tuple(source.placement for source in sources), places)
 
-    def scatter(self, name: str, value: Term, indices: Sequence[Term], combined: str = "") -> Call:
+    def scatter(self, name: str, value: Term, indices: Sequence[Term], combined: str = "") -> ProblemCall:
         """Return a scatter: a copy of a tensor or a fill with a scalar, then stores of values in the output."""
         y, x = self.target(self.node.outputs[0]), self.ctx.placements[name]
         if (y.items == BATCH) != self.batched or self.batched and indices[0].linear != THE_ITEM:
@@ -173,7 +173,7 @@ class NestWriter(Writer):
         program = self.program(value.to(KINDS[y.view.dtype]), *indices[self.batched:])
         program, sources = self._pruned(program, first=1)
         spec = Scatter((view, *(source.view for source in sources)), y.view, self.loops, program, combined)
-        return Call(self.node, spec, (replace(x, view=view), *(source.placement for source in sources)), (y,))
+        return ProblemCall(self.node, spec, (replace(x, view=view), *(source.placement for source in sources)), (y,))
 
     def _pruned(self, program: NestProgram, first: int = 0) -> tuple[NestProgram, list[_Source]]:
         """Return the program and the sources that it reads, renumbered from `first`."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, Refused, lowers
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from engines.lowering.calls.placement import Placement, as_one_item
 from engines.lowering.problems.elementwise import MOST_OF_WIDE, WIDEST_OF_FEW, WIDEST_TOP_K, CumulativeSum, TopK
 
@@ -13,7 +13,7 @@ ORDERED = ("float32", "int32")
 
 
 @lowers("TopK")
-def lower_top_k(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_top_k(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a TopK along any axis, viewed as the innermost one."""
     rank = len(ctx.type(node.inputs[0]).shape)
     axis = node.attrs.get("axis", -1) % rank
@@ -29,7 +29,7 @@ def lower_top_k(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused(f"rows are limited to {WIDEST_TOP_K} elements of 32 bits, {WIDEST_OF_FEW} for k up to "
                       f"{MOST_OF_WIDE}, and to half of that for 64 bits")
     spec = TopK(x.view, values.view, indices.view, bool(node.attrs.get("largest", 1)))
-    return [Call(node, spec, (x,), (values, indices))]
+    return [ProblemCall(node, spec, (x,), (values, indices))]
 
 
 def widest(dtype: str, k: int) -> int:
@@ -46,7 +46,7 @@ def _last(placement: Placement, axis: int) -> Placement:
 
 
 @lowers("ArgMax", "ArgMin")
-def lower_arg(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_arg(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower to a TopK with k = 1 that returns the index only."""
     x, y = _rows(ctx, node, 0), ctx.placements[node.outputs[0]]
     if node.attrs.get("select_last_index", 0):
@@ -54,7 +54,7 @@ def lower_arg(ctx: Context, node: Node) -> Sequence[Call]:
     view = y.view
     if not node.attrs.get("keepdims", 1):
         view = replace(view, shape=(*view.shape, 1), strides=(*view.strides, view.size))
-    return [Call(node, TopK(x.view, None, view, node.op == "ArgMax"), (x,), (y,))]
+    return [ProblemCall(node, TopK(x.view, None, view, node.op == "ArgMax"), (x,), (y,))]
 
 
 def _rows(ctx: Context, node: Node, default: int) -> Placement:
@@ -68,7 +68,7 @@ def _rows(ctx: Context, node: Node, default: int) -> Placement:
 
 
 @lowers("CumSum", "CumProd")
-def lower_cumulative_sum(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_cumulative_sum(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     x, y, axis = *(ctx.placements[name] for name in (node.inputs[0], node.outputs[0])), node.attrs["axis"] - 1
     if axis < 0:
         if x.items == BATCH:
@@ -76,4 +76,4 @@ def lower_cumulative_sum(ctx: Context, node: Node) -> Sequence[Call]:
         x, y, axis = as_one_item(x), as_one_item(y), 0
     spec = CumulativeSum(x.view, y.view, axis, bool(node.attrs.get("exclusive", 0)), bool(node.attrs.get("reverse", 0)),
                          product=node.op == "CumProd")
-    return [Call(node, spec, (x,), (y,))]
+    return [ProblemCall(node, spec, (x,), (y,))]

@@ -10,7 +10,7 @@ from engines.ir.counted import as_int
 from engines.ir.graph import Node
 from engines.ir.rounding import HEAD, STEPS
 from engines.lowering.calls.body import call_of, write_body
-from engines.lowering.calls.calls import Call, Context, fallback_rule, lowers
+from engines.lowering.calls.calls import Context, ProblemCall, fallback_rule, lowers
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.calls.placement import Placement
 from engines.lowering.nest.program import Term
@@ -21,7 +21,7 @@ from engines.ops.blocks import CENTRE, unpacked
 
 
 @lowers("MatMulBlocks")
-def lower_blocked(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_blocked(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     product = node.anchor
     _, packed, scale, offset, *bias = product.inputs
     scales = ctx.constant(scale)
@@ -36,7 +36,7 @@ def lower_blocked(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @fallback_rule("FakeQuantizeBlocks")
-def lower_fake(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_fake(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower to a nest for the full blocks and one for a partial block."""
     depth, block = as_int(ctx.type(node.inputs[0]).shape[-1]), int(node.attrs["block"])
     whole, rest = divmod(depth, block)
@@ -52,7 +52,7 @@ def lower_fake(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @fallback_rule("QuantizeBlocks")
-def lower_rounded(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_rounded(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower to a nest for the blocks' heads and one for their bytes."""
     block = int(node.attrs["block"])
     w, scale, numbers = _rounded(ctx, node, 0, -(-as_int(ctx.type(node.inputs[0]).shape[-1]) // block), block)

@@ -12,7 +12,7 @@ from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node, QParams
 from engines.lowering.calls.body import BoundProgram, call_of, write_body
 from engines.lowering.calls.broadcast import broadcast, image, is_image
-from engines.lowering.calls.calls import Call, Context, Refused, lowers
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from engines.lowering.calls.placement import Placement, with_items
 from engines.lowering.problems.convolution import Contraction, Depthwise
 from engines.lowering.problems.problem import Array, Problem
@@ -23,7 +23,7 @@ from engines.passes.rewriting.facts import is_product
 
 
 @lowers("Conv", images=True, volumes=True)
-def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_conv(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     conv = node.anchor
     weights = ctx.constant(conv.inputs[1])
     x, stride, dilation = padded_input(ctx, conv, weights.shape[2:])
@@ -56,7 +56,7 @@ def transposed(view: View) -> View:
 
 
 @lowers("Gemm", "MatMul")
-def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_matmul(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     product = node.anchor
     if is_product(ctx.graph, node) or len(ctx.type(product.inputs[1]).shape) > 2:      # batched, for example per head
         return lower_product(ctx, node)

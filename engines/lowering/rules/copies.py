@@ -13,7 +13,7 @@ from engines.ir.graph import BATCH, Node, TensorType
 from engines.lowering.calls.aliasing import cuts_of, item_perm
 from engines.lowering.calls.body import write_body
 from engines.lowering.calls.broadcast import broadcast
-from engines.lowering.calls.calls import Call, Context, Refused, lowers
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from engines.lowering.calls.placement import Placement, as_one_item, items_stay
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.elementwise import Pointwise
@@ -22,7 +22,7 @@ from engines.lowering.problems.view import FLOATS, View
 
 
 @lowers("Slice", "Split")
-def lower_cut(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_cut(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     source, calls = node.inputs[0], []
     cuts = cuts_of(node, ctx.type(source), [ctx.type(output) for output in node.outputs])
     for output, cut in zip(node.outputs, cuts, strict=True):
@@ -37,7 +37,7 @@ def lower_cut(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @lowers("Reshape", any_batch=True)
-def lower_reshape(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_reshape(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a Reshape of tensors with gaps or different dtypes, viewed with common factors of both shapes."""
     source, output = node.inputs[0], node.outputs[0]
     x, y = ctx.placements[source], ctx.placements[output]
@@ -50,7 +50,7 @@ def lower_reshape(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @lowers("Transpose", any_batch=True)
-def lower_transpose(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_transpose(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     name, output = node.inputs[0], node.outputs[0]
     source, target = ctx.placements[name], ctx.placements[output]
     axes: Sequence[int] | None = item_perm(node, ctx.type(name))
@@ -62,14 +62,14 @@ def lower_transpose(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @lowers("Expand")
-def lower_expand(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_expand(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     source, output = node.inputs[0], node.outputs[0]
     seen = replace(ctx.placements[source], view=broadcast(ctx, source, output))
     return [moved(ctx, node, source, seen, output, ctx.placements[output])]
 
 
 @lowers("Pad")
-def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_pad(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower to a copy of the inside, and fills of a strip before and after along each axis."""
     if node.attrs.get("mode", "constant") != "constant":
         raise Refused("only constant padding is compiled")
@@ -93,7 +93,7 @@ def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @lowers("BitCast")
-def lower_bits(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_bits(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower to a copy of the bytes."""
     x, y = (ctx.placements[name] for name in (node.inputs[0], node.outputs[0]))
     if x.view.size != y.view.size:
@@ -120,12 +120,12 @@ def refined(x: View, y: View) -> tuple[View, View]:
     return replace(x, shape=shape, strides=x_strides), replace(y, shape=shape, strides=y_strides)
 
 
-def copy_call(node: Node, source: Placement, target: Placement) -> Call:
+def copy_call(node: Node, source: Placement, target: Placement) -> ProblemCall:
     """Return a call that copies a tensor bit for bit. Both placements have the same shape and stored dtype."""
-    return Call(node, Permute(source.view, target.view), (source,), (target,), {"program": []})
+    return ProblemCall(node, Permute(source.view, target.view), (source,), (target,), {"program": []})
 
 
-def moved(ctx: Context, node: Node, source: str, seen: Placement, output: str, target: Placement) -> Call:
+def moved(ctx: Context, node: Node, source: str, seen: Placement, output: str, target: Placement) -> ProblemCall:
     """Return a call that copies `source`, viewed as `seen`, to `output`, requantised if the stored forms differ."""
     if seen.view.dtype == target.view.dtype and ctx.type(source).quant == ctx.type(output).quant:
         return copy_call(node, seen, target)
@@ -133,16 +133,16 @@ def moved(ctx: Context, node: Node, source: str, seen: Placement, output: str, t
     if written.program.instructions and any(placement.view.dtype not in FLOATS for placement in (seen, target)):
         raise Refused("only floats are converted by a copy")
     spec = Permute(seen.view, target.view, written.program, all(c.size == 1 for c in written.constants))
-    return Call(node, spec, (seen,), (target,), {"program": written.constants})
+    return ProblemCall(node, spec, (seen,), (target,), {"program": written.constants})
 
 
-def filled(node: Node, target: Placement, number: float) -> Call:
+def filled(node: Node, target: Placement, number: float) -> ProblemCall:
     if target.view.dtype not in FLOATS:
         raise Refused("only float tensors are filled")
     builder = ProgramBuilder(False)
     builder.add("max", number, number)
     spec = Pointwise((), target.view, builder.program(), uniform=True)
-    return Call(node, spec, (), (target,), {"program": builder.constants})
+    return ProblemCall(node, spec, (), (target,), {"program": builder.constants})
 
 
 def as_stored(tensor: TensorType, number: float) -> float:

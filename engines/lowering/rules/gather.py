@@ -8,7 +8,7 @@ import numpy as np
 
 from engines.ir.graph import Array, Node
 from engines.lowering.calls.broadcast import broadcast
-from engines.lowering.calls.calls import Call, Context, Refused, lowers
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from engines.lowering.calls.placement import Placement, as_one_item
 from engines.lowering.problems.movement import GatherElements, Lookup, Permute, Take
 from engines.lowering.problems.view import dense_view
@@ -17,7 +17,7 @@ INDICES = ("int32", "int64")
 
 
 @lowers("Gather")
-def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_gather(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     data, index = node.inputs
     output, y = ctx.type(node.outputs[0]), ctx.placements[node.outputs[0]]
     if data in ctx.graph.constants:
@@ -28,7 +28,7 @@ def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
         if not ctx.type(index).shape:       # one row without a leading axis
             y = as_one_item(y)
         lookup = Lookup(ctx.placements[index].view, y.view, len(table))
-        return [Call(node, lookup, (ctx.placements[index],), (y,), {"table": table})]
+        return [ProblemCall(node, lookup, (ctx.placements[index],), (y,), {"table": table})]
     x, axis = ctx.placements[data], node.attrs.get("axis", 0) % len(ctx.type(data).shape) - 1
     picked = ctx.constant(index)
     if axis < 0 or picked.ndim > 1 or output.quant != ctx.type(data).quant:
@@ -42,17 +42,17 @@ def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
     if picked.ndim == 0:
         view = replace(view, shape=(*view.shape[:axis], 1, *view.shape[axis:]),
                        strides=(*view.strides[:axis], 0, *view.strides[axis:]))
-    return [Call(node, Take(x.view, view, axis), (x,), (y,), {"index": np.atleast_1d(picked)})]
+    return [ProblemCall(node, Take(x.view, view, axis), (x,), (y,), {"index": np.atleast_1d(picked)})]
 
 
 @lowers("GatherElements")
-def lower_gather_elements(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_gather_elements(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     data, index = node.inputs
     x, y, axis = ctx.placements[data], ctx.placements[node.outputs[0]], node.attrs["axis"] - 1
     positions = broadcast(ctx, index, node.outputs[0])
     if axis < 0 or positions.dtype not in INDICES or ctx.type(data).quant != ctx.type(node.outputs[0]).quant:
         raise Refused("only an index of int32 or int64 along an axis after the batch is compiled")
-    return [Call(node, GatherElements(x.view, y.view, positions, axis), (x, ctx.placements[index]), (y,))]
+    return [ProblemCall(node, GatherElements(x.view, y.view, positions, axis), (x, ctx.placements[index]), (y,))]
 
 
 def _shuffled_groups(index: Array, channels: int) -> int:
@@ -63,10 +63,10 @@ def _shuffled_groups(index: Array, channels: int) -> int:
     return next((g for g in groups if np.array_equal(index, np.arange(channels).reshape(g, -1).T.ravel())), 0)
 
 
-def _shuffle(node: Node, x: Placement, y: Placement, groups: int) -> Call:
+def _shuffle(node: Node, x: Placement, y: Placement, groups: int) -> ProblemCall:
     """Return a transpose of [group, channel of the group] to [channel of the group, group]."""
     each, (*outer, size) = x.view.shape[-1] // groups, x.view.strides
     shape = (*x.view.shape[:-1], each, groups)
     apart = replace(x.view, shape=shape, strides=(*outer, size, each * size))
     together = replace(y.view, shape=shape, strides=(*y.view.strides[:-1], groups * size, size))
-    return Call(node, Permute(apart, together), (x,), (y,), {"program": []})
+    return ProblemCall(node, Permute(apart, together), (x,), (y,), {"program": []})

@@ -11,14 +11,14 @@ from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Dim, Node, TensorType
 from engines.lowering.calls.body import write_body
 from engines.lowering.calls.broadcast import broadcast_to
-from engines.lowering.calls.calls import Call, Context, Refused, lowers
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from engines.lowering.problems.matmul import MIDDLE, Attention, IntegerProduct, Product
 from engines.lowering.problems.view import View
 
 DEEPEST = 1 << 14       # largest K: a panel of the right factor is packed on a thread's stack
 
 
-def lower_product(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_product(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     (a, b), output = node.anchor.inputs, node.outputs[0]
     kinds, shape = [ctx.type(name) for name in (a, b)], ctx.type(output).shape
     if any(len(kind.shape) < 2 for kind in kinds):
@@ -41,7 +41,7 @@ def lower_product(ctx: Context, node: Node) -> Sequence[Call]:
     placements = [ctx.placements[name] for name in (a, b, *body.operands)]
     result = ctx.placements[output]
     result = result if BATCH in shape else replace(result, items=1)
-    return [Call(node, problem, tuple(placements), (result,), {"numbers": zeros, "program": body.constants})]
+    return [ProblemCall(node, problem, tuple(placements), (result,), {"numbers": zeros, "program": body.constants})]
 
 
 def _matrix_view(ctx: Context, name: str, target: Sequence[Dim], result: Sequence[Dim]) -> View:
@@ -60,7 +60,7 @@ def _matrix_view(ctx: Context, name: str, target: Sequence[Dim], result: Sequenc
 
 
 @lowers("MatMulInteger")
-def lower_integer_product(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_integer_product(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     (a, b, *zeros), output = node.inputs, node.outputs[0]
     shape, zeros = ctx.type(output).shape, [*zeros, "", ""][:2]
     if any(len(ctx.type(name).shape) < 2 for name in (a, b)):
@@ -81,11 +81,11 @@ def lower_integer_product(ctx: Context, node: Node) -> Sequence[Call]:
     problem = IntegerProduct(left, right, _matrix_view(ctx, output, shape, shape), zero_a=numbers[0], zero_b=numbers[1])
     result = ctx.placements[output]
     result = result if BATCH in shape else replace(result, items=1)
-    return [Call(node, problem, tuple(ctx.placements[name] for name in (a, b, *zeros) if name), (result,))]
+    return [ProblemCall(node, problem, tuple(ctx.placements[name] for name in (a, b, *zeros) if name), (result,))]
 
 
 @lowers("ScaledDotProductAttention")
-def lower_attention(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_attention(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     attention, output = node.anchor, node.outputs[0]
     names, mask = attention.inputs[:3], (*attention.inputs, "")[3]
     shape = ctx.type(output).shape
@@ -106,7 +106,7 @@ def lower_attention(ctx: Context, node: Node) -> Sequence[Call]:
     constants = {"numbers": _numbers(types, attention.attrs["scale"]), "program": body.constants}
     q, k, v = views
     problem = Attention(q, k, v, y.view, mask_view, body.program, "int8" if exact else node.precision)
-    return [Call(node, problem, tuple(inputs), (y,), constants)]
+    return [ProblemCall(node, problem, tuple(inputs), (y,), constants)]
 
 
 def _numbers(types: Sequence[TensorType], scale: float) -> list[float]:

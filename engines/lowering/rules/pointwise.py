@@ -7,7 +7,7 @@ from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.body import write_body
 from engines.lowering.calls.broadcast import broadcast
-from engines.lowering.calls.calls import Call, Context, Refused, lowers
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from engines.lowering.calls.placement import Placement, as_one_item, with_items
 from engines.lowering.epilogue.from_onnx import WRITERS
 from engines.lowering.problems.elementwise import CASTS, Integers, Pointwise
@@ -25,7 +25,7 @@ INTEGER_OPERATIONS: Mapping[str, str] = {
 
 
 @lowers(*dict.fromkeys((*WRITERS, *INTEGER_OPERATIONS)))
-def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_pointwise(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     if _is_on_integers(ctx, node):
         return _lower_integers(ctx, node)
     written = write_body(ctx, node, None)
@@ -38,8 +38,8 @@ def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
     views, output = _as_one(views, output)
     uniform = all(constant.size == 1 for constant in written.constants)
     spec = Pointwise(views, output.view, written.program, uniform)
-    return [Call(node, spec, tuple(ctx.placements[name] for name in written.operands), (output,),
-                 {"program": written.constants})]
+    return [ProblemCall(node, spec, tuple(ctx.placements[name] for name in written.operands), (output,),
+                        {"program": written.constants})]
 
 
 def _as_one(views: tuple[View, ...], output: Placement) -> tuple[tuple[View, ...], Placement]:
@@ -57,7 +57,7 @@ def _is_on_integers(ctx: Context, node: Node) -> bool:
     return all(kind.dtype.kind in "iub" for kind in read) or node.op == "Cast" and made.dtype.kind != "b"
 
 
-def _lower_integers(ctx: Context, node: Node) -> Sequence[Call]:
+def _lower_integers(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a node for which `_is_on_integers` is true."""
     names, output = tuple(filter(None, node.inputs)), ctx.placements[node.outputs[0]]
     views = tuple(broadcast(ctx, name, node.outputs[0]) for name in names)
@@ -68,4 +68,4 @@ def _lower_integers(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused(f"no operation on integers for {node.op}")
     inputs = tuple(ctx.placements[name] for name in names)
     views, output = _as_one(views, output)
-    return [Call(node, Integers(views, output.view, operation), inputs, (output,))]
+    return [ProblemCall(node, Integers(views, output.view, operation), inputs, (output,))]

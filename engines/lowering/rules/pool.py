@@ -8,7 +8,7 @@ from dataclasses import replace
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.body import BoundProgram, call_of, operand_views, write_body, written_for
 from engines.lowering.calls.broadcast import broadcast
-from engines.lowering.calls.calls import Call, Context, Refused, lowers
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from engines.lowering.calls.placement import Placement, as_one_item, reshaped_strides
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.images import GlobalPool, Pool
@@ -19,7 +19,7 @@ from engines.ops.window import Window
 
 
 @lowers("MaxPool", "AveragePool", images=True, volumes=True)
-def lower_pool(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_pool(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     pool = node.anchor
     if any(node.outputs[1:]):
         raise Refused("only its first output is compiled")
@@ -35,7 +35,7 @@ def lower_pool(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @lowers("GlobalAveragePool", "GlobalMaxPool", images=True, volumes=True)
-def lower_global_pool(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_global_pool(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     pool = node.anchor
     x, y = ctx.placements[pool.inputs[0]].view, ctx.placements[node.outputs[0]].view
     kind = "max" if pool.op == "GlobalMaxPool" else "mean"
@@ -46,7 +46,7 @@ def lower_global_pool(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @lowers("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
-def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_reduction(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a reduction over supported axes.
 
     These are the innermost axis, adjacent axes between the items and the innermost one, or a whole item as one row; for
@@ -79,7 +79,7 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
         spec = Reduce((x.view,), view, program=written.program, kind=kind)
     else:
         raise Refused(f"{reduction.op} over axes {axes} of {rank}")
-    return [Call(node, spec, (x,), (y,), {"program": written.constants})]
+    return [ProblemCall(node, spec, (x,), (y,), {"program": written.constants})]
 
 
 def _reduced(ctx: Context, node: Node) -> tuple[Placement, Placement, tuple[int, ...]]:
@@ -98,7 +98,7 @@ def _axes(ctx: Context, node: Node) -> tuple[int, ...]:
     return tuple(sorted(int(a) % rank for a in node.anchor.attrs.get("axes", range(rank))))
 
 
-def _over_batch(ctx: Context, node: Node) -> Call:
+def _over_batch(ctx: Context, node: Node) -> ProblemCall:
     """Return an Extreme, whose items share one result."""
     x, y = ctx.placements[node.anchor.inputs[0]], ctx.placements[node.outputs[0]]
     written = write_pooled(ctx, node, 1.0)
@@ -108,7 +108,7 @@ def _over_batch(ctx: Context, node: Node) -> Call:
     row = replace(x.view, shape=(math.prod(x.view.shape),), strides=strides) if strides else x.view
     one = View(y.view.dtype, (1,), (y.view.size,), 0)
     spec = Extreme((row,), one, program=written.program, kind=node.anchor.op[6:].lower())
-    return Call(node, spec, (x,), (replace(y, view=one, items=BATCH),), {"program": written.constants})
+    return ProblemCall(node, spec, (x,), (replace(y, view=one, items=BATCH),), {"program": written.constants})
 
 
 def _reduced_between(ctx: Context, node: Node, x: View, y: View, axes: tuple[int, ...],

@@ -8,7 +8,7 @@ import numpy as np
 
 from engines.ir.graph import Array, Node
 from engines.ir.grid import grid_params
-from engines.lowering.calls.calls import Call, Context, Refused, lowers
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from engines.lowering.calls.placement import Placement
 from engines.lowering.epilogue.affine import Affine, AffineWriter
 from engines.lowering.epilogue.program import ProgramBuilder
@@ -27,7 +27,7 @@ FEW = 8                 # crowded units are few up to one in FEW
 
 
 @lowers("Recurrence")
-def lower_recurrence(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_recurrence(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     gates, r, bias, peepholes, lengths, *states = (*node.inputs, *("",) * (7 - len(node.inputs)))
     cells = _cells(node, len(ctx.constant(r)), bool(peepholes))
     kept = cells[0].kept
@@ -48,7 +48,7 @@ def lower_recurrence(ctx: Context, node: Node) -> Sequence[Call]:
     if any(view.dtype not in FLOATS for view in (problem.gates, *problem.outputs)):
         raise Refused("only floats, or y as uint8, are compiled")
     inputs = tuple(placement for placement in (ctx.placements[gates], *firsts, ends) if placement)
-    return [Call(node, problem, inputs, tuple(placement for placement in (y, *lasts) if placement), constants)]
+    return [ProblemCall(node, problem, inputs, tuple(placement for placement in (y, *lasts) if placement), constants)]
 
 
 def _cells(node: Node, count: int, peepholes: bool) -> tuple[Cell, ...]:

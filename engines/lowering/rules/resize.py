@@ -13,7 +13,7 @@ from engines.ir.counted import is_counted, plain
 from engines.ir.deferred import late_items
 from engines.ir.graph import Array, Node
 from engines.lowering.calls.body import call_of, operand_views
-from engines.lowering.calls.calls import Call, Context, Refused, lowers
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from engines.lowering.calls.placement import Placement
 from engines.lowering.problems.images import Resize, taps_of
 from engines.lowering.rules.copies import moved
@@ -22,7 +22,7 @@ from engines.ops import resize
 
 
 @lowers("Resize", images=True)
-def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_resize(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     anchor = node.anchor
     if anchor.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
         raise Refused("tf_crop_and_resize reads beside the image")
@@ -70,7 +70,7 @@ def _taps_of(node: Node, axis: int, size: int, outputs: int, scale: float) -> tu
 
 
 @lowers("DepthToSpace", "SpaceToDepth", images=True)
-def lower_blocks(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_blocks(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower to a transpose of [rows, block row, columns, block column, channels]."""
     anchor, block = node.anchor, int(node.anchor.attrs["blocksize"])
     x, y = ctx.placements[anchor.inputs[0]], ctx.placements[node.outputs[0]]

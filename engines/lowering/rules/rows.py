@@ -11,7 +11,7 @@ import numpy as np
 from engines.ir.graph import Node
 from engines.lowering.calls.body import stored, write_body
 from engines.lowering.calls.broadcast import broadcast
-from engines.lowering.calls.calls import Call, Context, Refused, lowers
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from engines.lowering.epilogue.affine import AffineWriter
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.rows import WIDEST_LRN, Lrn, Norm, RowProblem, Softmax
@@ -20,12 +20,12 @@ SMALLEST = 1e-12        # least L2 norm: a row of zeros stays zeros
 
 
 @lowers("Softmax", "LogSoftmax")
-def lower_softmax(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_softmax(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     return [row_call(ctx, node, Softmax, log=node.anchor.op == "LogSoftmax")]
 
 
 @lowers("LayerNormalization", "RMSNormalization", "LpNormalization")
-def lower_norm(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_norm(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     norm = node.anchor
     if any(node.outputs[1:]):
         raise Refused("only its first output is compiled")
@@ -51,7 +51,7 @@ def _scaled_by_rows(node: Node) -> Node:
 
 
 @lowers("LRN", images=True)
-def lower_lrn(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_lrn(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     lrn = node.anchor.attrs
     if lrn["size"] > WIDEST_LRN:
         raise Refused(f"its window has {lrn['size']} channels; at most {WIDEST_LRN} are compiled")
@@ -60,7 +60,7 @@ def lower_lrn(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def row_call(ctx: Context, node: Node, family: Callable[..., RowProblem], accumulator: tuple[Any, Any] = (1.0, 0.0),
-             **options: Any) -> Call:
+             **options: Any) -> ProblemCall:
     """Return a call of a row problem with dequantisation as its prologue and the node's body as its program."""
     name, rank = node.anchor.inputs[0], len(ctx.type(node.anchor.inputs[0]).shape)
     if rank < 2:
@@ -74,4 +74,4 @@ def row_call(ctx: Context, node: Node, family: Callable[..., RowProblem], accumu
     AffineWriter(builder).settle(stored(ctx.type(name), builder.operand()))
     spec = family((x.view,), y.view, operands, builder.program(), written.program, **options)
     inputs = (x, *(ctx.placements[operand] for operand in written.operands))
-    return Call(node, spec, inputs, (y,), {"prologue": builder.constants, "program": written.constants})
+    return ProblemCall(node, spec, inputs, (y,), {"prologue": builder.constants, "program": written.constants})

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from engines.ir.counted import as_int
 from engines.ir.graph import Node
-from engines.lowering.calls.calls import Call, Context, Refused, lowers
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from engines.lowering.calls.placement import as_one_item
 from engines.lowering.problems.selection import Suppression
 
@@ -13,7 +13,7 @@ MOST_BYTES = 1 << 21        # on a thread's stack: a score and an index per box,
 
 
 @lowers("BoundedNonMaxSuppression")
-def lower_suppression(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_suppression(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     inputs = tuple(as_one_item(ctx.placements[name]) for name in node.inputs)
     outputs = tuple(as_one_item(ctx.placements[name]) for name in node.outputs)
     boxes, limit = inputs[0].view.shape[1], as_int(node.attrs["limit"])
@@ -22,4 +22,4 @@ def lower_suppression(ctx: Context, node: Node) -> Sequence[Call]:
     names = (*Suppression.reads, *Suppression.writes)
     views = {name: placed.view for name, placed in zip(names, (*inputs, *outputs), strict=True)}
     spec = Suppression(limit=limit, centred=bool(node.attrs.get("center_point_box", 0)), **views)
-    return [Call(node, spec, inputs, outputs)]
+    return [ProblemCall(node, spec, inputs, outputs)]

@@ -16,7 +16,7 @@ import numpy as np
 from engines.ir.graph import Node
 from engines.lowering.calls.body import write_body
 from engines.lowering.calls.broadcast import broadcast
-from engines.lowering.calls.calls import Call, Context, Refused, lowers
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from engines.lowering.calls.phases import Phase, phases
 from engines.lowering.calls.placement import Placement
 from engines.lowering.problems.convolution import Contraction, Depthwise
@@ -25,7 +25,7 @@ from engines.lowering.rules.contraction import accumulator_of, border_of, merge_
 
 
 @lowers("ConvTranspose", images=True, volumes=True)
-def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     conv = node.anchor
     groups = int(conv.attrs.get("group", 1))
     weights = _conv_weights(ctx.constant(conv.inputs[1]), groups)
@@ -36,7 +36,7 @@ def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     *outer, columns = axes = phases(ctx.graph, conv)
     if not all(phase.taps for phase in chain(*axes)):
         raise Refused("its kernel is smaller than its stride")
-    calls: list[Call] = []
+    calls: list[ProblemCall] = []
     for combination in product(*outer):
         apart = [_phase(ctx, node, weights, groups, (*combination, column)) for column in columns]
         together = _merged_columns(ctx, apart, combination, columns) if groups == 1 else None
@@ -56,7 +56,7 @@ def _is_depthwise(weights: Array, groups: int) -> bool:
     return groups > 1 and weights.shape[:2] == (groups, 1) and weights.ndim == 4
 
 
-def _phase(ctx: Context, node: Node, weights: Array, groups: int, combination: Sequence[Phase]) -> Call:
+def _phase(ctx: Context, node: Node, weights: Array, groups: int, combination: Sequence[Phase]) -> ProblemCall:
     """Return the call of a phase. weights: [groups * cout, cin, *kernel]; combination: the phase along each axis."""
     conv, output = node.anchor, node.outputs[0]
     for axis, phase in enumerate(combination, 2):
@@ -73,7 +73,7 @@ def _phase(ctx: Context, node: Node, weights: Array, groups: int, combination: S
             tuple(len(phase.taps) for phase in combination), ones, ones)
     border = border_of(ctx, conv, x.view, [-phase.first for phase in combination])
     problem = Depthwise(*seen) if _is_depthwise(weights, groups) else Contraction(*seen, groups, border)
-    return Call(node, problem, (x, *others), (y,), {"weights": weights, "program": body.constants})
+    return ProblemCall(node, problem, (x, *others), (y,), {"weights": weights, "program": body.constants})
 
 
 def _part(placement: Placement, combination: Sequence[Phase]) -> Placement:
@@ -83,8 +83,8 @@ def _part(placement: Placement, combination: Sequence[Phase]) -> Placement:
     return placement
 
 
-def _merged_columns(ctx: Context, apart: Sequence[Call], combination: Sequence[Phase],
-                    columns: Sequence[Phase]) -> Call | None:
+def _merged_columns(ctx: Context, apart: Sequence[ProblemCall], combination: Sequence[Phase],
+                    columns: Sequence[Phase]) -> ProblemCall | None:
     """Merge the calls of all phases of the columns, with their channels side by side.
 
     `combination` is the phase along each other axis. Returns None if the calls differ in more than constants, if pixels
@@ -113,5 +113,5 @@ def _merged_columns(ctx: Context, apart: Sequence[Call], combination: Sequence[P
     node = apart[0].node
     border = border_of(ctx, node.anchor, x.view, [*(-phase.first for phase in combination), -first])
     problem = replace(problem, x=x.view, y=y.view, taps=(*outer, taps), border=border)
-    return Call(node, problem, (x,), (y,), {"weights": weights.reshape(-1, *weights.shape[2:]),
+    return ProblemCall(node, problem, (x,), (y,), {"weights": weights.reshape(-1, *weights.shape[2:]),
                                                  "program": program})

@@ -30,7 +30,7 @@ from infer_server.protocol.json_tensors import MANY, NO_JSON, from_json, json_pi
 from infer_server.protocol.json_values import JsonArray, Steps, flat
 from infer_server.protocol.parameters import Parameters
 from infer_server.repository.model import Model
-from infer_server.serving import Call, Served
+from infer_server.serving import InferenceCall, Served
 
 _EVENTS = "text/event-stream; charset=utf-8"
 _PARAMETERS = "parameters"              # optional member that holds further inputs and parameters
@@ -76,7 +76,7 @@ def _submit(exchange: Exchange, call: GenerateCall, services: InferenceServices,
     exchange.when_left(services.inferences.submit(call, reply).cancel)
 
 
-class GenerateCall(Call):
+class GenerateCall(InferenceCall):
     """Generate request; its response is a JSON object as text."""
     protocol = "HTTP"
 

@@ -46,7 +46,7 @@ from infer_server.protocol.json_values import JsonArray, parsed
 from infer_server.protocol.parameters import Parameters, digits
 from infer_server.protocol.wire import KEPT_BYTES, KEPT_FORMS
 from infer_server.repository.model import Model
-from infer_server.serving import Call, Served
+from infer_server.serving import InferenceCall, Served
 
 _JSON_BYTES = "inference-header-content-length"     # header: size of the JSON in the body; binary tensors follow it
 LITTLE_JSON_BYTES = 16 << 10                        # outputs up to this size are quickly encoded as JSON
@@ -118,7 +118,7 @@ class _InferReply(HttpReply):
         self._exchange.respond(response)
 
 
-class HttpCall(Call):
+class HttpCall(InferenceCall):
     """Inference request over HTTP; its response is an HttpResponse."""
     protocol = "HTTP"
     _in_place: Sequence[TensorLocation] = ()  # shared memory that is read during execution; set by contents()

@@ -4,11 +4,11 @@ import pytest
 
 from calibration.accuracy.comparison import CHUNK, Reference
 from calibration.accuracy.measures import cosine, fault_of_int8, powers, typical, zeroed
-from calibration.accuracy.parts import Parts
+from calibration.accuracy.parts import TensorParts
 
 SHAPE = (2, CHUNK // 16 + 3, 24)        # more than a chunk an item, and no multiple of one
 BOXES = np.arange(24) < 4
-PARTS = {"y": Parts(("boxes", "scores"), ((~BOXES).astype(np.int32).reshape(1, 1, 24),) * 2)}
+PARTS = {"y": TensorParts(("boxes", "scores"), ((~BOXES).astype(np.int32).reshape(1, 1, 24),) * 2)}
 
 
 def runs():

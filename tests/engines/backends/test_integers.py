@@ -3,7 +3,7 @@ import pytest
 
 from engines.backends.llvm.codegen.isa import PORTABLE
 from engines.ir.graph import BATCH, Graph, Node, TensorType
-from engines.lowering.calls.calls import Call
+from engines.lowering.calls.calls import ProblemCall
 from engines.lowering.lower import lower
 from engines.lowering.problems.elementwise import OPERATIONS, STORED_INTEGERS, CumulativeSum, Integers
 from engines.lowering.problems.view import View, dense_view
@@ -128,7 +128,7 @@ def only_call(op, kinds, made, shape=(BATCH, 5), **attrs):
     ("Div", [INT64, INT64], INT64), ("Mod", [INT64, INT64], INT64)])
 def test_a_node_on_integers_is_one_operation(op, kinds, made):
     call = only_call(op, kinds, made)
-    assert isinstance(call, Call) and isinstance(call.problem, Integers), call.reason
+    assert isinstance(call, ProblemCall) and isinstance(call.problem, Integers), call.reason
     x = [draw(view, i) for i, view in enumerate(call.problem.sources)]
     np.testing.assert_array_equal(call.problem.reference(x, {})[0], OPS[op].reference(call.node, *x)[0])
 

@@ -17,7 +17,7 @@ from engines.backends.llvm.session import LlvmSession
 from engines.compiler.specialise import relower
 from engines.errors import PlanTargetError
 from engines.loading import load_engine
-from engines.lowering.calls.calls import Call
+from engines.lowering.calls.calls import ProblemCall
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
 from engines.plan.file import read_plan, write_plan
@@ -148,7 +148,7 @@ def test_made_constants_are_what_packing_means_bit_for_bit(plan_of: Callable[...
     chosen = session.choose(graph_of(read), read.max_batch)
     compared = 0
     for step, call in zip(read.machine.steps, chosen.lowered.calls, strict=True):
-        if not isinstance(call, Call):
+        if not isinstance(call, ProblemCall):
             continue
         constants = chosen.choices[call.problem].kernel.expanded_constants(
             session.isa, chosen.choices[call.problem].tactic, call.constants)

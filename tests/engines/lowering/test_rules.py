@@ -8,7 +8,7 @@ import pytest
 
 from engines.backends.llvm.codegen.isa import AVX512_VNNI, PORTABLE
 from engines.ir.graph import BATCH, Graph, Node, QParams, TensorType, type_of
-from engines.lowering.calls.calls import Call, FallbackCall, Refused
+from engines.lowering.calls.calls import FallbackCall, ProblemCall, Refused
 from engines.lowering.calls.placement import buffer_bytes, strided
 from engines.lowering.lower import lower
 from engines.lowering.problems.matmul import IntegerProduct
@@ -109,7 +109,7 @@ def execute(graph: Graph, runner: Runner, x: Any) -> Any:
 
     array("x")[...] = x
     for call in lowered.calls:
-        assert isinstance(call, Call), call.reason
+        assert isinstance(call, ProblemCall), call.reason
         inputs, outputs = ([memory[p.buffer][p.offset:] for p in of] for of in (call.inputs, call.outputs))
         runner.execute(call.problem, inputs, outputs, dict(call.constants), ITEMS)
     return array("y").copy()

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from engines.errors import GraphError
-from engines.frontend.operators.extension import StandardParts, contrib
-from engines.frontend.operators.normalise import Call
+from engines.frontend.operators.extension import StandardNodeBuilder, contrib
+from engines.frontend.operators.normalise import OperatorCall
 from engines.ir.graph import Node
 from engines.ir.shapes import fixed
 
@@ -13,7 +13,8 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     "ThresholdedRelu": ("alpha",), "HardSigmoid": ("alpha", "beta"), "Clip": ("min", "max")}
 
 
-def activated(w: StandardParts, call: Call, x: str, name: str | None, parameters: list[float | None]) -> list[Node]:
+def activated(w: StandardNodeBuilder, call: OperatorCall, x: str, name: str | None,
+              parameters: list[float | None]) -> list[Node]:
     """Finish with the activation of x, if any; `parameters` are in the order of its attributes, None for a default."""
     if not name:
         return w.finish("Identity", x)
@@ -27,44 +28,44 @@ def activated(w: StandardParts, call: Call, x: str, name: str | None, parameters
 
 
 @contrib("Gelu", "X:T")
-def _gelu(call: Call) -> list[Node]:
-    return StandardParts(call).finish("Gelu", call.node.inputs[0])
+def _gelu(call: OperatorCall) -> list[Node]:
+    return StandardNodeBuilder(call).finish("Gelu", call.node.inputs[0])
 
 
 @contrib("BiasGelu", "A:T B:T")
-def _bias_gelu(call: Call) -> list[Node]:
-    w = StandardParts(call)
+def _bias_gelu(call: OperatorCall) -> list[Node]:
+    w = StandardNodeBuilder(call)
     return w.finish("Gelu", w("Add", *call.node.inputs))
 
 
 @contrib("FastGelu", "X:T bias:T?")
-def _fast_gelu(call: Call) -> list[Node]:
-    w = StandardParts(call)
+def _fast_gelu(call: OperatorCall) -> list[Node]:
+    w = StandardNodeBuilder(call)
     return w.finish("Gelu", w.plus(call.node.inputs[0], call, 1), approximate="tanh")
 
 
 @contrib("GemmFastGelu", "X:T W:T bias:T?")
-def _gemm_fast_gelu(call: Call) -> list[Node]:
-    w = StandardParts(call)
+def _gemm_fast_gelu(call: OperatorCall) -> list[Node]:
+    w = StandardNodeBuilder(call)
     return w.finish("Gelu", w.plus(w("MatMul", *call.node.inputs[:2]), call, 2), approximate="tanh")
 
 
 @contrib("QuickGelu", "X:T", "alpha=1.702")
-def _quick_gelu(call: Call) -> list[Node]:
+def _quick_gelu(call: OperatorCall) -> list[Node]:
     """Lower QuickGelu: x * sigmoid(alpha * x)."""
-    return StandardParts(call).finish("Swish", call.node.inputs[0], alpha=call.attr("alpha", 1.702))
+    return StandardNodeBuilder(call).finish("Swish", call.node.inputs[0], alpha=call.attr("alpha", 1.702))
 
 
 @contrib("BiasSplitGelu", "X:T bias:T")
-def _bias_split_gelu(call: Call) -> list[Node]:
+def _bias_split_gelu(call: OperatorCall) -> list[Node]:
     """Lower BiasSplitGelu: the first half of x + bias times the Gelu of the second."""
-    w, half = StandardParts(call), fixed(call.type().shape[-1:])[0] // 2
+    w, half = StandardNodeBuilder(call), fixed(call.type().shape[-1:])[0] // 2
     x = w("Add", *call.node.inputs)
     return w.finish("Mul", w.cut(x, -1, 0, half), w("Gelu", w.cut(x, -1, half, 2 * half)))
 
 
 @contrib("BiasAdd", "X:T bias:T skip:T")
-def _bias_add(call: Call) -> list[Node]:
+def _bias_add(call: OperatorCall) -> list[Node]:
     x, bias, skip = call.node.inputs
-    w = StandardParts(call)
+    w = StandardNodeBuilder(call)
     return w.finish("Add", w("Add", x, bias), skip)

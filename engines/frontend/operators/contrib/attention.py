@@ -12,8 +12,8 @@ import numpy as np
 
 from engines.errors import GraphError
 from engines.frontend.operators.contrib.quantised import product
-from engines.frontend.operators.extension import StandardParts, contrib
-from engines.frontend.operators.normalise import Call
+from engines.frontend.operators.extension import StandardNodeBuilder, contrib
+from engines.frontend.operators.normalise import OperatorCall
 from engines.ir.graph import Dim, Node
 from engines.ir.shapes import extent, fixed, text
 
@@ -32,24 +32,24 @@ class _ScoreExtents:
 # ---- with the weights of the projections
 @contrib("Attention", "input:T weights:T bias:T? mask_index:I? past:T? attention_bias:T? past_sequence_length:I?",
          f"qkv_hidden_sizes:ints rotary_embedding_dim=0 {_WITH_WEIGHTS}", 2)
-def _attention(call: Call) -> list[Node]:
+def _attention(call: OperatorCall) -> list[Node]:
     _refuse(call, 6)
-    w = StandardParts(call)
+    w = StandardNodeBuilder(call)
     x = w.plus(w("MatMul", *call.node.inputs[:2]), call, 2)
     return _of_projections(w, call, x, call.attr("qkv_hidden_sizes"), mask=3, past=4, bias=5)
 
 
 @contrib("QAttention", "input:Q weight:Q1 bias:F input_scale:F weight_scale:F mask_index:I? input_zero_point:Q? "
          "weight_zero_point:Q1? past:F?", _WITH_WEIGHTS, 2)
-def _quantised_attention(call: Call) -> list[Node]:
-    w, inputs = StandardParts(call), (*call.node.inputs, *[""] * 3)
+def _quantised_attention(call: OperatorCall) -> list[Node]:
+    w, inputs = StandardNodeBuilder(call), (*call.node.inputs, *[""] * 3)
     operands = (inputs[0], inputs[1], inputs[6], inputs[7])
     x = w("Add", product(w, operands, w("Mul", inputs[3], inputs[4])), inputs[2])
     return _of_projections(w, call, x, None, mask=5, past=8, bias=9)
 
 
-def _of_projections(w: StandardParts, call: Call, x: str, sizes: Sequence[int] | None, mask: int, past: int,
-                    bias: int) -> list[Node]:
+def _of_projections(w: StandardNodeBuilder, call: OperatorCall, x: str, sizes: Sequence[int] | None, mask: int,
+                    past: int, bias: int) -> list[Node]:
     """Lower an attention on projections x, which has q, k and v of `sizes` side by side.
 
     The past holds keys and values [2, N, heads, tokens, depth]; mask, past and bias are indices of inputs.
@@ -72,14 +72,14 @@ def _of_projections(w: StandardParts, call: Call, x: str, sizes: Sequence[int] |
 # ---- of what was projected
 @contrib("MultiHeadAttention", "query:T key:T? value:T? bias:T? key_padding_mask:I? attention_bias:T? past_key:T? "
          "past_value:T? past_sequence_length:I? cache_indirection:I?", _ATTRIBUTES, 3)
-def _multi_head(call: Call) -> list[Node]:
+def _multi_head(call: OperatorCall) -> list[Node]:
     """Lower MultiHeadAttention.
 
     q, k and v are separate, or interleaved per head: [N, tokens, heads, 3, depth], or 2 for k and v alone. Keys and
     values of shape [N, heads, tokens, depth] are those of cross-attention, to which no bias is added.
     """
     _refuse(call, 8, 9)
-    w, heads = StandardParts(call), call.attr("num_heads")
+    w, heads = StandardNodeBuilder(call), call.attr("num_heads")
     q, k, v = _three(w, call, heads)
     items, queries, *_ = call.type().shape
     keys = queries if not call.has(1) else call.type(1).shape[2 if _ready(call, 1) else 1]
@@ -93,11 +93,11 @@ def _multi_head(call: Call) -> list[Node]:
     return _finish(w, call, (q, k, v), added)
 
 
-def _ready(call: Call, index: int) -> bool:
+def _ready(call: OperatorCall, index: int) -> bool:
     return call.has(index) and len(call.type(index).shape) == 4
 
 
-def _three(w: StandardParts, call: Call, heads: int) -> Sequence[str]:
+def _three(w: StandardNodeBuilder, call: OperatorCall, heads: int) -> Sequence[str]:
     """Return q, k and v, each [N, heads, tokens, depth]."""
     given = call.node.inputs
     if call.rank == 5:
@@ -115,40 +115,40 @@ def _three(w: StandardParts, call: Call, heads: int) -> Sequence[str]:
     return (q, *(given[i] if _ready(call, i) else _projected(w, given[i], biases[i:i + 1], heads) for i in (1, 2)))
 
 
-def _projected(w: StandardParts, x: str, bias: Sequence[str], heads: int) -> str:
+def _projected(w: StandardNodeBuilder, x: str, bias: Sequence[str], heads: int) -> str:
     return heads_first(w, w("Add", x, *bias) if bias else x, heads)
 
 
-def _apart(w: StandardParts, x: str, count: int) -> Sequence[str]:
+def _apart(w: StandardNodeBuilder, x: str, count: int) -> Sequence[str]:
     """Split [N, tokens, heads, count, depth] into `count` tensors [N, heads, tokens, depth]."""
     one = np.dtype(np.int64)
     return [w("Transpose", w("Gather", x, w.number(i, one), axis=3), perm=(0, 2, 1, 3)) for i in range(count)]
 
 
 # ---- common parts
-def heads_first(w: StandardParts, x: str, heads: int) -> str:
+def heads_first(w: StandardNodeBuilder, x: str, heads: int) -> str:
     """Reshape [N, tokens, heads * depth] to [N, heads, tokens, depth]."""
     return w("Transpose", w.reshape(x, 0, 0, heads, -1), perm=(0, 2, 1, 3))
 
 
-def side_by_side(w: StandardParts, y: str) -> list[Node]:
+def side_by_side(w: StandardNodeBuilder, y: str) -> list[Node]:
     """Finish with y [N, heads, tokens, depth] as [N, tokens, heads * depth]."""
     return w.finish("Reshape", w("Transpose", y, perm=(0, 2, 1, 3)), w.ints(0, 0, -1))
 
 
-def _finish(w: StandardParts, call: Call, parts: Sequence[str], added: Sequence[str]) -> list[Node]:
+def _finish(w: StandardNodeBuilder, call: OperatorCall, parts: Sequence[str], added: Sequence[str]) -> list[Node]:
     mask = ""
     for term in added:
         mask = w("Add", mask, term) if mask else term
     return side_by_side(w, w("Attention", *parts, *filter(None, [mask]), **scaled(call)))
 
 
-def scaled(call: Call) -> dict[str, float]:
+def scaled(call: OperatorCall) -> dict[str, float]:
     """Return the scale attribute, or {} for the default of 1 / sqrt(depth)."""
     return {"scale": scale} if (scale := call.attr("scale", 0.0)) else {}
 
 
-def _added(w: StandardParts, call: Call, scores: _ScoreExtents, mask: int, bias: int) -> list[str]:
+def _added(w: StandardNodeBuilder, call: OperatorCall, scores: _ScoreExtents, mask: int, bias: int) -> list[str]:
     """Return the tensors to add to the scores, which broadcast to them."""
     dtype = next(t.dtype for t in call.types if t is not None and t.dtype.kind not in "iu")
     terms: list[str] = []
@@ -164,7 +164,7 @@ def _added(w: StandardParts, call: Call, scores: _ScoreExtents, mask: int, bias:
     return terms
 
 
-def _seen(w: StandardParts, call: Call, scores: _ScoreExtents, index: int) -> str:
+def _seen(w: StandardNodeBuilder, call: OperatorCall, scores: _ScoreExtents, index: int) -> str:
     """Return a bool tensor that is true for visible keys, from a mask in one of its forms.
 
     Forms: 1 for visible keys, per key or per query and key; the number of keys of each item; the ends of the keys and
@@ -188,7 +188,7 @@ def _seen(w: StandardParts, call: Call, scores: _ScoreExtents, index: int) -> st
     return w("Greater", name, zero)
 
 
-def _refuse(call: Call, *indices: int) -> None:
+def _refuse(call: OperatorCall, *indices: int) -> None:
     """Raise GraphError for inputs of decoders with a shared buffer of states."""
     for index in filter(call.has, indices):
         raise GraphError(f"its input '{call.node.inputs[index]}' is of a form that is not supported")

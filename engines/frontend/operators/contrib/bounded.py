@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.frontend.operators.extension import StandardParts, extension
-from engines.frontend.operators.normalise import Call
+from engines.frontend.operators.extension import StandardNodeBuilder, extension
+from engines.frontend.operators.normalise import OperatorCall
 from engines.ir.graph import Node
 from engines.ir.shapes import fixed
 
@@ -15,8 +15,8 @@ DOMAIN = "engines"
 
 @extension(DOMAIN, "BoundedNonMaxSuppression", "boxes:F scores:F most:L? overlap:F? least:F?", "center_point_box=0",
            outputs=2)
-def _suppression(call: Call) -> list[Node]:
-    w, (boxes,) = StandardParts(call), fixed(call.type().shape[1:2])
+def _suppression(call: OperatorCall) -> list[Node]:
+    w, (boxes,) = StandardNodeBuilder(call), fixed(call.type().shape[1:2])
     most, overlap, least = (
         call.node.inputs[index] if call.has(index) else w.constant(np.array([value], dtype))
         for index, value, dtype in ((2, 0, np.int64), (3, 0, np.float32), (4, -np.inf, np.float32)))

@@ -12,8 +12,8 @@ import numpy as np
 
 from engines.errors import GraphError
 from engines.frontend.operators.contrib.attention import heads_first, scaled, side_by_side
-from engines.frontend.operators.extension import StandardParts, contrib
-from engines.frontend.operators.normalise import Call
+from engines.frontend.operators.extension import StandardNodeBuilder, contrib
+from engines.frontend.operators.normalise import OperatorCall
 from engines.ir.deferred import array_of
 from engines.ir.graph import Node
 from engines.ir.shapes import fixed
@@ -24,9 +24,9 @@ QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, POSITIONS, BI
 
 @contrib("RotaryEmbedding", "input:T position_ids:L cos_cache:T sin_cache:T",
          "interleaved=0 is_packed_batching=0 num_heads=0 rotary_embedding_dim=0 scale=1.0")
-def _rotary(call: Call) -> list[Node]:
+def _rotary(call: OperatorCall) -> list[Node]:
     """Lower to ONNX's RotaryEmbedding: a single position is that of the first token, and tables may give the heads."""
-    w, (x, positions, *tables) = StandardParts(call), call.node.inputs
+    w, (x, positions, *tables) = StandardNodeBuilder(call), call.node.inputs
     width, attrs = 2 * fixed(call.type(2).shape[1:2])[0], call.keep("interleaved", "num_heads", "rotary_embedding_dim")
     if call.rank == 3 and not attrs.get("num_heads"):
         attrs["num_heads"] = fixed(call.type().shape[2:])[0] // width
@@ -52,7 +52,7 @@ class _Cache:
         return max(self.room, self.tokens)
 
     @staticmethod
-    def of(call: Call) -> _Cache:
+    def of(call: OperatorCall) -> _Cache:
         (new,) = fixed(call.type().shape[1:2])
         room = fixed(call.type(PAST_KEY).shape[2:3])[0] if call.has(PAST_KEY) else 0
         (tokens,) = (call.ints(TOTAL) or (new,)) if room else (new,)
@@ -66,9 +66,9 @@ class _Cache:
          "causal=1 do_rotary=0 k_quant_type=NONE kv_cache_bit_width=0 kv_num_heads:int! local_window_size=-1 "
          "num_heads:int! qk_norm_epsilon=1e-6 qk_output=0 rotary_interleaved=0 scale=0.0 sliding_window_cache=0 "
          "smooth_softmax=-1 softcap=0.0 v_quant_type=NONE", 3)
-def _group_query(call: Call) -> list[Node]:
+def _group_query(call: OperatorCall) -> list[Node]:
     call.ignore("qk_norm_epsilon")      # of inputs that are not supported
-    w, cache = StandardParts(call), _Cache.of(call)
+    w, cache = StandardNodeBuilder(call), _Cache.of(call)
     q, k, v = _heads(w, call)
     positions = _positions(w, call, cache)
     if call.attr("do_rotary", 0):
@@ -86,7 +86,7 @@ def _group_query(call: Call) -> list[Node]:
     return side_by_side(w, w("Attention", q, k, v, *filter(None, [mask]), **attrs))
 
 
-def _heads(w: StandardParts, call: Call) -> list[str]:
+def _heads(w: StandardNodeBuilder, call: OperatorCall) -> list[str]:
     """Return q, k and v [N, heads, tokens, depth], from separate inputs or side by side in one."""
     queries, keys = call.attr("num_heads"), call.attr("kv_num_heads")
     counts = (queries, keys, keys)
@@ -99,7 +99,7 @@ def _heads(w: StandardParts, call: Call) -> list[str]:
     return [heads_first(w, part, count) for part, count in zip(parts, counts, strict=True)]
 
 
-def _positions(w: StandardParts, call: Call, cache: _Cache) -> str:
+def _positions(w: StandardNodeBuilder, call: OperatorCall, cache: _Cache) -> str:
     """Return the positions of the new tokens in their items, int64 [N or 1, S]."""
     if cache.prompt:
         return w.constant(array_of(_row, [cache.new], (1, cache.new), np.int64))
@@ -107,7 +107,7 @@ def _positions(w: StandardParts, call: Call, cache: _Cache) -> str:
     return w("Add", lengths, w.constant(array_of(_last, [cache.new], (cache.new,), np.int64)))
 
 
-def _turns(w: StandardParts, call: Call, cache: _Cache, positions: str) -> str:
+def _turns(w: StandardNodeBuilder, call: OperatorCall, cache: _Cache, positions: str) -> str:
     """Return the positions for the rotary embedding: an input if given, of which a prompt uses the first only."""
     if not call.has(POSITIONS):
         return positions
@@ -115,14 +115,14 @@ def _turns(w: StandardParts, call: Call, cache: _Cache, positions: str) -> str:
     return w("Add", w.cut(w.reshape(given, -1), 0, 0, 1), positions) if cache.prompt else given
 
 
-def _turned(w: StandardParts, call: Call, x: str, positions: str) -> str:
+def _turned(w: StandardNodeBuilder, call: OperatorCall, x: str, positions: str) -> str:
     cos, sin = call.node.inputs[COS:SIN + 1]
     turned = 2 * fixed(call.type(COS).shape[1:2])[0]
     return w("RotaryEmbedding", x, cos, sin, positions, interleaved=call.attr("rotary_interleaved", 0),
              rotary_embedding_dim=turned)
 
 
-def _present(w: StandardParts, call: Call, cache: _Cache, new: str, past: int) -> str:
+def _present(w: StandardNodeBuilder, call: OperatorCall, cache: _Cache, new: str, past: int) -> str:
     """Return the keys or values of all tokens, in a tensor of the past's capacity if that suffices."""
     before = call.node.inputs[past] if call.has(past) else ""
     if cache.prompt:
@@ -137,12 +137,12 @@ def _present(w: StandardParts, call: Call, cache: _Cache, new: str, past: int) -
     return w("Concat", old, new, *[behind] * (cache.tokens < cache.room), axis=2)
 
 
-def _filled(w: StandardParts, x: str, more: int) -> str:
+def _filled(w: StandardNodeBuilder, x: str, more: int) -> str:
     return w("Pad", x, w.ints(0, 0, 0, 0, 0, 0, more, 0)) if more else x
 
 
 # ---- masks
-def _mask(w: StandardParts, call: Call, cache: _Cache, positions: str) -> str:
+def _mask(w: StandardNodeBuilder, call: OperatorCall, cache: _Cache, positions: str) -> str:
     """Return the mask [N or 1, 1, S, tokens], -inf for hidden keys, plus the bias."""
     causal, window, dtype = call.attr("causal", 1), call.attr("local_window_size", -1), call.type().dtype
     tokens = cache.tokens
@@ -180,7 +180,7 @@ def _column(count: int) -> np.ndarray:
     return np.arange(count, dtype=np.int32)[:, None]
 
 
-def _seen(w: StandardParts, call: Call, tokens: int, positions: str, window: int | None) -> str:
+def _seen(w: StandardNodeBuilder, call: OperatorCall, tokens: int, positions: str, window: int | None) -> str:
     """Return the visible keys as bools. A window of None means attention that is not causal: all keys of the item."""
     if window is None:
         return w("LessOrEqual", w.constant(array_of(_keys, [tokens, np.int32], (tokens,), np.int32)),
@@ -191,7 +191,7 @@ def _seen(w: StandardParts, call: Call, tokens: int, positions: str, window: int
     return w("And", seen, w("Less", behind, w.ints(window))) if window >= 0 else seen
 
 
-def _with_sink(w: StandardParts, call: Call, cache: _Cache, parts: tuple[str, str, str]) -> list[str]:
+def _with_sink(w: StandardNodeBuilder, call: OperatorCall, cache: _Cache, parts: tuple[str, str, str]) -> list[str]:
     """Append a key whose score is the head's sink (or 0) and whose value is 0 to (keys, values, mask)."""
     *both, mask = parts
     zero = w.number(0, call.type().dtype)

@@ -6,21 +6,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from engines.errors import GraphError
-from engines.frontend.operators.extension import StandardParts, contrib
-from engines.frontend.operators.normalise import Call
+from engines.frontend.operators.extension import StandardNodeBuilder, contrib
+from engines.frontend.operators.normalise import OperatorCall
 from engines.ir.graph import Node
 
 _MODES = {"bilinear": "linear", "nearest": "nearest", "bicubic": "cubic"}
 
 
 @contrib("GridSample", "X:T Grid:T", "align_corners=0 mode=bilinear padding_mode=zeros")
-def _grid_sample(call: Call) -> list[Node]:
+def _grid_sample(call: OperatorCall) -> list[Node]:
     """Lower to ONNX's GridSample, whose modes have other names."""
-    return StandardParts(call).finish("GridSample", *call.node.inputs, mode=_mode(call, _MODES),
-                                      **call.keep("align_corners", "padding_mode"))
+    return StandardNodeBuilder(call).finish("GridSample", *call.node.inputs, mode=_mode(call, _MODES),
+                                            **call.keep("align_corners", "padding_mode"))
 
 
-def _mode(call: Call, known: Sequence[str] | dict[str, str]) -> str:
+def _mode(call: OperatorCall, known: Sequence[str] | dict[str, str]) -> str:
     mode = call.attr("mode", "bilinear")
     if mode not in known:
         raise GraphError(f"its mode is '{mode}'; known are {', '.join(known)}")
@@ -28,13 +28,13 @@ def _mode(call: Call, known: Sequence[str] | dict[str, str]) -> str:
 
 
 @contrib("CropAndResize", "X:T rois:T batch_indices:I crop_size:I", "extrapolation_value=0.0 mode=bilinear")
-def _crop_and_resize(call: Call) -> list[Node]:
+def _crop_and_resize(call: OperatorCall) -> list[Node]:
     """Lower CropAndResize: sample each region's image on a grid between the region's corners.
 
     Regions are [y1, x1, y2, x2], where 0 and 1 are the first and the last pixel. Samples outside the image are
     `extrapolation_value`; a single sample along an axis is in the middle of the region.
     """
-    w, (images, regions, indices, _) = StandardParts(call), call.node.inputs
+    w, (images, regions, indices, _) = StandardNodeBuilder(call), call.node.inputs
     rows, columns = call.ints(3) or ()
     dtype = call.type().dtype
     y, x = (_between(w, regions, dtype, first, count) for first, count in ((0, rows), (1, columns)))
@@ -50,7 +50,7 @@ def _crop_and_resize(call: Call) -> list[Node]:
     return w.finish("Where", seen, sampled, w.number(call.attr("extrapolation_value", 0.0), dtype))
 
 
-def _between(w: StandardParts, regions: str, dtype: np.dtype[np.generic], first: int, count: int) -> str:
+def _between(w: StandardNodeBuilder, regions: str, dtype: np.dtype[np.generic], first: int, count: int) -> str:
     """Return coordinates [regions, count], evenly spaced from column `first` to column `first + 2` of the regions."""
     begin, end = (w.cut(regions, 1, column, column + 1) for column in (first, first + 2))
     steps = np.linspace(0, 1, count) if count > 1 else np.array([0.5])

@@ -7,8 +7,8 @@ import numpy as np
 
 from engines.errors import GraphError
 from engines.frontend.operators.contrib.activations import activated
-from engines.frontend.operators.extension import StandardParts, contrib
-from engines.frontend.operators.normalise import Call
+from engines.frontend.operators.extension import StandardNodeBuilder, contrib
+from engines.frontend.operators.normalise import OperatorCall
 from engines.ir.graph import Node
 
 _CONV = "auto_pad=NOTSET dilations:ints group=1 kernel_shape:ints pads:ints strides:ints"
@@ -17,9 +17,9 @@ _OF_CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 
 @contrib("FusedMatMul", "A:T B:T", "alpha=1.0 transA=0 transB=0 transBatchA=0 transBatchB=0")
 @contrib("TransposeMatMul", "A:T B:T", "alpha=1.0 transA=0 transB=0")
-def _fused_matmul(call: Call) -> list[Node]:
+def _fused_matmul(call: OperatorCall) -> list[Node]:
     """Lower FusedMatMul: alpha * A B, after transBatch moves axis 0 before the last and trans swaps the last two."""
-    w = StandardParts(call)
+    w = StandardNodeBuilder(call)
     a, b = (_turned(w, call, index) for index in (0, 1))
     alpha = call.attr("alpha", 1.0)
     if alpha == 1:
@@ -27,7 +27,7 @@ def _fused_matmul(call: Call) -> list[Node]:
     return w.finish("Mul", w("MatMul", a, b), w.number(alpha, call.type().dtype))
 
 
-def _turned(w: StandardParts, call: Call, index: int) -> str:
+def _turned(w: StandardNodeBuilder, call: OperatorCall, index: int) -> str:
     letter, name = "AB"[index], call.node.inputs[index]
     batch, last = (bool(call.attr(f"trans{what}{letter}", 0)) for what in ("Batch", ""))
     perm = list(range(len(call.type(index).shape)))
@@ -42,26 +42,26 @@ def _turned(w: StandardParts, call: Call, index: int) -> str:
 
 @contrib("FusedGemm", "A:T B:T C:T?", "activation:string activation_alpha:float activation_beta:float "
                                       "activation_gamma:float alpha=1.0 beta=1.0 transA=0 transB=0")
-def _fused_gemm(call: Call) -> list[Node]:
-    w = StandardParts(call)
+def _fused_gemm(call: OperatorCall) -> list[Node]:
+    w = StandardNodeBuilder(call)
     y = w("Gemm", *call.node.inputs, **call.keep("alpha", "beta", "transA", "transB"))
     parameters = [call.attr(f"activation_{which}") for which in ("alpha", "beta", "gamma")]
     return activated(w, call, y, call.attr("activation"), parameters)
 
 
 @contrib("FusedConv", "X:T W:T B:T? Z:T?", f"activation:string activation_params:floats {_CONV}")
-def _fused_conv(call: Call) -> list[Node]:
+def _fused_conv(call: OperatorCall) -> list[Node]:
     """Lower FusedConv: activation(Conv(X, W, B) + Z)."""
-    w, inputs = StandardParts(call), (*call.node.inputs, "")
+    w, inputs = StandardNodeBuilder(call), (*call.node.inputs, "")
     y = w.plus(w("Conv", *inputs[:3], **call.keep(*_OF_CONV)), call, 3)
     return activated(w, call, y, call.attr("activation"), list(call.attr("activation_params") or ()))
 
 
 @contrib("NhwcConv", "X:T W:T B:T?", _CONV)
 @contrib("NhwcFusedConv", "X:T W:T B:T? Z:T?", f"activation:string activation_params:floats {_CONV}")
-def _nhwc_conv(call: Call) -> list[Node]:
+def _nhwc_conv(call: OperatorCall) -> list[Node]:
     """Lower convolutions with channels-last images and weights."""
-    w, rank = StandardParts(call), call.rank
+    w, rank = StandardNodeBuilder(call), call.rank
     first, last = (0, rank - 1, *range(1, rank - 1)), (0, *range(2, rank), 1)
     x, weights = (w("Transpose", name, perm=first) for name in call.node.inputs[:2])
     y = w("Conv", x, weights, call.node.inputs[2] if call.has(2) else "", **call.keep(*_OF_CONV))
@@ -70,9 +70,9 @@ def _nhwc_conv(call: Call) -> list[Node]:
 
 
 @contrib("CDist", "A:T B:T", "metric=sqeuclidean")
-def _distances(call: Call) -> list[Node]:
+def _distances(call: OperatorCall) -> list[Node]:
     """Lower CDist: the distance of each row of A from each row of B."""
-    w, metric = StandardParts(call), call.attr("metric", "sqeuclidean")
+    w, metric = StandardNodeBuilder(call), call.attr("metric", "sqeuclidean")
     if metric not in ("sqeuclidean", "euclidean"):
         raise GraphError(f"its metric is '{metric}'; known are sqeuclidean and euclidean")
     a, b = (w("Unsqueeze", name, w.ints(axis)) for axis, name in zip((1, 0), call.node.inputs, strict=True))
@@ -85,12 +85,12 @@ EIGHT_BITS = 4          # the accuracy_level of int8 rows
 
 @contrib("MatMulNBits", "A:T B:X scales:T zero_points:X1? g_idx:I? bias:T?",
          "K:int! N:int! accuracy_level=0 bits=4 block_size:int! weight_prepacked=0")
-def _matmul_n_bits(call: Call) -> list[Node]:
+def _matmul_n_bits(call: OperatorCall) -> list[Node]:
     """Lower MatMulNBits: A times the transpose of B [N, K], which has a scale for each block of a row.
 
     At accuracy_level EIGHT_BITS the rows of A are rounded in blocks like B's, as in ONNX Runtime.
     """
-    w, (n, k) = StandardParts(call), (call.attr("N"), call.attr("K"))
+    w, (n, k) = StandardNodeBuilder(call), (call.attr("N"), call.attr("K"))
     if call.has(4):
         raise GraphError("weights in groups that are not blocks (g_idx) are not supported")
     weights = blocks_of_bits(w, call, 1, 2, 3, n, k)
@@ -110,13 +110,13 @@ _BNB4 = ((*_HALF, *(-value for value in _HALF)),
 
 
 @contrib("MatMulBnb4", "A:T B:X absmax:T1", "K:int! N:int! block_size:int! quant_type:int! training_mode=0 transB=1")
-def _matmul_bnb4(call: Call) -> list[Node]:
+def _matmul_bnb4(call: OperatorCall) -> list[Node]:
     """Lower MatMulBnb4: A times the transpose of B [N, K], packed by bitsandbytes.
 
     The upper four bits of a byte come first; blocks of elements in row-major order have a scale each. quant_type is 0
     for 4-bit floats (fp4) and 1 for quantiles of the normal distribution (nf4).
     """
-    w, (n, k), size = StandardParts(call), (call.attr("N"), call.attr("K")), int(call.attr("block_size"))
+    w, (n, k), size = StandardNodeBuilder(call), (call.attr("N"), call.attr("K")), int(call.attr("block_size"))
     call.ignore("training_mode")        # of what is kept for gradients
     if not call.attr("transB", 1):
         raise GraphError("weights that are not transposed (transB) are not supported")
@@ -127,7 +127,8 @@ def _matmul_bnb4(call: Call) -> list[Node]:
     return w.finish("MatMul", call.node.inputs[0], w.constant(np.ascontiguousarray(weights, call.type().dtype)))
 
 
-def blocks_of_bits(w: StandardParts, call: Call, packed: int, scales: int, zeros: int, rows: int, columns: int) -> str:
+def blocks_of_bits(w: StandardNodeBuilder, call: OperatorCall, packed: int, scales: int, zeros: int, rows: int,
+                   columns: int) -> str:
     """Dequantise weights [rows, columns] of 2, 4 or 8 bits; return their name.
 
     Parameters
@@ -157,7 +158,8 @@ def blocks_of_bits(w: StandardParts, call: Call, packed: int, scales: int, zeros
     return w("DequantizeLinear", w.constant(elements), scale, w.constant(zero), axis=1, block_size=size)
 
 
-def _by_float_zeros(w: StandardParts, call: Call, elements: np.ndarray, scale: str, zero: str, size: int) -> str:
+def _by_float_zeros(w: StandardNodeBuilder, call: OperatorCall, elements: np.ndarray, scale: str, zero: str,
+                    size: int) -> str:
     """Return (element - zero) * scale by blocks, with float zero points."""
     rows, columns = elements.shape
     padded = np.pad(elements, ((0, 0), (0, -columns % size))).reshape(rows, -1, size)
@@ -167,7 +169,7 @@ def _by_float_zeros(w: StandardParts, call: Call, elements: np.ndarray, scale: s
     return w.cut(w.reshape(blocks, rows, -1), 1, 0, columns)
 
 
-def _known(call: Call, index: int) -> np.ndarray:
+def _known(call: OperatorCall, index: int) -> np.ndarray:
     value = call.values[index]
     if value is None:
         raise GraphError(f"its input '{call.node.inputs[index]}' is no constant")

@@ -5,8 +5,8 @@ import numpy as np
 
 from engines.errors import GraphError
 from engines.frontend.operators.contrib.linear import blocks_of_bits
-from engines.frontend.operators.extension import StandardParts, contrib
-from engines.frontend.operators.normalise import Call
+from engines.frontend.operators.extension import StandardNodeBuilder, contrib
+from engines.frontend.operators.normalise import OperatorCall
 from engines.ir.graph import Node
 from engines.ir.shapes import fixed, normal_axis
 
@@ -15,36 +15,36 @@ _INT64 = 7          # TensorProto.INT64
 
 @contrib("Trilu", "X:X k:L?", "upper=1")
 @contrib("GatherND", "data:X indices:N")
-def _under_the_same_name(call: Call) -> list[Node]:
-    return StandardParts(call).finish(call.node.op, *call.node.inputs, **call.keep("upper"))
+def _under_the_same_name(call: OperatorCall) -> list[Node]:
+    return StandardNodeBuilder(call).finish(call.node.op, *call.node.inputs, **call.keep("upper"))
 
 
 @contrib("Pad", "data:T pads:L value:T?", "mode=constant")
-def _pad(call: Call) -> list[Node]:
+def _pad(call: OperatorCall) -> list[Node]:
     """Lower Pad, whose pads may be [1, 2 * rank]."""
-    w, (x, pads, *value) = StandardParts(call), call.node.inputs
+    w, (x, pads, *value) = StandardNodeBuilder(call), call.node.inputs
     return w.finish("Pad", x, w.reshape(pads, -1), *value, **call.keep("mode"))
 
 
 @contrib("Range", "start:X limit:X delta:X?")
-def _range(call: Call) -> list[Node]:
+def _range(call: OperatorCall) -> list[Node]:
     """Lower Range, with a default step of 1 and inputs of shape [] or [1]."""
-    w = StandardParts(call)
+    w = StandardNodeBuilder(call)
     given = [w("Reshape", name, w.constant(np.zeros(0, np.int64))) for name in call.node.inputs]
     return w.finish("Range", *given, *([] if call.has(2) else [w.number(1, call.type().dtype)]))
 
 
 @contrib("ExpandDims", "X:X axis:I")
-def _expand_dims(call: Call) -> list[Node]:
-    w = StandardParts(call)
+def _expand_dims(call: OperatorCall) -> list[Node]:
+    w = StandardNodeBuilder(call)
     axis = w.reshape(w("Cast", call.node.inputs[1], to=_INT64), 1)
     return w.finish("Unsqueeze", call.node.inputs[0], axis)
 
 
 @contrib("Unique", "x:X", outputs=3)
-def _unique(call: Call) -> list[Node]:
+def _unique(call: OperatorCall) -> list[Node]:
     """Lower Unique: values in order of first occurrence, the index of each element among them, and counts."""
-    w = StandardParts(call)
+    w = StandardNodeBuilder(call)
     values, _, places, counts = w.several("Unique", call.node.inputs[0], outputs=4, sorted=0)
     for index, name in enumerate((values, places, counts)):
         w.output(index, "Identity", name)
@@ -52,15 +52,15 @@ def _unique(call: Call) -> list[Node]:
 
 
 @contrib("Inverse", "X:T")
-def _inverse(call: Call) -> list[Node]:
-    return StandardParts(call).finish("Inverse", *call.node.inputs, onnx_domain="com.microsoft", onnx_opset=1)
+def _inverse(call: OperatorCall) -> list[Node]:
+    return StandardNodeBuilder(call).finish("Inverse", *call.node.inputs, onnx_domain="com.microsoft", onnx_opset=1)
 
 
 @contrib("GatherBlockQuantized", "data:X indices:N scales:T zero_points:X?",
          "bits=4 block_size=128 gather_axis=0 quantize_axis=1")
-def _rows_of_a_table(call: Call) -> list[Node]:
+def _rows_of_a_table(call: OperatorCall) -> list[Node]:
     """Lower GatherBlockQuantized for rows of a uint8 table [rows, columns] with a scale for each block of a row."""
-    w, shape = StandardParts(call), fixed(call.type().shape)
+    w, shape = StandardNodeBuilder(call), fixed(call.type().shape)
     axes = [call.attr(f"{which}_axis", default) for which, default in (("gather", 0), ("quantize", 1))]
     if len(shape) != 2 or call.type().dtype != np.uint8 or axes not in ([0, 1], [0, -1]):
         raise GraphError("it is supported of matrices of bytes only, whose rows are gathered, in blocks along a row")
@@ -70,7 +70,7 @@ def _rows_of_a_table(call: Call) -> list[Node]:
 
 
 @contrib("UnfoldTensor", "input:X", "dim=-1 size:int! step=1")
-def _unfold(call: Call) -> list[Node]:
+def _unfold(call: OperatorCall) -> list[Node]:
     """Lower UnfoldTensor: windows along an axis, with their elements as a new last axis."""
     rank, size, step = call.rank, int(call.attr("size")), int(call.attr("step", 1))
     axis = normal_axis(call.attr("dim", -1), rank)
@@ -78,7 +78,7 @@ def _unfold(call: Call) -> list[Node]:
     if not 0 < size <= extent or step < 1:
         raise GraphError(f"a window of {size} in steps of {step} does not fit into {extent}")
     places = np.arange(0, extent - size + 1, step)[:, None] + np.arange(size)
-    w = StandardParts(call)
+    w = StandardNodeBuilder(call)
     windows = w("Gather", call.node.inputs[0], w.constant(places), axis=axis)
     order = [*range(axis + 1), *range(axis + 2, rank + 1), axis + 1]
     return w.finish("Transpose", windows, perm=tuple(order))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 
 from engines.errors import GraphError
-from engines.frontend.operators.extension import StandardParts, contrib, extension
-from engines.frontend.operators.normalise import Call
+from engines.frontend.operators.extension import StandardNodeBuilder, contrib, extension
+from engines.frontend.operators.normalise import OperatorCall
 from engines.ir.graph import Node
 from engines.ir.shapes import fixed
 
@@ -15,18 +15,18 @@ _EPSILON = 1e-12
 
 
 @extension("", "SimplifiedLayerNormalization", "X:T scale:T", "axis=-1 epsilon=1e-5 stash_type=1", 2)
-def _simplified(call: Call) -> list[Node]:
+def _simplified(call: OperatorCall) -> list[Node]:
     """Lower to RMSNormalization, which exporters for ONNX Runtime wrote so before ONNX had it."""
     if len(call.node.outputs) > 1:
         raise GraphError("its second output, a statistic of training, is not supported")
-    return StandardParts(call).finish("RMSNormalization", *call.node.inputs,
-                                      **call.keep("axis", "epsilon", "stash_type"))
+    return StandardNodeBuilder(call).finish("RMSNormalization", *call.node.inputs,
+                                            **call.keep("axis", "epsilon", "stash_type"))
 
 
 @extension("", "LayerNormalization", "X:T scale:T bias:T?", "axis=-1 epsilon=1e-5 stash_type=1", 3)
-def _before_opset_17(call: Call) -> list[Node]:
+def _before_opset_17(call: OperatorCall) -> list[Node]:
     """Lower LayerNormalization before opset 17, where ONNX Runtime had it and ONNX did not."""
-    w = StandardParts(call)
+    w = StandardNodeBuilder(call)
     made = w.several("LayerNormalization", *call.node.inputs, outputs=len(call.node.outputs),
                      **call.keep("axis", "epsilon", "stash_type"))
     for index, name in enumerate(made):
@@ -38,8 +38,8 @@ _SUMS = 3       # index of the output that is the sum before the norm
 
 
 @contrib("SkipLayerNormalization", "input:T skip:T gamma:T beta:T? bias:T?", "epsilon=1e-12", 4)
-def _skip_layer_norm(call: Call) -> list[Node]:
-    w, node = StandardParts(call), call.node
+def _skip_layer_norm(call: OperatorCall) -> list[Node]:
+    w, node = StandardNodeBuilder(call), call.node
     total = _with_skip(w, call, 4)
     y, *statistics = w.several("LayerNormalization", total, *node.inputs[2:4 if call.has(3) else 3], axis=-1,
                                epsilon=call.attr("epsilon", _EPSILON), outputs=min(len(node.outputs), 3))
@@ -50,27 +50,27 @@ def _skip_layer_norm(call: Call) -> list[Node]:
 
 
 @contrib("SkipSimplifiedLayerNormalization", "input:T skip:T gamma:T bias:T?", "epsilon=1e-12", 4)
-def _skip_simplified(call: Call) -> list[Node]:
-    w = StandardParts(call)
+def _skip_simplified(call: OperatorCall) -> list[Node]:
+    w = StandardNodeBuilder(call)
     total = _with_skip(w, call, 3)
     w.output(0, "RMSNormalization", total, call.node.inputs[2], axis=-1, epsilon=call.attr("epsilon", _EPSILON))
     w.output(_SUMS, "Identity", total)
     return w.nodes
 
 
-def _with_skip(w: StandardParts, call: Call, bias: int) -> str:
+def _with_skip(w: StandardNodeBuilder, call: OperatorCall, bias: int) -> str:
     return w.plus(w("Add", *call.node.inputs[:2]), call, bias)
 
 
 @contrib("EmbedLayerNormalization", "input_ids:I segment_ids:I? word_embedding:T position_embedding:T "
          "segment_embedding:T? gamma:T beta:T mask:I? position_ids:I?", "epsilon=1e-12 mask_index_type=0", 3)
-def _embed_layer_norm(call: Call) -> list[Node]:
+def _embed_layer_norm(call: OperatorCall) -> list[Node]:
     """Lower EmbedLayerNormalization: the norm of the sum of word, position and segment embeddings.
 
     The other outputs are the number of nonzero mask elements of each item, and that sum.
     """
     call.ignore("mask_index_type")      # the second output has one form only
-    w, node = StandardParts(call), call.node
+    w, node = StandardNodeBuilder(call), call.node
     total = _embeddings(w, call, lambda table, ids: w("Gather", node.inputs[table], ids, axis=0),
                         node.inputs[8] if call.has(8) else "")
     w.output(0, "LayerNormalization", total, *node.inputs[5:7], axis=-1, epsilon=call.attr("epsilon", _EPSILON))
@@ -82,9 +82,9 @@ def _embed_layer_norm(call: Call) -> list[Node]:
 @contrib("QEmbedLayerNormalization", "input_ids:I segment_ids:I? word:Q position:Q segment:Q? gamma:Q beta:Q mask:I? "
          "word_scale:F position_scale:F segment_scale:F? gamma_scale:F beta_scale:F word_zero:Q position_zero:Q "
          "segment_zero:Q? gamma_zero:Q beta_zero:Q", "epsilon=1e-12", 2)
-def _embed_quantised(call: Call) -> list[Node]:
+def _embed_quantised(call: OperatorCall) -> list[Node]:
     """Lower QEmbedLayerNormalization, which dequantises the rows that it looks up."""
-    w, node = StandardParts(call), call.node
+    w, node = StandardNodeBuilder(call), call.node
 
     def real(stored: str, table: int) -> str:
         return w("DequantizeLinear", stored, node.inputs[table + 6], node.inputs[table + 11])
@@ -96,7 +96,7 @@ def _embed_quantised(call: Call) -> list[Node]:
     return w.nodes
 
 
-def _embeddings(w: StandardParts, call: Call, rows: Callable[[int, str], str], positions: str) -> str:
+def _embeddings(w: StandardNodeBuilder, call: OperatorCall, rows: Callable[[int, str], str], positions: str) -> str:
     """Return the sum of word, position and segment rows; positions default to 0, 1, ..."""
     ids, segments = call.node.inputs[:2]
     length = fixed([call.type().shape[1]])[0]
@@ -104,7 +104,7 @@ def _embeddings(w: StandardParts, call: Call, rows: Callable[[int, str], str], p
     return w("Add", total, rows(4, segments)) if segments else total
 
 
-def _seen(w: StandardParts, call: Call) -> None:
+def _seen(w: StandardNodeBuilder, call: OperatorCall) -> None:
     """Add the second output, the number of nonzero mask elements per item; 0 without a mask."""
     if call.has(7):
         seen = w("Cast", w("Cast", call.node.inputs[7], to=_BOOL), to=_INT32)
@@ -121,14 +121,14 @@ _GROUPS = "activation:int! channels_last=1 epsilon=1e-5 groups:int!"
 
 
 @contrib("GroupNorm", "X:T gamma:T1 beta:T1", _GROUPS)
-def _group_norm(call: Call) -> list[Node]:
-    return _of_groups(StandardParts(call), call, call.node.inputs[0])
+def _group_norm(call: OperatorCall) -> list[Node]:
+    return _of_groups(StandardNodeBuilder(call), call, call.node.inputs[0])
 
 
 @contrib("SkipGroupNorm", "X:T gamma:T1 beta:T1 skip:T bias:T?", _GROUPS, 2)
-def _skip_group_norm(call: Call) -> list[Node]:
+def _skip_group_norm(call: OperatorCall) -> list[Node]:
     """Lower SkipGroupNorm: the norm of X + skip + bias; the sum is the second output. A skip may be per channel."""
-    w, skip = StandardParts(call), call.node.inputs[3]
+    w, skip = StandardNodeBuilder(call), call.node.inputs[3]
     if not call.attr("channels_last", 1):
         raise GraphError("channels that are not last are not supported")
     if len(call.type(3).shape) == 2:
@@ -138,7 +138,7 @@ def _skip_group_norm(call: Call) -> list[Node]:
     return _of_groups(w, call, total)
 
 
-def _of_groups(w: StandardParts, call: Call, x: str) -> list[Node]:
+def _of_groups(w: StandardNodeBuilder, call: OperatorCall, x: str) -> list[Node]:
     dtype, last, activation = call.type().dtype, call.attr("channels_last", 1), call.attr("activation")
     if activation not in (0, 1):
         raise GraphError(f"its activation is {activation}; it is 0 for none, or 1 for Swish")

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from engines.errors import GraphError
 from engines.frontend.operators.extension import contrib
-from engines.frontend.operators.normalise import Call
+from engines.frontend.operators.normalise import OperatorCall
 from engines.ir.graph import Node
 
 
 @contrib("Tokenizer", "X:S", "mark:int! mincharnum:int! pad_value:string! separators:strings tokenexp:string")
-def _tokenizer(call: Call) -> list[Node]:
+def _tokenizer(call: OperatorCall) -> list[Node]:
     raise GraphError("a graph has no strings")

@@ -7,28 +7,28 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
-from engines.frontend.operators.extension import StandardParts, ml
-from engines.frontend.operators.normalise import Call
+from engines.frontend.operators.extension import StandardNodeBuilder, ml
+from engines.frontend.operators.normalise import OperatorCall
 from engines.ir.graph import Node
 from engines.ir.shapes import fixed
 
 FLOAT = 1           # as TensorProto.DataType has it
 
 
-def as_float(w: StandardParts, call: Call, index: int = 0) -> str:
+def as_float(w: StandardNodeBuilder, call: OperatorCall, index: int = 0) -> str:
     """Return an input as float32, in which these operators compute."""
     name = call.node.inputs[index]
     return name if call.type(index).dtype == np.float32 else w("Cast", name, to=FLOAT)
 
 
-def floats(w: StandardParts, numbers: Any) -> str:
+def floats(w: StandardNodeBuilder, numbers: Any) -> str:
     return w.constant(np.array(numbers, np.float32))
 
 
 @ml("Scaler")
-def _scaler(call: Call) -> list[Node]:
+def _scaler(call: OperatorCall) -> list[Node]:
     """Lower Scaler: (x - offset) * scale."""
-    w, width = StandardParts(call), fixed(call.type().shape[-1:])[0]
+    w, width = StandardNodeBuilder(call), fixed(call.type().shape[-1:])[0]
     offset, scale = (call.attr(name) or () for name in ("offset", "scale"))
     for name, numbers in (("offset", offset), ("scale", scale)):
         if len(numbers) not in (1, width):
@@ -37,9 +37,9 @@ def _scaler(call: Call) -> list[Node]:
 
 
 @ml("Normalizer")
-def _normalizer(call: Call) -> list[Node]:
+def _normalizer(call: OperatorCall) -> list[Node]:
     """Lower Normalizer: divide rows by their norm, except rows of norm 0."""
-    w, norm = StandardParts(call), call.attr("norm", "MAX")
+    w, norm = StandardNodeBuilder(call), call.attr("norm", "MAX")
     op = {"MAX": "ReduceMax", "L1": "ReduceL1", "L2": "ReduceL2"}.get(norm)
     if op is None:
         raise GraphError(f"its norm is '{norm}'; it is MAX, L1 or L2")
@@ -50,17 +50,17 @@ def _normalizer(call: Call) -> list[Node]:
 
 
 @ml("Binarizer")
-def _binarizer(call: Call) -> list[Node]:
+def _binarizer(call: OperatorCall) -> list[Node]:
     """Lower Binarizer: 1 where x is above the threshold, else 0."""
-    w, x = StandardParts(call), call.node.inputs[0]
+    w, x = StandardNodeBuilder(call), call.node.inputs[0]
     above = w("Greater", x, w.number(call.attr("threshold", 0.0), call.type().dtype))
     return w.finish("CastLike", above, x)
 
 
 @ml("Imputer")
-def _imputer(call: Call) -> list[Node]:
+def _imputer(call: OperatorCall) -> list[Node]:
     """Lower Imputer: replace missing values, marked by a number or NaN, by one value or one per column."""
-    w, x, dtype = StandardParts(call), call.node.inputs[0], call.type().dtype
+    w, x, dtype = StandardNodeBuilder(call), call.node.inputs[0], call.type().dtype
     kind = "float" if dtype.kind == "f" else "int64"
     values, missing = call.attr(f"imputed_value_{kind}s"), call.attr(f"replaced_value_{kind}", 0)
     call.ignore(*(f"{name}_value_{other}" for other in ("float", "floats", "int64", "int64s")
@@ -72,24 +72,24 @@ def _imputer(call: Call) -> list[Node]:
 
 
 @ml("ArrayFeatureExtractor")
-def _columns(call: Call) -> list[Node]:
+def _columns(call: OperatorCall) -> list[Node]:
     """Lower ArrayFeatureExtractor: select columns; a vector counts as one row."""
-    w, (x, places) = StandardParts(call), call.node.inputs
+    w, (x, places) = StandardNodeBuilder(call), call.node.inputs
     if call.rank == 1:
         x = w.reshape(x, 1, -1)
     return w.finish("Gather", x, w.reshape(places, -1), axis=-1)
 
 
 @ml("FeatureVectorizer")
-def _side_by_side(call: Call) -> list[Node]:
+def _side_by_side(call: OperatorCall) -> list[Node]:
     """Lower FeatureVectorizer: join inputs, each cut or zero-padded to its number of columns in `inputdimensions`."""
-    w, widths = StandardParts(call), call.attr("inputdimensions") or ()
+    w, widths = StandardNodeBuilder(call), call.attr("inputdimensions") or ()
     if len(widths) != len(call.node.inputs):
         raise GraphError(f"it has {len(call.node.inputs)} inputs, and the widths of {len(widths)}")
     return w.finish("Concat", *(_wide(w, call, index, width) for index, width in enumerate(widths)), axis=1)
 
 
-def _wide(w: StandardParts, call: Call, index: int, width: int) -> str:
+def _wide(w: StandardNodeBuilder, call: OperatorCall, index: int, width: int) -> str:
     """Return an input as rows of `width` columns. An input of one axis is a row, as in ONNX Runtime."""
     shape = call.type(index).shape
     x, found = as_float(w, call, index), math.prod(fixed(shape[1:] or shape))
@@ -100,9 +100,9 @@ def _wide(w: StandardParts, call: Call, index: int, width: int) -> str:
 
 
 @ml("OneHotEncoder")
-def _one_hot(call: Call) -> list[Node]:
+def _one_hot(call: OperatorCall) -> list[Node]:
     """Lower OneHotEncoder: 1 at the index of the category; all zeros for an unknown one."""
-    w, categories = StandardParts(call), call.attr("cats_int64s")
+    w, categories = StandardNodeBuilder(call), call.attr("cats_int64s")
     call.ignore("zeros")            # whether to fail for an unknown category
     if not categories:
         raise GraphError("its categories are strings, which are not supported")
@@ -112,9 +112,9 @@ def _one_hot(call: Call) -> list[Node]:
 
 
 @ml("LabelEncoder")
-def _encoder(call: Call) -> list[Node]:
+def _encoder(call: OperatorCall) -> list[Node]:
     """Lower LabelEncoder: the value of the equal key, or the default. From opset 4 on NaN equals a NaN key."""
-    w = StandardParts(call)
+    w = StandardNodeBuilder(call)
     keys, values = (_table(call, which) for which in ("keys", "values"))
     if len(keys) != len(values):
         raise GraphError(f"it has {len(keys)} keys and {len(values)} values")
@@ -131,12 +131,12 @@ def _encoder(call: Call) -> list[Node]:
     return w.finish("Gather", w.constant(np.append(values, np.asarray(usual, values.dtype).reshape(-1))), place, axis=0)
 
 
-def _any(w: StandardParts, truths: str) -> str:
+def _any(w: StandardNodeBuilder, truths: str) -> str:
     one = w("ReduceMax", w("Cast", truths, to=FLOAT), w.ints(-1), keepdims=1)
     return w("Greater", one, floats(w, 0))
 
 
-def _table(call: Call, which: str) -> np.ndarray[Any, Any]:
+def _table(call: OperatorCall, which: str) -> np.ndarray[Any, Any]:
     """Return the keys or the values, from whichever attribute holds them."""
     kinds = {"int64s": np.int64, "floats": np.float32, "tensor": None}
     for kind, dtype in kinds.items():

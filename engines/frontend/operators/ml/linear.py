@@ -4,9 +4,9 @@ from __future__ import annotations
 import numpy as np
 
 from engines.errors import GraphError
-from engines.frontend.operators.extension import StandardParts, ml
+from engines.frontend.operators.extension import StandardNodeBuilder, ml
 from engines.frontend.operators.ml.features import as_float, floats
-from engines.frontend.operators.normalise import Call
+from engines.frontend.operators.normalise import OperatorCall
 from engines.ir.graph import Node
 from engines.ir.shapes import fixed
 
@@ -16,19 +16,19 @@ _TRANSFORMS = ("NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO")
 
 
 @ml("LinearRegressor")
-def _linear_regressor(call: Call) -> list[Node]:
+def _linear_regressor(call: OperatorCall) -> list[Node]:
     """Lower LinearRegressor: x coefficients' + intercepts. A single target is not transformed, as in ONNX Runtime."""
-    w, targets = StandardParts(call), call.attr("targets", 1)
+    w, targets = StandardNodeBuilder(call), call.attr("targets", 1)
     y = _scores(w, call, targets)
     transform = checked(call.attr("post_transform", "NONE"))
     return transformed(w, y, transform if targets > 1 else "NONE")
 
 
 @ml("LinearClassifier")
-def _linear_classifier(call: Call) -> list[Node]:
+def _linear_classifier(call: OperatorCall) -> list[Node]:
     """Lower LinearClassifier, with one score per class, or one score for two classes: above 0 means the second."""
     call.ignore("multi_class")      # used in training only
-    w, labels = StandardParts(call), labels_of(call)
+    w, labels = StandardNodeBuilder(call), labels_of(call)
     count = len(call.attr("coefficients") or ()) // fixed(call.type().shape[-1:])[0]
     scores, transform = _scores(w, call, count), checked(call.attr("post_transform", "NONE"))
     if count == 1 and len(labels) == 2:
@@ -42,7 +42,7 @@ def _linear_classifier(call: Call) -> list[Node]:
     return classified(w, labels, scores, transform, answer)
 
 
-def _scores(w: StandardParts, call: Call, count: int) -> str:
+def _scores(w: StandardNodeBuilder, call: OperatorCall, count: int) -> str:
     width = fixed(call.type().shape[-1:])[0]
     weights, intercepts = call.attr("coefficients") or (), call.attr("intercepts") or (0.0,) * count
     if len(weights) != count * width or len(intercepts) != count:
@@ -57,14 +57,14 @@ def _scores(w: StandardParts, call: Call, count: int) -> str:
 
 # ---- from scores to answers
 @ml("ZipMap")
-def _zip_map(call: Call) -> list[Node]:
+def _zip_map(call: OperatorCall) -> list[Node]:
     """Replace a ZipMap, a map from class to probability for each row, by the tensor of probabilities."""
     call.notices.append(f"'{call.node.outputs[0]}' is the tensor of the probabilities instead of maps, in the order of "
                         f"the classes {_names(call, 'classlabels_int64s')}")
-    return StandardParts(call).finish("Identity", call.node.inputs[0])
+    return StandardNodeBuilder(call).finish("Identity", call.node.inputs[0])
 
 
-def labels_of(call: Call) -> np.ndarray:
+def labels_of(call: OperatorCall) -> np.ndarray:
     """Return the integer classes; indices, with a notice, for classes with names."""
     numbers = call.attr("classlabels_ints") or call.attr("classlabels_int64s")
     if numbers:
@@ -77,7 +77,7 @@ def labels_of(call: Call) -> np.ndarray:
     return np.arange(len(names))
 
 
-def _names(call: Call, numbers: str) -> str:
+def _names(call: OperatorCall, numbers: str) -> str:
     return ", ".join(map(str, call.attr(numbers) or call.attr("classlabels_strings") or ()))
 
 
@@ -87,7 +87,7 @@ def checked(transform: str) -> str:
     return transform
 
 
-def classified(w: StandardParts, labels: np.ndarray, scores: str, transform: str, answer: str = "",
+def classified(w: StandardNodeBuilder, labels: np.ndarray, scores: str, transform: str, answer: str = "",
                index: str = "") -> list[Node]:
     """Finish with the class of each row and the transformed scores.
 
@@ -99,7 +99,7 @@ def classified(w: StandardParts, labels: np.ndarray, scores: str, transform: str
     return transformed(w, scores, transform, output=1)
 
 
-def transformed(w: StandardParts, scores: str, transform: str, output: int = 0,
+def transformed(w: StandardNodeBuilder, scores: str, transform: str, output: int = 0,
                 dtype: np.dtype[np.generic] = FLOAT32) -> list[Node]:
     """Finish output `output` with the transform (post_transform) of scores of this dtype."""
     if transform == "SOFTMAX_ZERO":

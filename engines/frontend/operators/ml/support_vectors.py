@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
-from engines.frontend.operators.extension import StandardParts, ml
+from engines.frontend.operators.extension import StandardNodeBuilder, ml
 from engines.frontend.operators.ml.features import FLOAT, as_float, floats
 from engines.frontend.operators.ml.linear import checked, classified, labels_of
-from engines.frontend.operators.normalise import Call
+from engines.frontend.operators.normalise import OperatorCall
 from engines.ir.graph import Node
 from engines.ir.shapes import fixed
 
@@ -20,9 +20,9 @@ Matrix = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @ml("SVMRegressor")
-def _regressor(call: Call) -> list[Node]:
+def _regressor(call: OperatorCall) -> list[Node]:
     """Lower SVMRegressor: sum of coefficients * kernel(x, support vectors) + rho; for one class its sign, 1 or -1."""
-    w, count, width = StandardParts(call), call.attr("n_supports", 0), fixed(call.type().shape[-1:])[0]
+    w, count, width = StandardNodeBuilder(call), call.attr("n_supports", 0), fixed(call.type().shape[-1:])[0]
     transform, rho = checked(call.attr("post_transform", "NONE")), call.attr("rho") or (0.0,)
     coefficients = np.array(call.attr("coefficients"), np.float32).reshape(1, -1)
     vectors = np.array(call.attr("support_vectors") or (), np.float32)
@@ -39,13 +39,13 @@ def _regressor(call: Call) -> list[Node]:
 
 
 @ml("SVMClassifier")
-def _classifier(call: Call) -> list[Node]:
+def _classifier(call: OperatorCall) -> list[Node]:
     """Lower SVMClassifier: each pair of classes has a score, above 0 for its first class; most pairs won decide.
 
     The scores output has those of the pairs, or -score and score for two classes; with prob_a and prob_b it has a
     probability per class. Without support vectors each class has its own score. Follows ONNX Runtime.
     """
-    w, labels = StandardParts(call), labels_of(call)
+    w, labels = StandardNodeBuilder(call), labels_of(call)
     count, width = len(labels), fixed(call.type().shape[-1:])[0]
     each, transform = call.attr("vectors_per_class") or (), checked(call.attr("post_transform", "NONE"))
     coefficients, rho = (np.array(call.attr(name) or (), np.float32) for name in ("coefficients", "rho"))
@@ -69,7 +69,7 @@ def _classifier(call: Call) -> list[Node]:
     return classified(w, labels, scores, transform, index=place)
 
 
-def _of_own_scores(w: StandardParts, call: Call, labels: np.ndarray, coefficients: Matrix, rho: Matrix,
+def _of_own_scores(w: StandardNodeBuilder, call: OperatorCall, labels: np.ndarray, coefficients: Matrix, rho: Matrix,
                    transform: str) -> list[Node]:
     """Lower a classifier without vectors: scores x coefficients' + rho[0], with one rho for all classes."""
     width = fixed(call.type().shape[-1:])[0]
@@ -99,14 +99,14 @@ def _of_pairs(coefficients: Matrix, starts: Any, pairs: list[tuple[int, int]]) -
     return weights
 
 
-def _votes(w: StandardParts, scores: str, pairs: list[tuple[int, int]], count: int) -> str:
+def _votes(w: StandardNodeBuilder, scores: str, pairs: list[tuple[int, int]], count: int) -> str:
     """Return the number of pairs that each class wins, float32 [rows, classes]."""
     first, second = (np.eye(count, dtype=np.float32)[[pair[which] for pair in pairs]] for which in (0, 1))
     won = w("Cast", w("Greater", scores, floats(w, 0)), to=FLOAT)
     return w("Gemm", won, w.constant(first - second), w.constant(second.sum(axis=0)))
 
 
-def _coupled(w: StandardParts, call: Call, scores: str, pairs: list[tuple[int, int]], count: int) -> str:
+def _coupled(w: StandardNodeBuilder, call: OperatorCall, scores: str, pairs: list[tuple[int, int]], count: int) -> str:
     """Return class probabilities by pairwise coupling of logistic functions of the pairs' scores (Platt scaling)."""
     a, b = (np.array(call.attr(name) or (), np.float32) for name in ("prob_a", "prob_b"))
     if min(len(a), len(b)) < len(pairs):
@@ -120,12 +120,12 @@ def _coupled(w: StandardParts, call: Call, scores: str, pairs: list[tuple[int, i
     return w("PairwiseCoupling", w("Gather", both, w.constant(places), axis=1))
 
 
-def _rows(w: StandardParts, call: Call) -> str:
+def _rows(w: StandardNodeBuilder, call: OperatorCall) -> str:
     x = as_float(w, call)
     return w.reshape(x, 1, -1) if call.rank == 1 else x
 
 
-def _weighed(w: StandardParts, call: Call, x: str, vectors: Matrix, weights: Matrix, rho: Any) -> str:
+def _weighed(w: StandardNodeBuilder, call: OperatorCall, x: str, vectors: Matrix, weights: Matrix, rho: Any) -> str:
     """Return kernel(x, vectors) weights' + rho; for a linear kernel weights and vectors are multiplied now."""
     if call.attr("kernel_type", "LINEAR") == "LINEAR":
         call.ignore("kernel_params")
@@ -133,11 +133,11 @@ def _weighed(w: StandardParts, call: Call, x: str, vectors: Matrix, weights: Mat
     return _line(w, _kernel(w, call, x, vectors), weights, rho)
 
 
-def _line(w: StandardParts, x: str, weights: Matrix, rho: Any) -> str:
+def _line(w: StandardNodeBuilder, x: str, weights: Matrix, rho: Any) -> str:
     return w("Gemm", x, w.constant(weights), floats(w, rho), transB=1)
 
 
-def _kernel(w: StandardParts, call: Call, x: str, vectors: Matrix) -> str:
+def _kernel(w: StandardNodeBuilder, call: OperatorCall, x: str, vectors: Matrix) -> str:
     """Return the kernel matrix [rows, vectors] for the parameters (gamma, coef0, degree).
 
     POLY: (gamma x v + coef0)**degree; SIGMOID: tanh(gamma x v + coef0); RBF: exp(-gamma |x - v|**2).

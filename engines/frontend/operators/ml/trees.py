@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
-from engines.frontend.operators.extension import StandardParts, ml
+from engines.frontend.operators.extension import StandardNodeBuilder, ml
 from engines.frontend.operators.ml.features import as_float, floats
 from engines.frontend.operators.ml.linear import checked, classified, labels_of, transformed
-from engines.frontend.operators.normalise import Beyond, Call
+from engines.frontend.operators.normalise import Beyond, OperatorCall
 from engines.ir.graph import Array, Node
 from engines.ir.shapes import fixed
 from engines.ops.trees import FLAGS, LEFT_IF_EQUAL, LEFT_IF_MISSING
@@ -62,7 +62,7 @@ class _NodeTable:
             trees, positions = np.divmod(np.unique(np.append(trees, trees) * count + children), count)
         return depths
 
-    def scores(self, w: StandardParts, x: str, aggregate: str, base: Sequence[float]) -> str:
+    def scores(self, w: StandardNodeBuilder, x: str, aggregate: str, base: Sequence[float]) -> str:
         """Write the nodes that compute the scores of the rows of x, and return their name.
 
         A tree without a weight for a target is left out of its minimum or maximum; without any tree that is 0. In a
@@ -71,7 +71,7 @@ class _NodeTable:
         """
         return self.leaves_last()._scores(w, x, aggregate, base)
 
-    def _scores(self, w: StandardParts, x: str, aggregate: str, base: Sequence[float]) -> str:
+    def _scores(self, w: StandardNodeBuilder, x: str, aggregate: str, base: Sequence[float]) -> str:
         nothing, dtype = {"MIN": np.inf, "MAX": -np.inf}.get(aggregate, 0), self.weights.dtype
         weights = np.where(np.isnan(self.weights), np.array(nothing, dtype), self.weights)
         added, roots, depths = np.asarray(base, dtype), self.roots, self.depths()
@@ -138,7 +138,7 @@ def _is_any(kind: Array, *modes: str) -> Array:
 
 
 # ---- ensembles of opset 1 to 4
-def _of_nodes(call: Call, prefix: str, targets: int) -> _NodeTable:
+def _of_nodes(call: OperatorCall, prefix: str, targets: int) -> _NodeTable:
     """Return the table of an ensemble whose nodes are listed by tree and number, with weights in `prefix` lists."""
     trees, numbers = (np.asarray(call.attr(f"nodes_{name}", ()), np.int64) for name in ("treeids", "nodeids"))
     count = len(trees)
@@ -199,7 +199,7 @@ class _NodeIndex:
         return positions
 
 
-def _weights(call: Call, prefix: str, positions: _NodeIndex, count: int, targets: int) -> Array:
+def _weights(call: OperatorCall, prefix: str, positions: _NodeIndex, count: int, targets: int) -> Array:
     trees, numbers, ids = (np.asarray(call.attr(f"{prefix}_{name}", ()), np.int64)
                            for name in ("treeids", "nodeids", "ids"))
     given = _numbers(call, f"{prefix}_weights")
@@ -213,24 +213,24 @@ def _weights(call: Call, prefix: str, positions: _NodeIndex, count: int, targets
     return weights
 
 
-def _numbers(call: Call, name: str) -> Array | None:
+def _numbers(call: OperatorCall, name: str) -> Array | None:
     """Return an attribute that is a list, or a tensor under the name with `_as_tensor`."""
     found, tensor = call.attr(name), call.attr(f"{name}_as_tensor")
     given = tensor if tensor is not None and np.size(tensor) else found
     return None if given is None else np.asarray(given)
 
 
-def _rows(w: StandardParts, call: Call) -> str:
+def _rows(w: StandardNodeBuilder, call: OperatorCall) -> str:
     x = as_float(w, call)
     return w.reshape(x, 1, -1) if call.rank == 1 else x
 
 
-def _bases(call: Call) -> list[float]:
+def _bases(call: OperatorCall) -> list[float]:
     found = _numbers(call, "base_values")
     return [] if found is None else [float(number) for number in found]
 
 
-def _base(call: Call, count: int) -> list[float]:
+def _base(call: OperatorCall, count: int) -> list[float]:
     numbers = _bases(call) or [0.0] * count
     if len(numbers) != count:
         raise GraphError(f"it has {len(numbers)} base_values for {count} scores")
@@ -238,8 +238,9 @@ def _base(call: Call, count: int) -> list[float]:
 
 
 @ml("TreeEnsembleRegressor")
-def _regressor(call: Call) -> list[Node]:
-    w, targets, aggregate = StandardParts(call), call.attr("n_targets") or 1, call.attr("aggregate_function", "SUM")
+def _regressor(call: OperatorCall) -> list[Node]:
+    w, targets, aggregate = StandardNodeBuilder(call), call.attr("n_targets") or 1, call.attr("aggregate_function",
+                                                                                              "SUM")
     if aggregate not in _AGGREGATES:
         raise GraphError(f"its aggregate_function is '{aggregate}'; known are {', '.join(_AGGREGATES)}")
     scores = _of_nodes(call, "target", targets).scores(w, _rows(w, call), aggregate, _base(call, targets))
@@ -247,8 +248,8 @@ def _regressor(call: Call) -> list[Node]:
 
 
 @ml("TreeEnsembleClassifier")
-def _classifier(call: Call) -> list[Node]:
-    w, labels, ids = StandardParts(call), labels_of(call), np.unique(call.attr("class_ids", ()))
+def _classifier(call: OperatorCall) -> list[Node]:
+    w, labels, ids = StandardNodeBuilder(call), labels_of(call), np.unique(call.attr("class_ids", ()))
     transform, count = checked(call.attr("post_transform", "NONE")), len(labels)
     table = _of_nodes(call, "class", count)
     if count == 2 and len(ids) == 1:
@@ -258,7 +259,7 @@ def _classifier(call: Call) -> list[Node]:
     return classified(w, labels, scores, transform, index=_voted_for(w, call, table, x, scores))
 
 
-def _voted_for(w: StandardParts, call: Call, table: _NodeTable, x: str, scores: str) -> str:
+def _voted_for(w: StandardNodeBuilder, call: OperatorCall, table: _NodeTable, x: str, scores: str) -> str:
     """Return the index of the largest score among classes with a weight in a leaf of the row, as in ONNX Runtime.
 
     Returns "" if the overall largest score decides: with two classes, with base values, if all weights are positive,
@@ -277,7 +278,7 @@ def _voted_for(w: StandardParts, call: Call, table: _NodeTable, x: str, scores: 
     return w("ArgMax", among, axis=1, keepdims=0)
 
 
-def _of_two(w: StandardParts, call: Call, labels: Array, table: _NodeTable, transform: str) -> list[Node]:
+def _of_two(w: StandardNodeBuilder, call: OperatorCall, labels: Array, table: _NodeTable, transform: str) -> list[Node]:
     """Lower a classifier of two classes whose trees have weights for one class only.
 
     The score is that of the second class, which is the result above 0, or above 1/2 if no weight is negative. As in
@@ -298,9 +299,9 @@ def _of_two(w: StandardParts, call: Call, labels: Array, table: _NodeTable, tran
 
 # ---- the ensemble of opset 5
 @ml("TreeEnsemble")
-def _ensemble(call: Call) -> list[Node]:
+def _ensemble(call: OperatorCall) -> list[Node]:
     """Lower TreeEnsemble, which lists inner nodes and leaves separately; double inputs are compared as doubles."""
-    w, targets = StandardParts(call), call.attr("n_targets") or 1
+    w, targets = StandardNodeBuilder(call), call.attr("n_targets") or 1
     dtype = np.dtype(np.float64 if call.type().dtype == np.float64 else np.float32)
     call.ignore("nodes_hitrates")
     numbers = {name: np.asarray(call.attr(f"nodes_{name}"))

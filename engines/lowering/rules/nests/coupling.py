@@ -9,7 +9,7 @@ from functools import reduce
 from operator import add
 
 from engines.ir.graph import Node
-from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import KINDS, Term
 from engines.ops.coupling import ERROR
@@ -19,7 +19,7 @@ SWEEPS = 6              # 360,000 random rows of up to MOST_CLASSES classes conv
 
 
 @fallback_rule("PairwiseCoupling")
-def lower_coupling(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_coupling(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     pairs = ctx.type(node.inputs[0])
     classes = range(int(pairs.shape[1]))
     if len(classes) > MOST_CLASSES:

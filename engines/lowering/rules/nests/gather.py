@@ -4,12 +4,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, fallback_rule
+from engines.lowering.calls.calls import Context, ProblemCall, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 
 
 @fallback_rule("Gather")
-def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_gather(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     data, index = node.inputs
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     axis = node.attrs.get("axis", 0) % len(ctx.type(data).shape)
@@ -30,7 +30,7 @@ def first_item(ctx: Context, node: Node) -> bool:
 
 
 @fallback_rule("GatherElements")
-def lower_gather_elements(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_gather_elements(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     data, index = node.inputs
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     axis = node.attrs.get("axis", 0) % len(ctx.type(data).shape)
@@ -40,7 +40,7 @@ def lower_gather_elements(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @fallback_rule("GatherND")
-def lower_gather_nd(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_gather_nd(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a GatherND: the last axis of the indices addresses the data's axes after the first `batch_dims`."""
     data, index = node.inputs
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)

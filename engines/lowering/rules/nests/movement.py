@@ -9,14 +9,14 @@ import numpy as np
 
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import FLOATING, KINDS
 from engines.ops.movement import Slice
 
 
 @fallback_rule("Slice")
-def lower_slice(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_slice(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     place = list(w.axes)
     for axis, cut in Slice.cuts(node, len(place)):
@@ -27,7 +27,7 @@ def lower_slice(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @fallback_rule("Split")
-def lower_split(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_split(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     name, axis, calls = node.inputs[0], node.attrs.get("axis", 0), []
     starts = [0, *accumulate(as_int(size) for size in node.attrs["split"])]
     for output, start in zip(node.outputs, starts, strict=False):
@@ -39,20 +39,20 @@ def lower_split(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @fallback_rule("Transpose")
-def lower_transpose(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_transpose(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     perm = node.attrs["perm"]
     return [w.call(w.at(node.inputs[0], [w.axes[perm.index(axis)] for axis in range(len(perm))]))]
 
 
 @fallback_rule("Expand")
-def lower_expand(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_expand(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     return [w.call(w.broadcast(node.inputs[0]))]
 
 
 @fallback_rule("Tile")
-def lower_tile(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_tile(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     place = [index if times == 1 else index % w.extent(name, axis)
              for axis, (index, times) in enumerate(zip(w.axes, node.attrs["repeats"], strict=True))]
@@ -60,7 +60,7 @@ def lower_tile(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @fallback_rule("ConstantOfShape")
-def lower_fill(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_fill(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     value = np.asarray(node.attrs.get("value", np.float32(0))).reshape(())
     kind = KINDS[value.dtype.name]
@@ -68,7 +68,7 @@ def lower_fill(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @fallback_rule("Range")
-def lower_range(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_range(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a Range between constants. Floats are computed in float64 and rounded once."""
     output = ctx.type(node.outputs[0])
     w, kind = NestWriter(ctx, node, output.shape), KINDS[output.dtype.name]
@@ -79,7 +79,7 @@ def lower_range(ctx: Context, node: Node) -> Sequence[Call]:
 
 # ---- matrices in the last two axes
 @fallback_rule("Trilu")
-def lower_triangle(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_triangle(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a Trilu: elements on the other side of the k-th diagonal become 0."""
     name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     k = as_int(node.attrs["k"])
@@ -92,7 +92,7 @@ def lower_triangle(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @fallback_rule("ReverseSequence")
-def lower_reversed(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_reversed(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a ReverseSequence: the first `length` steps of each item are reversed."""
     name, lengths = node.inputs
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Dim, Node
-from engines.lowering.calls.calls import Call, Context, fallback_rule
+from engines.lowering.calls.calls import Context, ProblemCall, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.calls.placement import Placement, as_one_item
 from engines.lowering.nest.program import FLOATING, KINDS, Number, Term
@@ -20,7 +20,7 @@ Ranges = list[tuple[int, int]]      # [start, stop) along each axis
 
 
 @fallback_rule("Pad")
-def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_pad(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a Pad. Negative pads crop first."""
     name, output = node.inputs[0], node.outputs[0]
     widths, mode = Pad.widths(node, len(ctx.type(name).shape)), node.attrs.get("mode", "constant")
@@ -43,7 +43,7 @@ def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def boxes(ctx: Context, node: Node, shape: Sequence[Dim], widths: Sequence[tuple[int, int]], target: Placement,
-          read: Callable[[NestWriter, list[Term]], Term]) -> list[Call]:
+          read: Callable[[NestWriter, list[Term]], Term]) -> list[ProblemCall]:
     """Return a nest per part of a padded tensor.
 
     `read` returns the element at a place of the padded tensor.
@@ -101,7 +101,7 @@ def number_of(ctx: Context, name: str, value: float) -> Number:
 
 
 def padded(ctx: Context, node: Node, name: str, widths: Sequence[tuple[int, int]],
-           fill: Number) -> tuple[Placement, tuple[Dim, ...], list[Call]]:
+           fill: Number) -> tuple[Placement, tuple[Dim, ...], list[ProblemCall]]:
     """Copy a tensor with padding to its own buffer, and return the placement, its shape and the nests."""
     source = ctx.type(name)
     shape = tuple(extent if extent == BATCH else as_int(extent) + before + after

@@ -4,13 +4,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines.ir.graph import Node
-from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.pointwise import FORMULAS, write_node
 
 
 @fallback_rule(*FORMULAS)
-def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_pointwise(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     writer = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     first = node.anchor
     try:
@@ -21,7 +21,7 @@ def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @fallback_rule("BatchNormalization")
-def lower_batch_norm(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_batch_norm(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a BatchNormalization with run-time scales and statistics per channel."""
     if node.attrs.get("channels_last") or any(node.outputs[1:]):
         raise Refused("only its first output, with channels first, is compiled")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import FLOATING, Term
 
@@ -18,7 +18,7 @@ def _depth(ctx: Context, name: str, axis: int) -> int:
 
 
 @fallback_rule("MatMul", "MatMulInteger")
-def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_matmul(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     anchor = node.anchor
     left, right, *zeros = anchor.inputs
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape, (_depth(ctx, left, -1),))
@@ -54,7 +54,7 @@ def _zero_point(w: NestWriter, name: str, index: Sequence[Term]) -> Term:
 
 
 @fallback_rule("Gemm")
-def lower_gemm(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_gemm(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     anchor = node.anchor
     left, right, *third = anchor.inputs
     turned = [bool(anchor.attrs.get(key)) for key in ("transA", "transB")]
@@ -77,7 +77,7 @@ def _scaled(value: Term, factor: float) -> Term:
 
 
 @fallback_rule("Einsum")
-def lower_einsum(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_einsum(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower an Einsum with one loop per letter, outer loops for the result's.
 
     An ellipsis stands for right-aligned axes.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.calls.placement import Placement
 from engines.lowering.nest.pointwise import EXP, LOG
@@ -107,7 +107,7 @@ def _through_floats(a: Along, formula: Callable[[Term], Term]) -> Term:
 
 
 @fallback_rule(*REDUCTIONS)
-def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_reduction(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     anchor = node.anchor
     if len(anchor.inputs) > 1:
         raise Refused("its axes are computed at run time")
@@ -123,7 +123,7 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @fallback_rule("ArgMax", "ArgMin")
-def lower_arg(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_arg(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     along = Along(ctx, node, op_of(node.op).axes(node, len(ctx.type(node.inputs[0]).shape)))
     order = "last" if node.attrs.get("select_last_index") else "first"
     value = along.writer.reduce(f"{order}_{node.op[3:].lower()}", along.x)
@@ -172,7 +172,7 @@ def _normalised(a: Along) -> tuple[Term, Term, Term]:
 
 
 @fallback_rule("Softmax", "LogSoftmax", "Hardmax", "LpNormalization")
-def lower_softmax(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_softmax(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     rank = len(ctx.type(node.anchor.inputs[0]).shape)
     along = Along(ctx, node, [node.anchor.attrs.get("axis", -1) % rank])
     formula = {"Hardmax": _hardmax, "LpNormalization": _lp}.get(node.anchor.op, _softmax)
@@ -185,7 +185,7 @@ def lower_softmax(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @fallback_rule("LayerNormalization", "RMSNormalization")
-def lower_norm(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_norm(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a norm; each statistic that is an output has its own nest."""
     anchor = node.anchor
     rank = len(ctx.type(anchor.inputs[0]).shape)

@@ -9,7 +9,7 @@ import numpy as np
 
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import FLOATING, KINDS, Term
 from engines.ops import resize
@@ -21,7 +21,7 @@ _CUBIC = -0.75
 
 # ---- grid sample
 @fallback_rule("GridSample")
-def lower_grid_sample(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_grid_sample(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     x, grid = node.inputs
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     last = bool(node.attrs.get("channels_last"))
@@ -95,7 +95,7 @@ def _keys(d: Term, a: float) -> Term:
 
 # ---- regions
 @fallback_rule("RoiAlign")
-def lower_roi_align(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_roi_align(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a RoiAlign: each bin has `sampling_ratio` squared samples, of which it takes the mean or the maximum."""
     x, regions, images = node.inputs
     ratio, mode = int(node.attrs.get("sampling_ratio", 0)), str(node.attrs.get("mode", "avg"))
@@ -142,7 +142,7 @@ def _between(at: Term, extent: int) -> Taps:
 
 # ---- at another resolution
 @fallback_rule("Resize")
-def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_resize(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Along each axis that changes: a pixel, or the taps of a filter, whose weights are made to sum to 1."""
     anchor, shape = node.anchor, ctx.type(node.outputs[0]).shape
     name, last = anchor.inputs[0], bool(anchor.attrs.get("channels_last"))

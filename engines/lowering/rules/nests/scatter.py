@@ -4,14 +4,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines.ir.graph import Node
-from engines.lowering.calls.calls import Call, Context, fallback_rule
+from engines.lowering.calls.calls import Context, ProblemCall, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 
 COMBINED = {"none": "", "add": "add", "mul": "mul", "max": "max", "min": "min"}
 
 
 @fallback_rule("ScatterElements")
-def lower_scatter_elements(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_scatter_elements(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     data, index, updates = node.inputs
     w = NestWriter(ctx, node, ctx.type(updates).shape)
     axis = node.attrs.get("axis", 0) % len(ctx.type(data).shape)
@@ -21,14 +21,14 @@ def lower_scatter_elements(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @fallback_rule("Unpool")
-def lower_unpool(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_unpool(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     x, index, elsewhere = node.inputs
     w = NestWriter(ctx, node, ctx.type(x).shape)
     return [w.scatter(elsewhere, w.at(x, w.axes), [w.wrapped_index(w.at(index, w.axes), node.attrs["size"])])]
 
 
 @fallback_rule("ScatterND")
-def lower_scatter_nd(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_scatter_nd(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a ScatterND: the last axis of the indices addresses the data's first axes."""
     data, index, updates = node.inputs
     w = NestWriter(ctx, node, ctx.type(updates).shape)

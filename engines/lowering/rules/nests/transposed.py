@@ -13,7 +13,7 @@ from itertools import product
 
 from engines.ir.counted import as_int
 from engines.ir.graph import Dim, Node
-from engines.lowering.calls.calls import Call, Context, fallback_rule
+from engines.lowering.calls.calls import Context, ProblemCall, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.calls.phases import Phase, phases_of
 from engines.lowering.nest.program import KINDS, Term
@@ -45,7 +45,7 @@ class Transposed:
     def _by_tests(self) -> bool:
         return set(self.window.dilations) != {1} or math.prod(self.window.strides) > MOST
 
-    def calls(self, element: Element, bias: str = "") -> list[Call]:
+    def calls(self, element: Element, bias: str = "") -> list[ProblemCall]:
         """Return the nests that sum `element`."""
         if self._by_tests:
             return [self._tested_nest(element, bias)]
@@ -54,7 +54,7 @@ class Transposed:
         made = self._in_padding(axes)
         return [*made, *(self._phase_nest(phases, element, bias) for phases in product(*axes))]
 
-    def _in_padding(self, axes: Sequence[Sequence[Phase]]) -> list[Call]:
+    def _in_padding(self, axes: Sequence[Sequence[Phase]]) -> list[ProblemCall]:
         """Return the nests that pad the image for reads outside of it."""
         widths = [(max(0, *(-phase.first for phase in phases)), max(0, *(phase.end - size for phase in phases)))
                   for phases, size in zip(axes, self.sizes, strict=True)]
@@ -65,7 +65,7 @@ class Transposed:
         self.image, self.seen, made = padded(self.ctx, self.node, self.x, around, number_of(self.ctx, self.x, 0))
         return made
 
-    def _phase_nest(self, phases: Sequence[Phase], element: Element, bias: str) -> Call:
+    def _phase_nest(self, phases: Sequence[Phase], element: Element, bias: str) -> ProblemCall:
         """Return the nest of one phase along each axis. Phases without taps have the bias alone."""
         counts: list[Dim] = [phase.outputs for phase in phases]
         shape = [self.shape[0], *counts, self.shape[-1]] if self.last else [*self.shape[:2], *counts]
@@ -86,7 +86,7 @@ class Transposed:
             w.axes[self.first + i] = w.axes[self.first + i] * phase.step + phase.start
         return w.call(self._total(element, numbers, bias), targets=[target])
 
-    def _tested_nest(self, element: Element, bias: str) -> Call:
+    def _tested_nest(self, element: Element, bias: str) -> ProblemCall:
         """Return a nest over all taps that tests whether they hit a pixel."""
         w = self.w = NestWriter(self.ctx, self.node, self.shape, (*self.channels, *self.window.kernel))
         self.channel, taps = w.axes[-1 if self.last else 1], w.inner[len(self.channels):]
@@ -119,7 +119,7 @@ class Transposed:
 
 
 @fallback_rule("ConvTranspose")
-def lower_transposed(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_transposed(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a ConvTranspose: x[n, c, u] * w[c, o, t] is added to y[n, o, p]."""
     _, weights, *bias = node.anchor.inputs
     count, each, *_ = map(int, ctx.type(weights).shape)
@@ -133,7 +133,7 @@ def lower_transposed(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 @fallback_rule("Col2Im")
-def lower_columns(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_columns(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Lower a Col2Im: x[n, (c, t), u] is added to y[n, c, p]."""
     kernel = node.attrs["kernel_shape"]
 

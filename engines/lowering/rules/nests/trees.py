@@ -12,7 +12,7 @@ from operator import add
 import numpy as np
 
 from engines.ir.graph import Array, Node
-from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import KINDS, Linear, Term
 from engines.ops.trees import COLUMN, FLAGS, LEFT, LEFT_IF_EQUAL, LEFT_IF_MISSING, RIGHT, THRESHOLD, threshold_type
@@ -28,7 +28,7 @@ _TOGETHER = {"SUM": add, "AVERAGE": add, "MIN": Term.at_most, "MAX": Term.at_lea
 
 
 @fallback_rule("Forest")
-def lower_forest(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_forest(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     """Walk all trees of a group to their leaves, then add up the groups."""
     *_, roots, weights = node.inputs
     count, aggregate = len(ctx.constant(roots)), node.attrs["aggregate"]

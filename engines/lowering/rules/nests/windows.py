@@ -9,7 +9,7 @@ import numpy as np
 
 from engines.ir.counted import as_int
 from engines.ir.graph import Dim, Node
-from engines.lowering.calls.calls import Call, Context, Refused, fallback_rule
+from engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.calls.placement import Placement
 from engines.lowering.nest import functions
@@ -34,7 +34,7 @@ class Sliding:
         self.window = Window.of(anchor, self.rank)
         self.w = NestWriter(ctx, node, shape, (*channels, *self.window.kernel))
         self.x = anchor.inputs[0]
-        self.before: list[Call] = []        # calls that pad the image
+        self.before: list[ProblemCall] = []  # calls that pad the image
         self._image: tuple[Placement, tuple[Dim, ...]] | None = None
         self.item, *axes = self.w.axes
         self.channel, self.coordinates = (axes[-1], axes[:-1]) if self.last else (axes[0], axes[1:])
@@ -143,7 +143,7 @@ def in_group(channel: Term, count: int, groups: int, each: int) -> Term:
 
 
 @fallback_rule("Conv", "ConvInteger")
-def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_conv(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     anchor = node.anchor
     x, weights, *others = anchor.inputs
     count, each, *_ = ctx.type(weights).shape
@@ -173,7 +173,7 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
 
 # ---- pools
 @fallback_rule("MaxPool")
-def lower_max_pool(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_max_pool(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     s = Sliding(ctx, node)
     coordinates = s.tap_coordinates()
     if node.body:
@@ -215,7 +215,7 @@ def _number(s: Sliding, node: Node, coordinates: Sequence[Term]) -> Term:
 
 
 @fallback_rule("AveragePool", "LpPool")
-def lower_average_pool(ctx: Context, node: Node) -> Sequence[Call]:
+def lower_average_pool(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     s, anchor = Sliding(ctx, node), node.anchor
     coordinates = s.tap_coordinates()
     s.padded(0)

@@ -25,7 +25,7 @@ from infer_server.errors import ServeError
 from infer_server.protocol.codec import InputTensor, declared_inputs, decode_inputs, encode_raw, object_bytes
 from infer_server.protocol.parameters import NONE, Parameters, from_messages, set_parameter
 from infer_server.protocol.wire import InferRequest, join_response, response_prefix, split_request
-from infer_server.serving import Call, Served
+from infer_server.serving import InferenceCall, Served
 from protos import inference
 
 _FEW_BYTES = 64 << 10       # size of a batch's output up to which one copy is split into responses
@@ -52,7 +52,7 @@ async def infer(services: InferenceServices, data: bytes, context: CallContext) 
     return response
 
 
-class GrpcCall(Call):
+class GrpcCall(InferenceCall):
     """ModelInferRequest; its response is a serialised ModelInferResponse."""
     protocol = "gRPC"
     _shared_inputs: Sequence[TensorLocation] = ()  # shared memory read during the execution; known after contents()

@@ -5,7 +5,7 @@ from typing import Any
 
 from engines.backends.numpy.device import solve
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Call
+from engines.lowering.calls.calls import ProblemCall
 from engines.lowering.calls.placement import Placement
 from engines.lowering.problems.problem import Array, Problem
 
@@ -22,6 +22,6 @@ class NumpyRunner:
         """pieces: a NumPy step is one call."""
         memory = [*inputs, *outputs]
         placed = [Placement(i, 0, view, BATCH) for i, view in enumerate((*problem.inputs, *problem.outputs))]
-        call = Call(Node("Test", (), ("y",)), problem, tuple(placed[:len(inputs)]), tuple(placed[len(inputs):]),
-                    constants)
+        call = ProblemCall(Node("Test", (), ("y",)), problem, tuple(placed[:len(inputs)]), tuple(placed[len(inputs):]),
+                           constants)
         solve(call, lambda placement: (memory[placement.buffer], 0), batch)
