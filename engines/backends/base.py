@@ -144,7 +144,7 @@ class Backend(Protocol):
             Time kernels on this machine, if it can run them.
         """
 
-    def session_here(self, cache: TimingCache, beside: Session) -> Session:
+    def session_here(self, cache: TimingCache, sibling: Session) -> Session:
         """Return a session for plans that the build itself runs on this machine, such as calibration trials.
 
         Nothing is timed.
@@ -153,7 +153,7 @@ class Backend(Protocol):
         ----------
         cache : TimingCache
             Kernel times of earlier builds.
-        beside : Session
+        sibling : Session
             Session of the build; compiled code is shared with it where the targets agree.
         """
 

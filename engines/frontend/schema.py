@@ -28,7 +28,7 @@ COUNTS = frozenset({"blocksize", "group", "hidden_size", "kv_num_heads", "num_gr
                     "q_num_heads", "size"})
 # Values of string attributes, which schemas lack, by "operator.attribute", or by attribute for any operator.
 _DIRECTIONS = ("forward", "reverse", "bidirectional")
-WORDS: Mapping[str, Collection[str]] = {
+STRING_VALUES: Mapping[str, Collection[str]] = {
     "auto_pad": ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"),
     "BitShift.direction": ("LEFT", "RIGHT"),
     "Cast.round_mode": ("up", "down", "nearest"),
@@ -167,7 +167,7 @@ def _check_value(schema: Schema, attribute: onnx.AttributeProto) -> None:
         raise GraphError(f"attribute '{name}' is {attribute.i}; it is 0 or 1")
     if name in COUNTS and attribute.i < 1:
         raise GraphError(f"attribute '{name}' is {attribute.i}; it is a number from 1 on")
-    known = WORDS.get(f"{schema.op}.{name}", WORDS.get(name))
+    known = STRING_VALUES.get(f"{schema.op}.{name}", STRING_VALUES.get(name))
     if known and attribute.s.decode(errors="replace") not in known:
         raise GraphError(f"attribute '{name}' is '{attribute.s.decode(errors='replace')}'; it is one of "
                          f"{', '.join(known)}")

@@ -31,9 +31,9 @@ class CudaBackend:
             raise ConfigError(f"building for '{target}' needs llvmlite ({error}): pip install llvmlite") from error
         return CudaSession(target, cache, _device_for(target) if timing else None)
 
-    def session_here(self, cache: TimingCache, beside: Session) -> Session:
+    def session_here(self, cache: TimingCache, sibling: Session) -> Session:
         """Return a session of the default backend: this machine may have no GPU."""
-        return backend_of("").session_here(cache, beside)
+        return backend_of("").session_here(cache, sibling)
 
     def peaks(self) -> Peaks:
         """Return the data-sheet peaks of this machine's GPU. Nothing is measured."""

@@ -22,7 +22,7 @@ EPILOGUE, OPERAND = 7, 3    # SASS instructions per output: requantise a sum; ad
 PLAIN = 4                   # instructions per scalar product: two loads, the product, address arithmetic
 START, LAUNCH = 1200, 2e-6  # cycles before a block's first product; seconds between kernels of a graph
 LATENCY = 6e-7              # of a load from memory, in seconds
-REGISTERS, BESIDE = 65536, 90       # per multiprocessor; per thread in addition to its sums
+REGISTERS, BASE_REGISTERS = 65536, 90  # per multiprocessor; per thread in addition to its sums
 MOST_REGISTERS = 250                # per thread before it spills
 THREADS = 2048                      # per multiprocessor
 
@@ -111,7 +111,7 @@ def contraction_seconds(work: Blocks, card: Card, precision: str, element: int) 
     """
     (pixels, couts), (rows, columns) = work.tile, work.warp
     blocks = -(-work.pixels // pixels) * -(-work.couts // couts)
-    registers = rows * columns // 32 + BESIDE
+    registers = rows * columns // 32 + BASE_REGISTERS
     resident = min(REGISTERS // (registers * work.threads), card.shared // max(work.shared_bytes, 1),
                    THREADS // work.threads)
     if resident < 1 or registers > MOST_REGISTERS:

@@ -18,18 +18,18 @@ class LlvmBackend:
     def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
         return self._session(target, cache, timing)
 
-    def session_here(self, cache: TimingCache, beside: Session) -> Session:
-        return self._session("", cache, timing=False, short_lived=True, beside=beside)
+    def session_here(self, cache: TimingCache, sibling: Session) -> Session:
+        return self._session("", cache, timing=False, short_lived=True, sibling=sibling)
 
     def _session(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False,
-                 beside: Session | None = None) -> Session:
+                 sibling: Session | None = None) -> Session:
         target = target or best_isa(detect().features).name
         try:
             from engines.backends.llvm.session import LlvmSession
         except ImportError as error:
             raise ConfigError(f"cannot build for '{target}': llvmlite is not installed ({error}); install llvmlite, or "
                               "build for the target 'numpy'") from error
-        return LlvmSession(target, cache, timing, short_lived, beside if isinstance(beside, LlvmSession) else None)
+        return LlvmSession(target, cache, timing, short_lived, sibling if isinstance(sibling, LlvmSession) else None)
 
     def peaks(self) -> Peaks:
         from engines.backends.llvm.tuning.peaks import measure_peaks

@@ -72,7 +72,7 @@ class LlvmSession:
     """Session that builds for one instruction set. It times kernels if this machine can run them."""
 
     def __init__(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False,
-                 beside: LlvmSession | None = None) -> None:
+                 sibling: LlvmSession | None = None) -> None:
         """Make a session.
 
         Parameters
@@ -81,16 +81,16 @@ class LlvmSession:
         cache : times of kernels from earlier builds.
         timing : choose tactics by time, if this machine can run them; else by cost.
         short_lived : for plans that run a few times only; see Tuner.
-        beside : a session of the same build, whose compiled code this one shares if it is for the same target.
+        sibling : a session of the same build, whose compiled code this one shares if it is for the same target.
         """
         cpu, isa = detect(), isa_named(target)
         runnable = isa.requires <= cpu.features and not (isa.triple and not isa.triple.startswith(cpu.architecture))
         self.isa, self.cache = isa, cache
-        code = beside.tuner.code if beside and beside.isa == isa else None
+        code = sibling.tuner.code if sibling and sibling.isa == isa else None
         self.tuner: Tuner = Tuner(isa, cache, cpu.model, timing and runnable, short_lived, code)
         self.arithmetic = ("fp32", "int8", *["bf16"] * isa.bf16)
         self._timed: dict[str, dict[str, float]] = {}
-        self._beside: Plan | None = None
+        self._sharing_plan: Plan | None = None
         self._shared: SharedConstants | None = None
         self._usual_is_met = False
 
@@ -168,8 +168,8 @@ class LlvmSession:
                 self._timed |= self.tuner.corrections(chosen.choices)
             choices = [[chosen.choices[call.problem]] for call in chosen.lowered.compiled]
         machine = _CpuAssembler(chosen, self.isa, choices, self._shared).machine()
-        if self._beside and not self.tuner.timing:
-            return item_major_as_in(self._beside.machine, machine, chosen.max_batch)
+        if self._sharing_plan and not self.tuner.timing:
+            return item_major_as_in(self._sharing_plan.machine, machine, chosen.max_batch)
         return machine
 
     @property
@@ -178,8 +178,8 @@ class LlvmSession:
         return self._timed
 
     def take_over(self, plan: Plan) -> None:
-        """Reuse the constants, code and times of a plan. Plans made from now on are loaded beside it."""
-        self._beside, self._shared = plan, SharedConstants(plan.machine)
+        """Reuse the constants, code and times of a plan. Plans made from now on share its constants."""
+        self._sharing_plan, self._shared = plan, SharedConstants(plan.machine)
         if part := plan.open:
             code = [code for one in (plan, *part.others) for code in one.machine.code]
             self.tuner.take_over(part.timed, code, part.general)
@@ -205,9 +205,9 @@ class LlvmSession:
         """Return the plan with item-major runs where they are faster, and with measured times of fallback steps."""
         if not self.tuner.timing:
             return plan
-        beside = LoadedPlan(self._beside) if self._beside else None
-        plan = with_item_major_runs(plan, self.cache, self.tuner.processor, beside)
-        return with_reference_times(plan, beside)
+        sharing = LoadedPlan(self._sharing_plan) if self._sharing_plan else None
+        plan = with_item_major_runs(plan, self.cache, self.tuner.processor, sharing)
+        return with_reference_times(plan, sharing)
 
 
 class _CpuAssembler:

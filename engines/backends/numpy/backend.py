@@ -96,7 +96,7 @@ class NumpyBackend:
     def session(self, target: str, cache: TimingCache, timing: bool) -> NumpySession:
         return NumpySession()
 
-    def session_here(self, cache: TimingCache, beside: Session) -> NumpySession:
+    def session_here(self, cache: TimingCache, sibling: Session) -> NumpySession:
         return NumpySession()
 
     def peaks(self) -> Peaks:

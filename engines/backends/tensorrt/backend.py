@@ -137,9 +137,9 @@ class TensorRtBackend:
         except LibraryMissing as error:
             raise ConfigError(f"target '{target}': {error}") from error
 
-    def session_here(self, cache: TimingCache, beside: Session) -> Session:
+    def session_here(self, cache: TimingCache, sibling: Session) -> Session:
         """Return a session of the default backend: this machine may have no GPU."""
-        return backend_of("").session_here(cache, beside)
+        return backend_of("").session_here(cache, sibling)
 
     def peaks(self) -> Peaks:
         """Return the data-sheet peaks of this machine's GPU."""

@@ -2,7 +2,7 @@
 
 Small constant inputs (axes, pads, sizes, bounds) become attributes; values that depend on shapes (auto_pad, -1 and 0 in
 target shapes, equal splits) are resolved; operators that others express (Dropout, Upsample, Sum, CastLike, ...) are
-replaced. A rule takes an OperatorCall and returns the nodes that replace it; without a rule it is canonical already.
+replaced. A rule takes an OperatorCall and returns the nodes that replace it; operators without a rule are canonical.
 """
 from __future__ import annotations
 

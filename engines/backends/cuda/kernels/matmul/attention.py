@@ -24,7 +24,7 @@ from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.problem import Array
 
 WARPS = 4               # per block
-BESIDE = 2              # minimum of resident blocks; without it ptxas may spill to fit more
+MIN_BLOCKS = 2          # minimum of resident blocks; without it ptxas may spill to fit more
 WAITING = 64            # bytes in flight per lane of a tile, about
 
 
@@ -42,8 +42,8 @@ SHARED_TILES, QUERY_TILES, QUERY, BLOCK = (
     Way("a query a block"))
 # By tactic and INT8 or not, counted in SASS: instructions per score, multiply-adds per further instruction, and
 # products of q and k per score (INT8 needs products by ones, too).
-COUNTED = {(SHARED_TILES, True): (23, 15, 4), (SHARED_TILES, False): (7, 26, 1), (QUERY_TILES, True): (23, 8, 4),
-           (QUERY_TILES, False): (7, 8, 2)}
+INSTRUCTIONS = {(SHARED_TILES, True): (23, 15, 4), (SHARED_TILES, False): (7, 26, 1), (QUERY_TILES, True): (23, 8, 4),
+                (QUERY_TILES, False): (7, 8, 2)}
 
 
 @solves(Attention)
@@ -64,7 +64,8 @@ class GpuAttention(GpuKernel[Attention]):
         problem = self.problem
         tiles = problem.heads * -(-problem.queries // rows) * items
         scores = tiles * rows * -(-problem.keys // keys) * keys
-        (score, macs, times), depth, width = COUNTED[tactic, self.integers], problem.q.shape[-1], problem.v.shape[-1]
+        (score, macs, times), depth, width = INSTRUCTIONS[tactic,
+                                                          self.integers], problem.q.shape[-1], problem.v.shape[-1]
         threads = tiles * rows // QUERIES * WARP
         return max(card.read_seconds(problem.bytes * items, threads, WAITING),
                    card.scalar_seconds(scores * (score + (depth + width) // macs) // PLAIN, threads),
@@ -104,7 +105,7 @@ class GpuAttention(GpuKernel[Attention]):
             block = special_register(f, "ctaid.x")
             SharedTile(self.problem, self.gpu, f, operands, block, thread).write(block.below(rows))
             return
-        module.min_blocks[name] = BESIDE
+        module.min_blocks[name] = MIN_BLOCKS
         row = special_register(f, "ctaid.x") * WARPS + warp
         if tactic == QUERY_TILES:
             tiles, tile = -(-self.problem.queries // QUERIES), row.at_most(rows - 1)

@@ -42,7 +42,7 @@ from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.view import View
 
 # INT8 or not, counted in SASS: a lane's instructions per key, and in addition per column of k or v.
-COUNTED = {True: (43, 1), False: (19, 2)}
+INSTRUCTIONS = {True: (43, 1), False: (19, 2)}
 KEYS = 4                # per group of lanes and iteration; INT8 multiplies four keys at once
 WORD = 4                # bytes
 
@@ -107,7 +107,7 @@ def seconds(problem: Attention, cut: LanePartition, card: Card, rows: int, items
     turns, threads = -(-problem.keys // (parts * cut.turn)), rows * cut.warps * WARP
     integers, columns = problem.precision == "int8", sum(
         -(-chunks.count // cut.lanes) * chunks.each for chunks in (cut.k, cut.v))
-    score, column = COUNTED[integers]
+    score, column = INSTRUCTIONS[integers]
     macs = int(threads * turns * KEYS * (score + column * columns) / PLAIN)
     return max(card.read_seconds(problem.bytes * items, threads, KEYS * 16), card.scalar_seconds(macs, threads))
 

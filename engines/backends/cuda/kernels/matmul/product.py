@@ -30,7 +30,7 @@ from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
 WARPS = 4               # per block
-BESIDE = 3              # minimum of resident blocks; without it ptxas may spill to fit more
+MIN_BLOCKS = 3          # minimum of resident blocks; without it ptxas may spill to fit more
 MACS, SHARED_MACS = 8, 15       # multiply-adds per SASS instruction, by tiles and from shared memory
 
 
@@ -81,7 +81,7 @@ class GpuProduct(ProgramKernel[Product]):
         return super().grid(tactic)
 
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
-        module.min_blocks[name] = BESIDE
+        module.min_blocks[name] = MIN_BLOCKS
         if not isinstance(tactic, ByTiles | ByBlocks):
             super().emit(module, name, tactic)
             return

@@ -31,7 +31,7 @@ from engines.codegen.types import FLOAT, I8, I16, I32, vector
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.recurrence import Recurrence, Stage
 
-BESIDE = 48             # registers per thread in addition to those of its items
+BASE_REGISTERS = 48     # registers per thread in addition to those of its items
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ThroughCaches(Sharing):
     def work(self, problem: Recurrence) -> Work:
         cell, hidden = problem.cells[0], problem.hidden
         each = cell.gates * (self.items + PLAIN - 1)        # load of the weight, and its products
-        registers = BESIDE + self.items * (3 * cell.gates + cell.kept)
+        registers = BASE_REGISTERS + self.items * (3 * cell.gates + cell.kept)
         return Work(each * hidden + update(problem) * self.items, 0, 0,
                     SIZES[problem.precision] * cell.gates * hidden ** 2, 0, registers)
 

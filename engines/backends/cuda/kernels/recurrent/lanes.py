@@ -32,7 +32,7 @@ from engines.lowering.problems.problem import Array
 from engines.lowering.problems.recurrence import Recurrence, Stage
 
 ONES = 0x01010101
-BESIDE = 72             # registers per thread in addition to its weights
+BASE_REGISTERS = 72     # registers per thread in addition to its weights
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Kept(Sharing):
         instructions = (products * pieces.count + pieces.of_gate + 2 * gates * self.parts.bit_length()
                         + update(problem))
         return Work(instructions, 0, self.kept_bytes(problem), 0, pieces.size * gates * problem.hidden ** 2,
-                    BESIDE + 4 * self.registers)
+                    BASE_REGISTERS + 4 * self.registers)
 
     def pack(self, problem: Recurrence, weights: Array) -> Array:
         return Pieces(problem, self.parts).pack(weights)

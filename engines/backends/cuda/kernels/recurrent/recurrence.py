@@ -20,7 +20,7 @@ from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, specia
 from engines.backends.cuda.cost import ISSUE, L2_PORT, LAUNCH, REGISTERS, SHARED_RATE, THREADS, Card
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, solves
 from engines.backends.cuda.kernels.recurrent.caches import ThroughCaches
-from engines.backends.cuda.kernels.recurrent.lanes import BESIDE, Kept, Pieces
+from engines.backends.cuda.kernels.recurrent.lanes import BASE_REGISTERS, Kept, Pieces
 from engines.backends.cuda.kernels.recurrent.sharing import Sharing
 from engines.backends.cuda.kernels.recurrent.steps import Direction, StateRows
 from engines.backends.cuda.kernels.recurrent.warps import tilings
@@ -62,7 +62,8 @@ class RecurrenceByBlock(GpuKernel[Recurrence]):
         threads = Kept(parts, 0).threads(self.problem)
         if threads > MOST_UNITS or parts > 1 and Pieces(self.problem, parts // 2).of_gate == 1:
             return None
-        tactic = Kept(parts, min(Pieces(self.problem, parts).count, max(self._registers(threads) - BESIDE, 0) // 4))
+        tactic = Kept(parts, min(Pieces(self.problem, parts).count,
+                                 max(self._registers(threads) - BASE_REGISTERS, 0) // 4))
         return tactic if self._fits(tactic) else None
 
     def _registers(self, threads: int) -> int:

@@ -40,7 +40,7 @@ from engines.lowering.problems.recurrence import Recurrence, Stage
 UNITS, ITEMS = 16, 8    # per product
 TURN = 2 * STEP         # bytes of k per iteration
 ONES = 0x01010101
-BESIDE = 56             # registers per thread in addition to those of its places
+BASE_REGISTERS = 56     # registers per thread in addition to those of its assignments
 AT_EDGE = 32            # further registers if the last warp is partial
 TOGETHER = (8, 16)      # items per block; with more, a lane's places spill
 MOST_TILED = {"int8": 512, "int16": 128}        # units; beyond them threads spill
@@ -136,7 +136,7 @@ class Tiled(Sharing):
         through = loads * (turns - self.resident) * each
         instructions = (products + loads * (self.resident * each - self.registers) + through + states
                         + update(problem) * assignments)
-        base = BESIDE + (0 if self.is_full(problem) else AT_EDGE)
+        base = BASE_REGISTERS + (0 if self.is_full(problem) else AT_EDGE)
         registers = base + assignments * (cell.gates + cell.kept + 3) + 4 * self.registers
         return Work(instructions, products, loads * self.kept_bytes(problem) + states * PIECE * threads,
                     through * threads * PIECE, self.resident * each * threads * PIECE, registers)
