@@ -162,14 +162,14 @@ def _parse_tensorrt(text: str) -> CalibrationTable:
 
 # ---- --calib-cache FILE
 @dataclass(frozen=True)
-class Cached:
+class CachedTable:
     """A table, and what the user should know about where it came from."""
     table: CalibrationTable
     note: str
 
 
 def load_or_make(path: str | Path, model_hash: str, make: Callable[[], CalibrationTable],
-                 calibrator: str | None = None, tensors: Collection[str] = ()) -> Cached:
+                 calibrator: str | None = None, tensors: Collection[str] = ()) -> CachedTable:
     """Return the table in the cache file if it fits, else the result of `make`, which is written to the file.
 
     A table fits if it is for this model and calibrator (None: any) and has ranges for all of `tensors`. If only ranges
@@ -184,7 +184,7 @@ def load_or_make(path: str | Path, model_hash: str, make: Callable[[], Calibrati
     else:
         table = read_table(path)
         if not table.model_hash:
-            return Cached(table, f"ranges of {len(table.ranges)} tensors taken from the TensorRT cache {path}")
+            return CachedTable(table, f"ranges of {len(table.ranges)} tensors taken from the TensorRT cache {path}")
         if table.model_hash != model_hash:
             reason = "it was of another model"
         elif calibrator not in (None, table.calibrator):
@@ -192,9 +192,9 @@ def load_or_make(path: str | Path, model_hash: str, make: Callable[[], Calibrati
         elif lacking := [name for name in tensors if name not in table.ranges]:
             reason, kept = f"it had no ranges for {len(lacking)} tensors of these shapes", table.ranges
         else:
-            return Cached(table, f"ranges taken from the calibration cache {path} "
+            return CachedTable(table, f"ranges taken from the calibration cache {path} "
                                  f"({table.calibrator}, {table.items} items)")
     table = make()
     table = replace(table, ranges={**kept, **table.ranges})
     write_table(table, path)
-    return Cached(table, f"calibration cache {path} written: {reason}")
+    return CachedTable(table, f"calibration cache {path} written: {reason}")

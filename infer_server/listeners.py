@@ -7,9 +7,9 @@ import time
 from typing import Protocol
 
 from infer_server.endpoints.http.exchange import Handler
-from infer_server.endpoints.http.reading import Limits
+from infer_server.endpoints.http.reading import PortLimits
 from infer_server.endpoints.http.server import HttpServer, listen
-from infer_server.endpoints.tls import Tls
+from infer_server.endpoints.tls import ServerTls
 
 _POLL_SECS = 0.05               # interval of checks for open connections, each of which visits all descriptors
 _TAKING_IN_TURNS = 5            # iterations of the loop to take connections that the system has accepted
@@ -31,7 +31,7 @@ def cannot_listen(host: str, port: int, error: OSError) -> OSError:
 class GrpcServer(Protocol):
     """Interface of a gRPC port: GrpcioServer or Nghttp2Server."""
 
-    async def listen(self, host: str, port: int, tls: Tls | None) -> int:
+    async def listen(self, host: str, port: int, tls: ServerTls | None) -> int:
         """Open the port and return its number. Raises OSError."""
 
     @property
@@ -51,13 +51,13 @@ class GrpcServer(Protocol):
 class Listeners:
     """Ports of one event loop. Open ports, then call close() once."""
 
-    def __init__(self, limits: Limits, shares_ports: bool = False) -> None:
+    def __init__(self, limits: PortLimits, shares_ports: bool = False) -> None:
         """Apply `limits` to the ports; `shares_ports` is True if other processes of this server listen on them, too."""
         self._limits, self._shares_ports = limits, shares_ports
         self._grpc: GrpcServer | None = None
         self._http: list[HttpServer] = []
 
-    async def listen_http(self, host: str, port: int, handle: Handler, tls: Tls | None = None) -> int:
+    async def listen_http(self, host: str, port: int, handle: Handler, tls: ServerTls | None = None) -> int:
         """Open an HTTP port and return its number. Raises OSError."""
         try:
             server = await listen(host, port, handle, self._limits, tls, self._shares_ports)
@@ -66,7 +66,7 @@ class Listeners:
         self._http.append(server)
         return server.port
 
-    async def listen_grpc(self, server: GrpcServer, host: str, port: int, tls: Tls | None) -> int:
+    async def listen_grpc(self, server: GrpcServer, host: str, port: int, tls: ServerTls | None) -> int:
         """Open the port of a gRPC server and return its number. Raises OSError."""
         self._grpc = server
         try:

@@ -19,7 +19,7 @@ from infer_server.endpoints.grpc.grpcio.server import Behind, GrpcioServer
 from infer_server.endpoints.grpc.methods import Methods
 from infer_server.endpoints.grpc.service.methods import HEADER_PREFIX, service_methods
 from infer_server.endpoints.http.exchange import Handler
-from infer_server.endpoints.http.reading import Limits
+from infer_server.endpoints.http.reading import PortLimits
 from infer_server.endpoints.http.routes import metrics_routes, server_routes
 from infer_server.endpoints.inflight import Inflight
 from infer_server.endpoints.memory_service import MemoryService
@@ -31,7 +31,7 @@ from infer_server.endpoints.shared_memory import Regions
 from infer_server.endpoints.status.history import History
 from infer_server.endpoints.status.snapshot import Snapshots
 from infer_server.endpoints.status.state import ServerState
-from infer_server.endpoints.tls import Tls
+from infer_server.endpoints.tls import ServerTls
 from infer_server.errors import RepositoryError
 from infer_server.fronts.fronts import FrontendWorkers
 from infer_server.fronts.settings import ListenAddress, WorkerSettings
@@ -102,8 +102,8 @@ class ServerOptions:
     allow_client_shm: bool = False              # True if clients may register system shared memory
     workers: int = 1                            # frontend worker processes; 1: none, this process does it all
     grpc_front: str = NGHTTP2                   # library that serves gRPC: "nghttp2" or "grpcio"
-    grpc_tls: Tls | None = None
-    http_tls: Tls | None = None
+    grpc_tls: ServerTls | None = None
+    http_tls: ServerTls | None = None
     grpc_secrets: Mapping[str, Secret] = field(default_factory=dict)        # secrets by category of calls
     http_secrets: Mapping[str, Secret] = field(default_factory=dict)
     grpc_reflection: bool = False
@@ -161,8 +161,8 @@ class Server:
         self._unreadable: dict[str, str] = {}   # reason why the repository cannot be read
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
         self._inflight.watch_spent(self.lifecycle.changed)
-        self._listeners = Listeners(Limits(options.max_body_bytes, self._inflight, options.max_json_bytes,
-                                           options.min_body_rate, options.body_grace_secs))
+        self._listeners = Listeners(PortLimits(options.max_body_bytes, self._inflight, options.max_json_bytes,
+                                               options.min_body_rate, options.body_grace_secs))
         regions = Regions(options.allow_client_shm)
         self.log_settings = LogSettings()
         self._tracer = _tracer(options.tracing) if options.tracing else None
@@ -305,7 +305,7 @@ class Server:
     def _frontend_settings(self) -> WorkerSettings:
         options = self._options
 
-        def door(what: str, port: int, tls: Tls | None) -> ListenAddress | None:
+        def door(what: str, port: int, tls: ServerTls | None) -> ListenAddress | None:
             return None if what in options.closed else ListenAddress(self._host(what), port, tls)
 
         return WorkerSettings(
@@ -319,6 +319,6 @@ class Server:
     def _host(self, what: str) -> str:
         return self._options.hosts.get(what, self._options.host)
 
-    async def _listen_http(self, what: str, port: int, handle: Handler, tls: Tls | None = None) -> int:
+    async def _listen_http(self, what: str, port: int, handle: Handler, tls: ServerTls | None = None) -> int:
         return 0 if what in self._options.closed else await self._listeners.listen_http(
             self._host(what), port, handle, tls)

@@ -127,7 +127,7 @@ async def run_off_loop(function: Callable[[], T]) -> T:
         return function()
 
 
-class Cached(Generic[T]):
+class PeriodicValue(Generic[T]):
     """Value that is computed at most once in a period, however many callers there are. Belongs to the event loop."""
 
     def __init__(self, compute: Callable[[], Awaitable[T]], secs: float) -> None:

@@ -19,7 +19,7 @@ FLOOR = 1e-4        # a part's errors are relative to its range, but at least to
 
 
 @dataclass(frozen=True)
-class Limits:
+class ErrorLimits:
     """Limits of the errors of an output in one precision.
 
     relative    largest error as a share of the output's range
@@ -34,10 +34,10 @@ class Limits:
 
 
 LIMITS = {
-    "fp32": Limits(relative=1e-3),                                  # sums in another order: 1e-6 to 1e-4
-    "fp16": Limits(relative=2e-2, differing=0.1, rows=2e-2),        # 11 bits a tensor, over all layers
-    "bf16": Limits(relative=1e-1, differing=0.2, rows=1e-1),        # 8 bits
-    "int8": Limits(sqnr_db=POOR_DB, differing=0.5, rows=1e-1),
+    "fp32": ErrorLimits(relative=1e-3),                             # sums in another order: 1e-6 to 1e-4
+    "fp16": ErrorLimits(relative=2e-2, differing=0.1, rows=2e-2),   # 11 bits a tensor, over all layers
+    "bf16": ErrorLimits(relative=1e-1, differing=0.2, rows=1e-1),   # 8 bits
+    "int8": ErrorLimits(sqnr_db=POOR_DB, differing=0.5, rows=1e-1),
 }
 
 
@@ -69,7 +69,7 @@ class OutputErrors:
     missing: int = 0
     wrong: str = ""
 
-    def fault(self, limits: Limits) -> str:
+    def fault(self, limits: ErrorLimits) -> str:
         """Say which limit the output exceeds first; "" if none."""
         if self.wrong or self.odd:
             return self.wrong or f"{self.odd} elements are NaN or infinite in one of the two only"

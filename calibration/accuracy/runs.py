@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from calibration.accuracy.errors import Limits, OutputErrors, Pair, errors_of, errors_of_parts, pair_of
+from calibration.accuracy.errors import ErrorLimits, OutputErrors, Pair, errors_of, errors_of_parts, pair_of
 from calibration.accuracy.rows import decided_rows, match_rows
 from calibration.accuracy.sources import Sources
 from calibration.accuracy.structure import Inner, Structure
@@ -14,10 +14,10 @@ from engines.ir.graph import BATCH, Array
 from engines.plan.plan import IoTensor
 
 
-class Runs:
+class ComparedRuns:
     """Expected and computed outputs of several runs."""
 
-    def __init__(self, outputs: Sequence[IoTensor], structure: Structure, limits: Limits) -> None:
+    def __init__(self, outputs: Sequence[IoTensor], structure: Structure, limits: ErrorLimits) -> None:
         self._outputs, self._structure, self._limits = outputs, structure, limits
         self._pairs: dict[str, list[Pair]] = {}
         self._traced: dict[str, list[tuple[Pair, Sources]]] = {}       # of runs for whose shapes there is a graph

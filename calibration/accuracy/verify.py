@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from calibration.accuracy.errors import LIMITS, Limits, OutputErrors
+from calibration.accuracy.errors import LIMITS, ErrorLimits, OutputErrors
 from calibration.accuracy.oracle import Oracle, oracle_of, reference_of, reference_of_specialisations
 from calibration.accuracy.overflow import overflow
-from calibration.accuracy.runs import Runs
+from calibration.accuracy.runs import ComparedRuns
 from calibration.accuracy.structure import Structure, structure_of, structure_of_program, tensor_names
 from calibration.data.checks import DataCheck
 from calibration.data.generated import generated
@@ -65,7 +65,7 @@ class Verification:
     notes: tuple[str, ...] = ()
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ErrorLimits:
         return LIMITS[self.precision]
 
     @property
@@ -187,8 +187,8 @@ def verify_engine(engine: AnyEngine, oracle: Oracle, feeds: Iterable[Feed], prec
     The items of a batch are also run each alone, unless the plan says that they depend on each other.
     """
     structure = structure or Structure()
-    runs = Runs(engine.outputs, structure, LIMITS[precision])
-    alone = Runs(engine.outputs, structure, LIMITS[precision])
+    runs = ComparedRuns(engine.outputs, structure, LIMITS[precision])
+    alone = ComparedRuns(engine.outputs, structure, LIMITS[precision])
     count = 0
     for feed in feeds:
         items, made, expected = _items(engine, feed), engine.run(feed), oracle.answer(feed)

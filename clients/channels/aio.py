@@ -9,7 +9,7 @@ from typing import cast
 
 from clients.channels.addresses import Address
 from clients.channels.base import ChannelBase
-from clients.channels.call import PendingCall, Request, RequestEncoder
+from clients.channels.call import CallRequest, PendingCall, RequestEncoder
 from clients.channels.connection import ClientConnection, Keepalive, require_http2
 from clients.channels.health import HealthCheck, require_healthy
 from clients.channels.options import ChannelOptions, Message, Metadata
@@ -157,7 +157,7 @@ class AioConnection(asyncio.BufferedProtocol):
         """True if another call may be made."""
         return self._http2.takes_calls
 
-    async def call(self, request: Request, max_message_bytes: int, deadline: float | None) -> bytes:
+    async def call(self, request: CallRequest, max_message_bytes: int, deadline: float | None) -> bytes:
         """Return the serialised response. Raises StatusError."""
         ended = self._loop.create_future()
         call = PendingCall(max_message_bytes, partial(_set_done, ended))

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from clients.channels.addresses import Address
 from clients.channels.base import ChannelBase
-from clients.channels.call import PendingCall, Request, RequestEncoder
+from clients.channels.call import CallRequest, PendingCall, RequestEncoder
 from clients.channels.connection import ClientConnection, Keepalive, require_http2
 from clients.channels.health import HealthCheck, require_healthy
 from clients.channels.options import ChannelOptions, Message, Metadata
@@ -50,7 +50,7 @@ class BlockingChannel(ChannelBase):
             while connections:
                 connections.pop().close()
 
-    def _attempt(self, request: Request, attempts: Attempts) -> bytes:
+    def _attempt(self, request: CallRequest, attempts: Attempts) -> bytes:
         address, connection = self._connection(attempts)
         try:
             return connection.call(request, self._options.max_message_bytes, attempts.deadline)
@@ -142,7 +142,7 @@ class BlockingConnection:
             except StatusError as error:
                 require_healthy(error)
 
-    def call(self, request: Request, max_message_bytes: int, deadline: float | None) -> bytes:
+    def call(self, request: CallRequest, max_message_bytes: int, deadline: float | None) -> bytes:
         """Return the serialised response. Raises StatusError."""
         call = PendingCall(max_message_bytes)
         self._http2.open(request, call)

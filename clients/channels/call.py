@@ -35,7 +35,7 @@ _WORTH_BYTES = 1 << 10                              # smaller messages are not c
 _WINDOW_BITS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
 
 
-class Request(NamedTuple):
+class CallRequest(NamedTuple):
     """A request as it is sent: the header block, and the data of the stream in parts."""
     headers: tuple[Header, ...]
     data: tuple[bytes, ...]
@@ -67,7 +67,7 @@ class RequestEncoder:
         self._headers = headers
 
     def encode(self, path: str, message: Message, timeout: float | None = None, metadata: Metadata = (),
-               retries: int = 0) -> Request:
+               retries: int = 0) -> CallRequest:
         """Return a request. Raises StatusError if the message is larger than the options allow."""
         size = len(message) if isinstance(message, bytes) else sum(map(len, message))
         if size > self._max_bytes != NO_LIMIT:
@@ -79,8 +79,8 @@ class RequestEncoder:
         prefix = prefix_of(size, is_compressed)
         headers = self._headers(path, timeout, metadata, retries, is_compressed)
         if size <= _SMALL_BYTES:
-            return Request(headers, (prefix + whole(message),))
-        return Request(headers, (prefix, message) if isinstance(message, bytes) else (prefix, *message))
+            return CallRequest(headers, (prefix + whole(message),))
+        return CallRequest(headers, (prefix, message) if isinstance(message, bytes) else (prefix, *message))
 
 
 def whole(message: Message) -> bytes:

@@ -8,7 +8,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from clients.channels.call import PendingCall, Request
+from clients.channels.call import CallRequest, PendingCall
 from clients.channels.status import StatusError, deadline_exceeded
 from protos.http2 import (
     ConnectionClosed,
@@ -47,7 +47,7 @@ class ClientConnection:
         self.takes_calls = True                     # the server has not said that it goes away
         self._farewell = ""                         # the reason that it gave
 
-    def open(self, request: Request, call: PendingCall) -> None:
+    def open(self, request: CallRequest, call: PendingCall) -> None:
         """Begin a call: its request is in the data to send. Raises StatusError if the connection takes no more."""
         http2 = self._http2
         try:

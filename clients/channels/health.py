@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 import protos
-from clients.channels.call import Request, RequestEncoder
+from clients.channels.call import CallRequest, RequestEncoder
 from clients.channels.status import StatusError
 from protos import health
 
@@ -28,7 +28,7 @@ class HealthCheck:
     def is_due(self) -> bool:
         return self._service is not None and time.monotonic() - self._checked_at > CHECK_SECS
 
-    def request(self, encoder: RequestEncoder, timeout: float) -> Request:
+    def request(self, encoder: RequestEncoder, timeout: float) -> CallRequest:
         """Return the request of a check, which is due again after CHECK_SECS."""
         self._checked_at = time.monotonic()
         return encoder.encode(_PATH, health.HealthCheckRequest(service=self._service).SerializeToString(), timeout)

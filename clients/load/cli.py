@@ -16,7 +16,7 @@ from clients.errors import ClientError
 from clients.load.arguments import Options, parse
 from clients.load.measure import Summary
 from clients.load.mlperf.report import scenario_table, write_scenario
-from clients.load.mlperf.run import Measured, measure, require_loadgen
+from clients.load.mlperf.run import ScenarioResult, measure, require_loadgen
 from clients.load.plot import require_matplotlib, write_plot
 from clients.load.report import Report, table, write_csv, write_json
 from clients.load.schedule import Load, Scenario
@@ -65,7 +65,7 @@ def measure_loads(options: Options, progress: Progress) -> int:
 def measure_scenario(options: Options, scenario: Scenario, progress: Progress) -> int:
     require_loadgen()
 
-    async def measured() -> list[Measured]:
+    async def measured() -> list[ScenarioResult]:
         async with AsyncExitStack() as stack:
             targets = [await stack.enter_async_context(open_target(options, url)) for url in options.urls]
             progress.write(f"{scenario.name}: running")

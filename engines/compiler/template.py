@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.counted import Counted, Counting, Measured, Pinned, Quotient, is_counted
+from engines.ir.counted import ByteSize, Counting, Pinned, Quotient, SymbolicInt, is_counted
 from engines.ir.deferred import Deferred, LateBytes
 from engines.ir.polynomials import Polynomial
-from engines.ir.shapes import CountedDim, Extent
+from engines.ir.shapes import Extent, SymbolicDim
 from engines.lowering.buffers import check_memory
 from engines.plan.extents import Extents
 from engines.plan.plan import Plan
@@ -154,7 +154,7 @@ def function_of(value: Any, counting: Counting, extents: int) -> Callable[..., A
     Pinned
         A part of the value cannot be written as a function.
     """
-    writer = _Writer(counting, extents)
+    writer = _SourceWriter(counting, extents)
     writer.guards()
     for check in counting.checks:
         writer.expression(check)
@@ -164,7 +164,7 @@ def function_of(value: Any, counting: Counting, extents: int) -> Callable[..., A
     return made
 
 
-class _Writer:
+class _SourceWriter:
     """Writer of the source of a function: its lines, and the values that they name."""
 
     def __init__(self, counting: Counting, extents: int) -> None:
@@ -200,7 +200,7 @@ class _Writer:
             if isinstance(what, Quotient):
                 made = f"({self.number(what.over)})//({self.number(what.by)})"
             else:
-                assert isinstance(what, Measured)
+                assert isinstance(what, ByteSize)
                 made = f"{self.expression(what.array)}.nbytes"
             self._atoms[index] = self._name("q", made)
         return self._atoms[index]
@@ -213,7 +213,7 @@ class _Writer:
     # ---- values
     def expression(self, value: Any) -> str:
         """Return the expression of a value, writing the lines that it needs."""
-        if type(value) is Counted:
+        if type(value) is SymbolicInt:
             return self.number(value.polynomial)
         if not self._is_open(value):
             return self._constant(value)
@@ -223,7 +223,7 @@ class _Writer:
         return self._named[id(value)]
 
     def _making(self, value: Any) -> str:
-        if isinstance(value, CountedDim):
+        if isinstance(value, SymbolicDim):
             return f"{self._constant(_text_of)}({self.expression(value.extent)})"
         if isinstance(value, Deferred):
             arguments = "".join(f"{self.expression(one)}, " for one in value.arguments)
@@ -261,7 +261,7 @@ class _Writer:
 
     def _is_open(self, value: Any) -> bool:
         """Return True if a value contains symbolic numbers."""
-        if isinstance(value, Deferred | LateBytes | CountedDim):
+        if isinstance(value, Deferred | LateBytes | SymbolicDim):
             return True
         if isinstance(value, np.ndarray):
             return is_counted(value)
@@ -269,7 +269,7 @@ class _Writer:
                  [getattr(value, one.name) for one in dataclasses.fields(value)]
                  if dataclasses.is_dataclass(value) and not isinstance(value, type) else None)
         if parts is None:
-            return type(value) is Counted
+            return type(value) is SymbolicInt
         if id(value) not in self._open:
             self._held.append(value)
             self._open[id(value)] = any(map(self._is_open, parts))

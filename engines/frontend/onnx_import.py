@@ -35,7 +35,7 @@ from engines.frontend.operators.normalise import RULES, Beyond, OperatorCall, no
 from engines.frontend.opsets import UNSAID_OPSET
 from engines.frontend.refusals import domain_of, refuse, schema_for
 from engines.frontend.schema import Schema, check_types, same_as_default, schema_of
-from engines.frontend.trace import Trace
+from engines.frontend.trace import TypeInference
 from engines.ir.graph import Array, Dim, Graph, Node, trimmed, verify
 from engines.ir.shapes import Undecided
 from engines.ops import OPS, describe
@@ -83,7 +83,7 @@ def graph_from_onnx(model: Model, *,
     nodes = _nodes(source, opsets)
     source = source.with_constants(constants or {})
 
-    trace = Trace()
+    trace = TypeInference()
     for tensor_name, array in source.weights.items():
         trace.constant(tensor_name, array)
     for tensor_name, kind in input_types(name, source.declared(), shapes or {}, keep_batch).items():
@@ -132,12 +132,12 @@ def _nodes(source: OnnxModel, opsets: Mapping[str, int]) -> Sequence[Node]:
     return source.nodes
 
 
-def _add_constants(model: str, trace: Trace, graph: onnx.GraphProto) -> None:
+def _add_constants(model: str, trace: TypeInference, graph: onnx.GraphProto) -> None:
     for tensor in graph.initializer:
         trace.constant(tensor.name, array_of(model, tensor))
 
 
-def _add(file: _File, trace: Trace, proto: onnx.NodeProto, node: Node) -> None:
+def _add(file: _File, trace: TypeInference, proto: onnx.NodeProto, node: Node) -> None:
     model = file.model
     try:
         if is_if(proto):
@@ -159,7 +159,7 @@ def _add(file: _File, trace: Trace, proto: onnx.NodeProto, node: Node) -> None:
         _add_branch(file, trace, branch, node)
 
 
-def _branch(file: _File, proto: onnx.NodeProto, node: Node, trace: Trace) -> onnx.GraphProto:
+def _branch(file: _File, proto: onnx.NodeProto, node: Node, trace: TypeInference) -> onnx.GraphProto:
     """Return the branch that an If takes, with tensors renamed whose names are in use."""
     trace.inputs(node)
     branch = branch_taken(proto, trace.values.get(proto.input[0]))
@@ -171,7 +171,7 @@ def _branch(file: _File, proto: onnx.NodeProto, node: Node, trace: Trace) -> onn
     return branch
 
 
-def _add_branch(file: _File, trace: Trace, branch: onnx.GraphProto, node: Node) -> None:
+def _add_branch(file: _File, trace: TypeInference, branch: onnx.GraphProto, node: Node) -> None:
     _add_constants(file.model, trace, branch)
     for inner in in_order(branch.node):
         _add(file, trace, inner, node_of(file.model, inner))
@@ -182,7 +182,7 @@ def _add_branch(file: _File, trace: Trace, branch: onnx.GraphProto, node: Node) 
 
 
 
-def _canonical(file: _File, trace: Trace, proto: onnx.NodeProto, node: Node) -> Iterator[Node]:
+def _canonical(file: _File, trace: TypeInference, proto: onnx.NodeProto, node: Node) -> Iterator[Node]:
     """Yield the canonical nodes of a node, each after those before it were added to the trace."""
     model, domain = file.model, domain_of(proto)
     opset = file.opsets.get(domain, UNSAID_OPSET)
@@ -208,7 +208,8 @@ def _canonical(file: _File, trace: Trace, proto: onnx.NodeProto, node: Node) -> 
         yield from [part] if standard is None else _of_one(file, trace, standard, part, STANDARD)
 
 
-def _of_one(file: _File, trace: Trace, schema: Schema, node: Node, opset: int, domain: str = "") -> Sequence[Node]:
+def _of_one(file: _File, trace: TypeInference, schema: Schema, node: Node, opset: int,
+            domain: str = "") -> Sequence[Node]:
     """Return a node's canonical nodes, or a fallback on the onnx package if these do not cover its attributes."""
     call = _call(trace, schema, node, opset)
     reason = "there is no operator of our own"
@@ -229,7 +230,7 @@ def _notify(file: _File, call: OperatorCall) -> None:
     file.notices.extend(f"{file.model}: {describe(call.node)}: {notice}" for notice in call.notices)
 
 
-def _call(trace: Trace, schema: Schema, node: Node, opset: int) -> OperatorCall:
+def _call(trace: TypeInference, schema: Schema, node: Node, opset: int) -> OperatorCall:
     """Return the arguments of a rule. Raise GraphError for undefined inputs or dtypes outside the schema."""
     types = trace.inputs(node)
     check_types(schema, types)

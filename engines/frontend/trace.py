@@ -18,14 +18,14 @@ from engines.ir.graph import Array, Node, TensorType, type_of
 from engines.ir.shapes import MOST_AXES, is_empty, text
 from engines.ops import op_of
 from engines.ops.counting import as_constant, follows_from_extents, infer, is_symbolic, known
-from engines.ops.fallback import Fallback
+from engines.ops.fallback import OnnxReferenceOp
 
 SMALL = 4096        # elements of a tensor that is computed at once; larger ones are left to passes.fold_constants,
 MOST = 1 << 22      # unless a shape depends on their values, as on NonZero of a matrix of all pairs
 
 
 @dataclass
-class Trace:
+class TypeInference:
     """State of type inference.
 
     `values` holds constants, object arrays of ints and Extents (engines.ir.shapes), and values that follow from counted
@@ -84,7 +84,8 @@ class Trace:
             types = infer(op, node, inputs, values) if self._counted else op.infer(node, inputs, values)
             types = types[:len(node.outputs)]
         except GraphError:      # its shape may depend on values, which may be known
-            if op is not Fallback or (results := op.known(node, inputs, [*map(self._computed, node.inputs)])) is None:
+            if op is not OnnxReferenceOp or (results := op.known(node, inputs,
+                                                                 [*map(self._computed, node.inputs)])) is None:
                 raise
             self._settle(node, results)
             return

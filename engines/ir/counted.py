@@ -1,9 +1,9 @@
 """Symbolic integers: numbers that remember how they were computed, so that a trace at one shape holds for others.
 
-A Counted is an open extent, or the result of arithmetic on some: it has a value (hint) and a polynomial over the
+A SymbolicInt is an open extent, or the result of arithmetic on some: it has a value (hint) and a polynomial over the
 extents. It behaves as an int, and isinstance() takes it for one, but its value never leaks unnoticed:
 
-    n * 4 + 1, n // 8, n % 3, divmod, max, min      a Counted, or an int if the extents cancel
+    n * 4 + 1, n // 8, n % 3, divmod, max, min      a SymbolicInt, or an int if the extents cancel
     n == 3, n < m, bool(n), n in (1, 8)             a bool, and a guard: the trace holds where the answer is equal
     range(n), int(n), float(n), np.array([n]), hash(n)      Pinned: the code would hold for this number only
 
@@ -55,7 +55,7 @@ class Late:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ByteSize:
     """Atom for the number of bytes of an array that is computed once the extents are known."""
     array: Late
 
@@ -66,7 +66,7 @@ class Counting:
 
     `atoms` are names of extents, quotients and sizes of arrays, which polynomials refer to by index.
     """
-    atoms: list[str | Quotient | Measured] = field(default_factory=list)
+    atoms: list[str | Quotient | ByteSize] = field(default_factory=list)
     guards: dict[Guard, bool] = field(default_factory=dict)
     checks: list[Late] = field(default_factory=list)        # computations that raise an error for invalid extents
     _values: list[int] = field(default_factory=list)
@@ -74,11 +74,11 @@ class Counting:
     _quotients: dict[Quotient, int] = field(default_factory=dict)
 
     def extent(self, name: str, value: int) -> Any:
-        """Return an open extent, at least 1, as a Counted."""
+        """Return an open extent, at least 1, as a SymbolicInt."""
         assert value >= 1, f"{name} is {value}"
         index = self._atom(name, value, 1)
         self.guards["<", polynomials.plus(polynomials.atom(index), polynomials.constant(-1))] = False
-        return Counted(self, value, polynomials.atom(index))
+        return SymbolicInt(self, value, polynomials.atom(index))
 
     def without_guards_of(self, trial: Callable[[], Any]) -> Any:
         """Return the result of `trial`, or None, with its guards dropped, if it is pinned."""
@@ -89,10 +89,10 @@ class Counting:
             self.guards = before
             return None
 
-    def measured(self, array: Late) -> Counted:
+    def measured(self, array: Late) -> SymbolicInt:
         """Return the number of bytes of an array."""
         value = array.now().nbytes
-        return Counted(self, value, polynomials.atom(self._atom(Measured(array), value, 0)))
+        return SymbolicInt(self, value, polynomials.atom(self._atom(ByteSize(array), value, 0)))
 
     def of(self, polynomial: Polynomial) -> Any:
         """Return the number of a polynomial, an int if it has no atoms."""
@@ -104,7 +104,7 @@ class Counting:
             for index in monomial:
                 term *= self._values[index]
             value += term
-        return Counted(self, value, polynomial)
+        return SymbolicInt(self, value, polynomial)
 
     def floor(self, over: Polynomial, by: Polynomial) -> Any:
         """Return over // by, simplified by terms that divide exactly."""
@@ -161,14 +161,14 @@ class Counting:
         self.guards[relation, polynomial] = answer
         return answer
 
-    def _atom(self, what: str | Quotient | Measured, value: int, least: int | None) -> int:
+    def _atom(self, what: str | Quotient | ByteSize, value: int, least: int | None) -> int:
         self.atoms.append(what)
         self._values.append(value)
         self._least.append(least)
         return len(self.atoms) - 1
 
 
-class Counted:
+class SymbolicInt:
     """Symbolic integer of a trace. It is no int, so that C code cannot take its value."""
     __slots__ = ("counting", "value", "polynomial")
 
@@ -181,7 +181,7 @@ class Counted:
 
     # ---- arithmetic
     def _of(self, other: Any) -> Polynomial | None:
-        if type(other) is Counted:
+        if type(other) is SymbolicInt:
             if other.counting is not self.counting:
                 raise Pinned("two traces have numbers in common")
             return other.polynomial
@@ -307,7 +307,7 @@ class Counted:
         return repr(self)
 
 
-def text(polynomial: Polynomial, atoms: Sequence[str | Quotient | Measured]) -> str:
+def text(polynomial: Polynomial, atoms: Sequence[str | Quotient | ByteSize]) -> str:
     """Format a polynomial, as in 2*T*T + (T)//(8) + 1."""
     def one(index: int) -> str:
         what = atoms[index]
@@ -324,13 +324,13 @@ def is_counted(value: Any) -> bool:
     Tuples, lists, dicts, dataclasses and object arrays are searched.
     """
     if isinstance(value, np.ndarray):
-        return value.dtype == object and any(type(one) is Counted for one in value.flat)
+        return value.dtype == object and any(type(one) is SymbolicInt for one in value.flat)
     return counting_in(value) is not None
 
 
 def as_int(value: Any) -> int:
     """Return int(value), or a symbolic number unchanged."""
-    return value if type(value) is Counted else int(value)     # type: ignore[return-value]
+    return value if type(value) is SymbolicInt else int(value)  # type: ignore[return-value]
 
 
 def plain(value: Any) -> Any:
@@ -340,7 +340,7 @@ def plain(value: Any) -> Any:
     """
     if type(value) in _LEAVES:
         return value
-    if type(value) is Counted:
+    if type(value) is SymbolicInt:
         return value.value
     if isinstance(value, Late):
         return value.now()
@@ -358,8 +358,8 @@ def plain(value: Any) -> Any:
 
 def structure(value: Any) -> Hashable:
     """Return a key that is equal for values computed alike. Use it only in tables where equal keys merely save work."""
-    if type(value) is Counted:
-        return Counted, value.polynomial
+    if type(value) is SymbolicInt:
+        return SymbolicInt, value.polynomial
     if isinstance(value, tuple):
         return tuple(map(structure, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -371,7 +371,7 @@ def counting_in(value: Any) -> Counting | None:
     """Return the trace of the symbolic numbers in a value, or None if there are none."""
     if type(value) in _LEAVES:
         return None
-    if type(value) is Counted:
+    if type(value) is SymbolicInt:
         return value.counting
     parts: Iterable[Any] = ()
     if isinstance(value, tuple | list):

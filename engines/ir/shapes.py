@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir.counted import Counted, Late, as_int, is_counted, plain
+from engines.ir.counted import Late, SymbolicInt, as_int, is_counted, plain
 from engines.ir.graph import BATCH, Array, Dim, TensorType
 
 MOST_AXES = 31          # NumPy before version 2 allows 32 axes
@@ -136,11 +136,11 @@ def _sign(difference: int | Extent) -> int:
     return 1 if at_one > 0 else -1
 
 
-class CountedDim(str, Late):
+class SymbolicDim(str, Late):
     """Dim whose coefficient or constant is symbolic; its text does not show the numbers."""
     extent: Extent
 
-    def __new__(cls, extent: Extent) -> CountedDim:
+    def __new__(cls, extent: Extent) -> SymbolicDim:
         self = super().__new__(cls, extent)
         self.extent = extent
         return self
@@ -165,7 +165,7 @@ def extent(dim: Dim) -> int | Extent:
     """Return the number that a Dim stands for."""
     if not isinstance(dim, str):
         return as_int(dim)
-    if isinstance(dim, CountedDim):
+    if isinstance(dim, SymbolicDim):
         return dim.extent
     match = _DIM.fullmatch(dim)
     if not match:
@@ -175,14 +175,14 @@ def extent(dim: Dim) -> int | Extent:
 
 def is_extent(dim: Dim) -> bool:
     """Return True for a number, and for text that `extent` can read."""
-    return not isinstance(dim, str) or isinstance(dim, CountedDim) or bool(_DIM.fullmatch(dim))
+    return not isinstance(dim, str) or isinstance(dim, SymbolicDim) or bool(_DIM.fullmatch(dim))
 
 
 def dim(value: Any) -> Dim:
     """Return the Dim of a number or an Extent."""
     if not isinstance(value, Extent):
         return as_int(value)
-    return CountedDim(value) if is_counted((value.coefficient, value.constant)) else str(value)
+    return SymbolicDim(value) if is_counted((value.coefficient, value.constant)) else str(value)
 
 
 def text(shape: Iterable[Dim]) -> str:
@@ -264,7 +264,7 @@ def normal_axis(axis: int, rank: int) -> int:
 def symbolic_array(values: Iterable[Any]) -> Array:
     """Return a 1-D array of ints, or of dtype object if an element is symbolic."""
     items = list(values)
-    if not any(isinstance(item, Extent) or type(item) is Counted for item in items):
+    if not any(isinstance(item, Extent) or type(item) is SymbolicInt for item in items):
         return np.array(items, np.int64)
     array = np.empty(len(items), object)
     array[:] = items

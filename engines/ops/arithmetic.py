@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.counted import Counted
+from engines.ir.counted import SymbolicInt
 from engines.ir.graph import Array
 from engines.ops.pointwise import Epilogue, Pointwise, define
 
@@ -50,7 +50,7 @@ class Div(Epilogue):
 
 
 def _symbolic_quotient(a: Any, b: Any) -> Any:
-    if type(a) is Counted or type(b) is Counted:        # the sign is known; truncate
+    if type(a) is SymbolicInt or type(b) is SymbolicInt:  # the sign is known; truncate
         return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
     return a / b if isinstance(a, float) or isinstance(b, float) else a // b
 

@@ -37,7 +37,7 @@ RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLik
                      "RandomUniformLike"})
 
 
-class Fallback(Op, abstract=True):
+class OnnxReferenceOp(Op, abstract=True):
     """Operator of the onnx package without subgraphs."""
 
     @classmethod

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from engines.errors import EngineError, GraphError, UnknownTensorError
-from engines.ir.counted import Counted, Pinned
+from engines.ir.counted import Pinned, SymbolicInt
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import Extent, Undecided, normal_axis
 from engines.ops.items import ItemAxes, Mixed, only_first, untouched_axis
@@ -205,11 +205,11 @@ def settled(array: Array, kind: TensorType) -> Array:
         A symbolic number may overflow a narrow dtype.
     """
     for number in array.flat:
-        if type(number) is Counted and kind.dtype.kind in "iu":
+        if type(number) is SymbolicInt and kind.dtype.kind in "iu":
             limits = np.iinfo(kind.dtype)
             if number < limits.min or number > limits.max:
                 raise Pinned(f"{number} does not fit {kind.dtype}")
-    left = any(isinstance(v, Extent) or type(v) is Counted for v in array.flat)
+    left = any(isinstance(v, Extent) or type(v) is SymbolicInt for v in array.flat)
     return array if left else array.astype(kind.dtype)
 
 

@@ -27,7 +27,7 @@ class Identity(SameShape):
         return x
 
 
-class View(Op, abstract=True):
+class ReshapingOp(Op, abstract=True):
     """Operator that reshapes its input."""
     symbolic = moves = True
 
@@ -60,7 +60,7 @@ def _sizes(target: tuple[Dim, ...], elements: int) -> tuple[int, ...]:
     return tuple(elements // max(known, 1) if isinstance(d, str) else d for d in target)
 
 
-class Reshape(View):
+class Reshape(ReshapingOp):
     """Reshape to the attribute `shape`; one extent may be symbolic."""
     stored = Stored.ALIKE
 
@@ -69,7 +69,7 @@ class Reshape(View):
         return tuple(node.attrs["shape"])
 
 
-class Flatten(View):
+class Flatten(ReshapingOp):
     """Reshape to two axes: those before `axis`, and the others."""
     attributes = ("axis",)
 
@@ -80,7 +80,7 @@ class Flatten(View):
         return dim(product(shape[:axis])), dim(product(shape[axis:]))
 
 
-class Squeeze(View):
+class Squeeze(ReshapingOp):
     """Removal of the axes `axes` of extent 1, or of all such axes."""
 
     @classmethod
@@ -92,7 +92,7 @@ class Squeeze(View):
         return tuple(d for i, d in enumerate(shape) if i not in axes)
 
 
-class Unsqueeze(View):
+class Unsqueeze(ReshapingOp):
     """Insertion of axes of extent 1 at `axes` of the result."""
 
     @classmethod

@@ -50,7 +50,7 @@ class Peaks:
 
 
 @dataclass(frozen=True)
-class Bound:
+class TimeBound:
     """Lower bounds of a step's time in seconds, by arithmetic and by memory traffic."""
     compute: float
     memory: float
@@ -61,7 +61,7 @@ class Bound:
         return max(self.compute, self.memory)
 
 
-def bound(step: Step, plan: Plan, batch: int, peaks: Peaks) -> Bound:
+def bound(step: Step, plan: Plan, batch: int, peaks: Peaks) -> TimeBound:
     """Return the bound of one run of a step on `batch` items by one thread.
 
     A step without MACs and bytes, such as a fallback, has bound 0.
@@ -73,7 +73,7 @@ def bound(step: Step, plan: Plan, batch: int, peaks: Peaks) -> Bound:
     far = peaks.level(sum(_constants_read(other, items) for other in plan.machine.steps))
     near_s, far_s = activations / near.bytes_per_second, constants / far.bytes_per_second
     memory = near_s + far_s
-    return Bound(compute, memory, step.precision if compute >= memory else (near if near_s >= far_s else far).name)
+    return TimeBound(compute, memory, step.precision if compute >= memory else (near if near_s >= far_s else far).name)
 
 
 def _constants_read(step: Step, items: int) -> int:

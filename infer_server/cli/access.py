@@ -17,7 +17,7 @@ from infer_server.cli.tracing import add_tracing, tracing_of
 from infer_server.endpoints.grpc.service import reflection
 from infer_server.endpoints.metrics import MetricsSettings
 from infer_server.endpoints.restrictions import CATEGORIES, Secret, parsed
-from infer_server.endpoints.tls import Tls
+from infer_server.endpoints.tls import ServerTls
 from infer_server.observing.access_log import FORMS
 
 # Option: (name of the gRPC channel argument, help text).
@@ -123,7 +123,7 @@ def _value(options: argparse.Namespace, option: str) -> Any:
     return getattr(options, option.replace("-", "_"))
 
 
-def _tls(options: argparse.Namespace, protocol: str) -> Tls | None:
+def _tls(options: argparse.Namespace, protocol: str) -> ServerTls | None:
     use, mutual, certificate, key, clients = (
         _value(options, f"{protocol}-{name}") for name in
         ("use-ssl", "use-ssl-mutual", "server-cert", "server-key", "root-cert"))
@@ -133,7 +133,7 @@ def _tls(options: argparse.Namespace, protocol: str) -> Tls | None:
         raise ValueError(f"--{protocol}-use-ssl needs --{protocol}-server-cert and --{protocol}-server-key")
     if mutual and not clients:
         raise ValueError(f"--{protocol}-use-ssl-mutual needs --{protocol}-root-cert")
-    return Tls(certificate, key, clients if mutual else None)
+    return ServerTls(certificate, key, clients if mutual else None)
 
 
 def _metrics(texts: list[str], cpu: bool, gpu: bool) -> MetricsSettings:

@@ -10,7 +10,7 @@ from engines.backends import backend_named
 from engines.errors import InputError
 from engines.machine.clock import thread_seconds
 from engines.plan.plan import Step
-from engines.plan.roofline import Bound, Peaks, bound
+from engines.plan.roofline import Peaks, TimeBound, bound
 from engines.runtime.open_context import AnyContext
 from engines.runtime.program_engine import AnyEngine, ProgramEngine
 from infer_server.cli.common import Cell, table
@@ -24,7 +24,7 @@ class Line:
     """Step with its time, the minimum of all passes, and its bound; both for a whole batch on one thread."""
     step: Step
     seconds: float
-    bound: Bound
+    bound: TimeBound
     batch: int
 
     @property

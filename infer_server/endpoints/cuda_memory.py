@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from engines.errors import EngineError
-from infer_server.endpoints.shared_memory import Region, Regions
+from infer_server.endpoints.shared_memory import Regions, SharedMemoryRegion
 from infer_server.errors import ExecutionError, InvalidRequestError
 from infer_server.gpu_tensors import GpuBuffer, GpuMemory, GpuTensor, gpu_memory, has_gpus
 
 
 @dataclass(frozen=True, eq=False)
-class CudaRegion(Region):
+class CudaRegion(SharedMemoryRegion):
     """Region in the memory of a GPU."""
     what: ClassVar[str] = "cuda"
     device_id: int

@@ -41,7 +41,7 @@ _MOST_REGIONS = 4096                # each holds a descriptor or memory of a GPU
 
 
 @dataclass(frozen=True, eq=False)
-class Region(ABC):
+class SharedMemoryRegion(ABC):
     """Registered range of a client's memory."""
     what: ClassVar[str]                 # kind of memory: "system", "cuda"
     name: str
@@ -79,7 +79,7 @@ class Region(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class SystemRegion(Region):
+class SystemRegion(SharedMemoryRegion):
     """Region in host memory; its descriptor is closed with the last reference to it."""
     what: ClassVar[str] = "system"
     key: str
@@ -141,7 +141,7 @@ class SystemRegion(Region):
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
     """Location of a tensor in a region."""
-    region: Region
+    region: SharedMemoryRegion
     offset: int
     byte_size: int
 
@@ -149,7 +149,7 @@ class TensorLocation:
         return memoryview(self.region.read(self.offset, self.byte_size))
 
     def truncation_error(self) -> ServeError | None:
-        """Return an error if the tensor, just read in place, was not complete (see Region)."""
+        """Return an error if the tensor, just read in place, was not complete (see SharedMemoryRegion)."""
         return self.region.truncation_error(self.offset, self.byte_size)
 
     def write(self, data: memoryview, tensor: str) -> None:
@@ -160,7 +160,7 @@ class TensorLocation:
         self.region.write(self.offset, data)
 
 
-R = TypeVar("R", bound=Region)
+R = TypeVar("R", bound=SharedMemoryRegion)
 
 
 class Regions:
@@ -170,7 +170,7 @@ class Regions:
         self.allowed = allowed
         if allowed:
             guard()                     # compiled now rather than while requests wait
-        self._regions: dict[str, Region] = {}
+        self._regions: dict[str, SharedMemoryRegion] = {}
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Register a region of host memory.
@@ -195,10 +195,10 @@ class Regions:
         if len(self._regions) >= _MOST_REGIONS:
             raise MemoryLimitError(f"{_MOST_REGIONS} regions of shared memory are registered; unregister some")
 
-    def add(self, region: Region) -> None:
+    def add(self, region: SharedMemoryRegion) -> None:
         self._regions[region.name] = region
 
-    def unregister(self, kind: type[Region], name: str) -> None:
+    def unregister(self, kind: type[SharedMemoryRegion], name: str) -> None:
         """Unregister a region, or all of a kind (""). Executing requests keep using it. Raises NotServedError."""
         self._check_allowed()
         for region in self._those(kind, name):

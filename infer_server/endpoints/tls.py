@@ -10,7 +10,7 @@ import grpc
 
 
 @dataclass(frozen=True)
-class Tls:
+class ServerTls:
     """PEM files of a TLS port. Reading them raises OSError, of which ssl.SSLError is a subclass."""
     certificate: Path
     key: Path

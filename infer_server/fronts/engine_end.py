@@ -19,7 +19,7 @@ from infer_server.errors import MemoryLimitError
 from infer_server.fronts import link
 from infer_server.fronts.link import Frame, Link
 from infer_server.fronts.settings import WorkerSettings
-from infer_server.fronts.streams import Streams
+from infer_server.fronts.streams import ForwardedStreams
 from infer_server.protocol.wire import KEPT_BYTES, KEPT_FORMS
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class EngineEnd(Link):
         self._infers = InferCalls(services, restrictions)
         self._replies: dict[int, _Reply] = {}               # pending gRPC calls by number
         self._exchanges: dict[int, _Connection] = {}        # pending HTTP requests by number
-        self._streams = Streams(services, restrictions, self)
+        self._streams = ForwardedStreams(services, restrictions, self)
         self._sent_away = asyncio.Event()                   # clients have been sent GOAWAY, or the worker has ended
         self._unread: dict[int, OpenCall] = {}              # responses that clients have not read yet
 

@@ -45,7 +45,7 @@ class FrontendWorkers:
         """Set the number of workers, the server of all gRPC calls but ModelInfer, and the restrictions of gRPC."""
         self._count, self._behind, self._services, self._restrictions = count, behind, services, restrictions
         self._reserved: list[Reserved] = []
-        self._workers: list[_Worker] = []
+        self._workers: list[_FrontendWorker] = []
 
     def processes(self) -> Mapping[str, int]:
         """Return the process IDs of the workers by name."""
@@ -61,7 +61,7 @@ class FrontendWorkers:
             settings = replace(settings, grpc=grpc, http=http, others=await self._behind.start())
             make_end = partial(EngineEnd, self._services, self._restrictions, handle)
             code = _code_on_disk()
-            self._workers = [_Worker(i, make_end, code) for i in range(self._count)]
+            self._workers = [_FrontendWorker(i, make_end, code) for i in range(self._count)]
             await asyncio.gather(*(worker.start(settings) for worker in self._workers))
         except OSError:
             await self.close(answered=False)
@@ -89,7 +89,7 @@ class FrontendWorkers:
         return replace(door, port=reserved.port)
 
 
-class _Worker:
+class _FrontendWorker:
     """Frontend worker: a process, which is restarted when it ends."""
 
     def __init__(self, number: int, make_end: MakeEnd, code: bytes) -> None:

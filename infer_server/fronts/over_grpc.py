@@ -14,8 +14,8 @@ import grpc
 
 import protos
 from infer_server.endpoints.grpc.compression import plain
-from infer_server.endpoints.grpc.context import CallContext, Client, Serve, unary
-from infer_server.endpoints.grpc.errors import StatusError
+from infer_server.endpoints.grpc.context import CallClient, CallContext, Serve, unary
+from infer_server.endpoints.grpc.errors import ForwardedStatusError
 from infer_server.endpoints.grpc.methods import INFER_PATH, Methods
 from infer_server.endpoints.inflight import Inflight, OpenCall
 from infer_server.fronts import link
@@ -59,9 +59,9 @@ class GrpcCalls:
         return None
 
     async def _infer(self, data: bytes, context: CallContext) -> bytes:
-        """Forward a ModelInfer call. Raises MemoryLimitError, InvalidRequestError, StatusError."""
+        """Forward a ModelInfer call. Raises MemoryLimitError, InvalidRequestError, ForwardedStatusError."""
         received_ns, remaining_secs = time.monotonic_ns(), context.time_remaining()
-        held = self._inflight.begin(Client(context), len(data))
+        held = self._inflight.begin(CallClient(context), len(data))
         context.when_done(partial(self._inflight.end, held))
         data = await plain(data, self._most_bytes, self._inflight, held)
         number = self._end.next_number()
@@ -91,7 +91,7 @@ class GrpcCalls:
         finally:
             del self._streams[stream.number]
         if code:
-            raise StatusError(code, details)
+            raise ForwardedStatusError(code, details)
 
     # ---- front_end.Infers
     def answered(self, frame: Frame, is_held: bool) -> None:
@@ -110,7 +110,7 @@ class GrpcCalls:
     def failed(self, number: int, code: int, details: str) -> None:
         awaited, _ = self._awaited.pop(number, (None, None))
         if awaited and not awaited.done():
-            awaited.set_exception(StatusError(code, details))
+            awaited.set_exception(ForwardedStatusError(code, details))
 
     def streamed(self, frame: Frame) -> None:
         if stream := self._streams.get(frame.number):       # else the client has disconnected
@@ -122,7 +122,7 @@ class _Stream:
 
     def __init__(self, end: WorkerEnd, context: CallContext, inflight: Inflight) -> None:
         self._end, self._context, self.number = end, context, end.next_number()
-        self._inflight, self._client = inflight, Client(context)
+        self._inflight, self._client = inflight, CallClient(context)
         self._untaken: deque[int] = deque()                     # sizes of forwarded requests not yet consumed
         self._consumed = asyncio.Event()                        # set when one has been consumed
         self._responses: asyncio.Queue[Frame] = asyncio.Queue()
@@ -175,7 +175,7 @@ class _Stream:
 
 
 async def _hand_on(elsewhere: grpc.aio.StreamStreamMultiCallable, context: CallContext) -> None:
-    """Proxy a call to another server message by message. Raises StatusError.
+    """Proxy a call to another server message by message. Raises ForwardedStatusError.
 
     If the call ends before all requests are sent, grpc.aio's client may report an internal error instead of its status.
     """
@@ -186,7 +186,7 @@ async def _hand_on(elsewhere: grpc.aio.StreamStreamMultiCallable, context: CallC
         while (response := await call.read()) is not grpc.aio.EOF:
             await context.write(response)
     except grpc.aio.AioRpcError as error:
-        raise StatusError(error.code().value[0], error.details() or "") from error
+        raise ForwardedStatusError(error.code().value[0], error.details() or "") from error
     finally:
         sending.cancel()
         call.cancel()

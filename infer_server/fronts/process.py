@@ -11,7 +11,7 @@ import sys
 from collections.abc import Coroutine
 from typing import Any
 
-from infer_server.endpoints.http.reading import Limits
+from infer_server.endpoints.http.reading import PortLimits
 from infer_server.fronts import link
 from infer_server.fronts.front_end import HeldElsewhere, ToLink, WorkerEnd
 from infer_server.fronts.over_grpc import GrpcCalls
@@ -49,8 +49,8 @@ class FrontendWorker:
         logging.basicConfig(level=settings.log_level, handlers=[ToLink(self.end, asyncio.get_running_loop())],
                             format="%(message)s")           # the engine process adds the time and the level
         inflight = HeldElsewhere(settings.max_inflight_bytes, settings.send_timeout_secs, self.end)
-        self._listeners = Listeners(Limits(settings.max_body_bytes, inflight, settings.max_json_bytes,
-                                           settings.min_body_rate, settings.body_grace_secs), shares_ports=True)
+        self._listeners = Listeners(PortLimits(settings.max_body_bytes, inflight, settings.max_json_bytes,
+                                               settings.min_body_rate, settings.body_grace_secs), shares_ports=True)
         try:
             if door := settings.http:
                 self.end.exchanges = calls = HttpCalls(self.end, inflight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from infer_server.endpoints.tls import Tls
+from infer_server.endpoints.tls import ServerTls
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class ListenAddress:
     """Address of a port that all workers share."""
     host: str
     port: int
-    tls: Tls | None = None
+    tls: ServerTls | None = None
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,16 @@ from infer_server.fronts import link
 from infer_server.fronts.link import Frame, Link
 
 
-class Streams:
+class ForwardedStreams:
     """Streams of one frontend worker. Not thread-safe: belongs to the event loop."""
 
     def __init__(self, services: InferenceServices, restrictions: Restrictions, end: Link) -> None:
         self._services, self._restrictions, self._end = services, restrictions, end
-        self._open: dict[int, tuple[_Context, asyncio.Task[None]]] = {}
+        self._open: dict[int, tuple[_ForwardedContext, asyncio.Task[None]]] = {}
 
     def received(self, frame: Frame) -> None:
         if frame.kind == link.STREAM:
-            context = _Context(frame, self._end)
+            context = _ForwardedContext(frame, self._end)
             task = asyncio.ensure_future(self._serve(frame.number, context))
             self._open[frame.number] = context, task
             task.add_done_callback(lambda _: self._open.pop(frame.number))      # also if it is cancelled at once
@@ -42,7 +42,7 @@ class Streams:
         for _, task in self._open.values():
             task.cancel()
 
-    async def _serve(self, number: int, context: _Context) -> None:
+    async def _serve(self, number: int, context: _ForwardedContext) -> None:
         code, details = grpc.StatusCode.OK, ""
         try:
             await infer_stream(self._services, self._check, context)
@@ -57,7 +57,7 @@ class Streams:
         self._restrictions.check(OF_CALL["ModelStreamInfer"], dict(context.metadata()).get)
 
 
-class _Context:
+class _ForwardedContext:
     """The CallContext of a stream that a frontend worker hands on."""
 
     def __init__(self, begun: Frame, end: Link) -> None:

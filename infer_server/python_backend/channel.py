@@ -43,7 +43,7 @@ class ClosedError(Exception):
     """Raised when the other side has closed the connection."""
 
 
-class Channel:
+class MessageChannel:
     """One end of a connection. send() may be called from any thread, receive() from one."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -23,7 +23,7 @@ from infer_server.batching.request import NO_MORE, RESCHEDULE, Outcome, Outputs,
 from infer_server.batching.statistics import BatchExecution
 from infer_server.errors import ExecutionError, RepositoryError
 from infer_server.observing.traces import RequestTrace
-from infer_server.python_backend.channel import Channel, ChannelMessage, ClosedError, Tensors, Typed
+from infer_server.python_backend.channel import ChannelMessage, ClosedError, MessageChannel, Tensors, Typed
 from infer_server.python_backend.failures import error_head, error_of, escape_surrogates
 from infer_server.python_backend.launch import LaunchParameters
 
@@ -70,7 +70,7 @@ class ModelProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "infer_server.python_backend.stub", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._channel = Channel(ours)
+        self._channel = MessageChannel(ours)
         for work, name in ((self._read, "reader"), (self._watch, "watcher"), (self._write, "writer")):
             threading.Thread(target=work, name=f"{launch.name} {name}", daemon=True).start()
 

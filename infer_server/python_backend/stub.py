@@ -26,7 +26,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from infer_server.python_backend import pb_utils
-from infer_server.python_backend.channel import Channel, ChannelMessage, ClosedError, Tensors, Typed, typed
+from infer_server.python_backend.channel import ChannelMessage, ClosedError, MessageChannel, Tensors, Typed, typed
 from infer_server.python_backend.window import OpenRequests
 
 _RESPONSE_BYTES = 4096          # size of a response in the server in addition to its tensors
@@ -37,7 +37,7 @@ _Responses = queue.SimpleQueue[ChannelMessage | None]
 class Stub:
     """Stub process. Messages are read on a separate thread; the model runs on the main thread."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: MessageChannel) -> None:
         self._channel = channel
         self._pid = os.getpid()
         self._work: queue.SimpleQueue[ChannelMessage | None] = queue.SimpleQueue()
@@ -386,7 +386,7 @@ def _leave_signals_to_the_server() -> None:
 
 def main() -> None:
     _leave_signals_to_the_server()
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = MessageChannel(socket.socket(fileno=int(sys.argv[1])))
     sys.argv = [""]                     # libraries of the model may parse it (argparse, unittest)
     process = Stub(channel)
     pb_utils.server = process

@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 
 import protos
 from clients.codec import Array, decode, infer_outputs, infer_request
-from clients.load.transports.http_connection import HttpConnection, connect
+from clients.load.transports.http_connection import HttpClientConnection, connect
 from engines import Engine, load_engine
 from protos import inference
 from scripts.soak.models import CHAIN, COUNTED, DIGITS, DIGITS_BATCH, MORTAL, RELOADED, STEADY, SUM
@@ -130,7 +130,7 @@ class OverHttp:
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._connection: HttpConnection | None = None
+        self._connection: HttpClientConnection | None = None
         self._asked = 0
 
     def client(self, model: str, example: Example, x: str = "x") -> Ask:

@@ -16,7 +16,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from clients.load.cli import CANNOT_RUN, FAILED, FINE, main
-from clients.load.mlperf.run import Measured, Run, measure
+from clients.load.mlperf.run import Run, ScenarioResult, measure
 from clients.load.mlperf.search import PRECISION, highest_rate
 from clients.load.schedule import Scenario
 from tests.clients.server import Doubler, serving
@@ -130,7 +130,7 @@ def test_rates_that_do_not_hold_may_fail_and_the_run_that_counts_may_not(
         for value, runs, status in ((4.0, [run(4.0), run(8.0, UNAVAILABLE=3)], FINE),
                                     (4.0, [run(8.0), run(4.0, UNAVAILABLE=3)], FAILED),
                                     (0.0, [run(8.0, UNAVAILABLE=3)], FAILED)):
-            measured = AsyncMock(return_value=Measured("somewhere", "samples/s", value, runs))
+            measured = AsyncMock(return_value=ScenarioResult("somewhere", "samples/s", value, runs))
             monkeypatch.setattr("clients.load.cli.measure", measured)
             assert scenario(url, "Server", tmp_path / "r.json", "--latency", "9") == status
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from clients.load.mlperf.run import Measured, Run
+from clients.load.mlperf.run import Run, ScenarioResult
 from clients.load.report import in_columns
 from clients.load.schedule import Scenario
 
 
-def scenario_table(model: str, scenario: Scenario, servers: Sequence[Measured]) -> str:
+def scenario_table(model: str, scenario: Scenario, servers: Sequence[ScenarioResult]) -> str:
     lines = []
     for server in servers:
         header = ["rate", "samples", "samples/s", "p50", "p90", "p99", "holds", "errors"]
@@ -37,6 +37,6 @@ def _row(run: Run) -> list[str]:
             ", ".join(f"{count} {status}" for status, count in run.errors.items()) or "0"]
 
 
-def write_scenario(model: str, scenario: Scenario, servers: Sequence[Measured], path: Path) -> None:
+def write_scenario(model: str, scenario: Scenario, servers: Sequence[ScenarioResult], path: Path) -> None:
     path.write_text(json.dumps({"model": model, "scenario": scenario.name, "servers": list(map(asdict, servers))},
                                indent=2) + "\n")

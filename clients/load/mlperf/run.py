@@ -49,7 +49,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ScenarioResult:
     """A server under a scenario."""
     url: str
     metric: str
@@ -68,7 +68,7 @@ def require_loadgen() -> None:
         raise ClientError("--scenario needs MLCommons' load generator: pip install 'infer-server[loadgen]'")
 
 
-async def measure(scenario: Scenario, target: Target, duration: float, timeout: float, seed: int) -> Measured:
+async def measure(scenario: Scenario, target: Target, duration: float, timeout: float, seed: int) -> ScenarioResult:
     generator = _Generator(scenario, target, duration, timeout, seed)
     runs: list[Run] = []
     guess = 1 / [await target.try_once() for _ in range(_TRIALS)][-1]
@@ -81,16 +81,16 @@ async def measure(scenario: Scenario, target: Target, duration: float, timeout: 
         return (await run(rate)).holds
 
     if scenario.name == "Server":
-        return Measured(target.url, f"samples/s whose p99 is at most {scenario.latency_ms:g} ms",
-                        await highest_rate(holds, guess), runs)
+        return ScenarioResult(target.url, f"samples/s whose p99 is at most {scenario.latency_ms:g} ms",
+                              await highest_rate(holds, guess), runs)
     first = await run(guess)
     if scenario.name == "Offline":
         if first.samples < first.samples_per_sec * duration:        # it was over before: more samples are due
             await run(first.samples_per_sec)
-        return Measured(target.url, "samples/s", runs[-1].samples_per_sec, runs)
+        return ScenarioResult(target.url, "samples/s", runs[-1].samples_per_sec, runs)
     single = scenario.name == "SingleStream"
-    return Measured(target.url, f"ms, the {'90' if single else '99'}th percentile of a query's latency",
-                    first.p90_ms if single else first.p99_ms, runs)
+    return ScenarioResult(target.url, f"ms, the {'90' if single else '99'}th percentile of a query's latency",
+                          first.p90_ms if single else first.p99_ms, runs)
 
 
 class _Generator:

@@ -12,7 +12,7 @@ class Answer(NamedTuple):
     body: bytes
 
 
-class HttpConnection(asyncio.Protocol):
+class HttpClientConnection(asyncio.Protocol):
     """Made by connect(); usable until it says otherwise."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class HttpConnection(asyncio.Protocol):
             self._awaited.set_exception(error)
 
 
-async def connect(host: str, port: int) -> HttpConnection:
+async def connect(host: str, port: int) -> HttpClientConnection:
     """Open a connection. Raises OSError."""
-    _, connection = await asyncio.get_running_loop().create_connection(HttpConnection, host, port)
+    _, connection = await asyncio.get_running_loop().create_connection(HttpClientConnection, host, port)
     return connection

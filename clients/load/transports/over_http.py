@@ -14,7 +14,7 @@ from clients.calls import Response
 from clients.channels import StatusError
 from clients.codec import datatype_of, encode
 from clients.errors import ResponseError, error_of
-from clients.load.transports.http_connection import Answer, HttpConnection, connect
+from clients.load.transports.http_connection import Answer, HttpClientConnection, connect
 from clients.load.transports.transport import (
     MOST_OF_DESCRIPTORS,
     SETUP_SECS,
@@ -37,8 +37,8 @@ class HttpTransport(Transport):
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
         self._address, self._host, self._port = address, host.strip("[]"), int(port)
-        self._free: list[HttpConnection] = []
-        self._all: set[HttpConnection] = set()
+        self._free: list[HttpClientConnection] = []
+        self._all: set[HttpClientConnection] = set()
         self.slots = Slots(MOST_OF_DESCRIPTORS)
         self._outside = Slots(1)        # of what is no part of the load, and does not wait for it
 
@@ -65,7 +65,7 @@ class HttpTransport(Transport):
 
     async def _ask(self, request: bytes, timeout: float, slots: Slots) -> Answer:
         """Send a request on a free connection. Raises StatusError if no answer comes."""
-        connection: HttpConnection | None = None
+        connection: HttpClientConnection | None = None
         try:
             async with slots.one(timeout):
                 connection = await self._connection()
@@ -77,7 +77,7 @@ class HttpTransport(Transport):
                 connection.close()
                 self._all.discard(connection)
 
-    async def _connection(self) -> HttpConnection:
+    async def _connection(self) -> HttpClientConnection:
         while self._free:
             if (connection := self._free.pop()).is_usable:
                 return connection

@@ -81,7 +81,7 @@ CARDS: Mapping[str, Card] = {
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockTraffic:
     """Blocking and memory traffic of a contraction, the input of its cost model."""
     pixels: int                 # of all items
     couts: int
@@ -95,12 +95,12 @@ class Blocks:
     grouped: bool
 
 
-def contraction_seconds(work: Blocks, card: Card, precision: str, element: int) -> float:
+def contraction_seconds(work: BlockTraffic, card: Card, precision: str, element: int) -> float:
     """Return the estimated seconds of a launch of a contraction; infinite if a block does not fit.
 
     Parameters
     ----------
-    work : Blocks
+    work : BlockTraffic
         Blocking of the contraction.
     card : Card
         GPU to estimate for.

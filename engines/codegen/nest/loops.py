@@ -47,7 +47,7 @@ Parts = Iterator[tuple[Value, int]]
 
 
 @dataclass(frozen=True)
-class Frame:
+class LoopState:
     """State at a point of the code: the loops that have begun, and the values computed in them."""
     at: tuple[Value, ...]                                   # address of each source at the current indices
     bases: tuple[Value, ...]                                # address of each source's first element in this item
@@ -62,7 +62,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Address:
+class ElementAddresses:
     """Address of `count` elements: `step` bytes apart from `base`, or each at its own in `addresses`."""
     base: Value
     step: int
@@ -81,7 +81,7 @@ class Address:
             scattered(machine, dtype, value, self.addresses)
 
 
-Body = Callable[[Frame], None]
+Body = Callable[[LoopState], None]
 
 
 class Code:
@@ -91,7 +91,7 @@ class Code:
         self.f, self.machine, self.loops = f, machine, loops
 
     # ---- loops
-    def enter(self, frame: Frame, loop: int, index: Value, size: int, required: Collection[int]) -> Frame:
+    def enter(self, frame: LoopState, loop: int, index: Value, size: int, required: Collection[int]) -> LoopState:
         """Return the frame inside `size` iterations of a loop, with the required operations that can run there."""
         at = tuple(address + index * view.strides[loop] if loop < len(view.strides) and self._is_read[i] else address
                    for i, (address, view) in enumerate(zip(frame.at, self.loops.sources, strict=True)))
@@ -105,7 +105,7 @@ class Code:
         self.fill(frame, required)
         return frame
 
-    def fill(self, frame: Frame, required: Collection[int]) -> None:
+    def fill(self, frame: LoopState, required: Collection[int]) -> None:
         """Emit the required operations that can be computed here and have not been emitted."""
         for one in sorted(required):
             ready = self.loops.depends[one] <= frame.indices.keys() and self.loops.phases[one] <= frame.phase
@@ -117,7 +117,7 @@ class Code:
                     if key not in frame.values:
                         frame.values[key] = self._value(frame, one, copy)
 
-    def _cycle(self, frame: Frame, number_: int) -> None:
+    def _cycle(self, frame: LoopState, number_: int) -> None:
         """Emit all operations of a cycle as one loop, in which all lanes and copies repeat together."""
         program, cycle = self.loops.program, self.loops.program.cycles[number_]
         whole = spread if self.loops.cut.lanes in self.loops.depends[cycle.phis[0]] else plain
@@ -135,7 +135,7 @@ class Code:
             again = {self.key(cycle.test, copy): self.value_at(frame, cycle.test, copy) for copy in frame.copies()}
             tests += [plain(self.machine, test) for test in again.values()]
 
-    def over(self, frame: Frame, order: Sequence[int], required: Collection[int], body: Body,
+    def over(self, frame: LoopState, order: Sequence[int], required: Collection[int], body: Body,
              acc: dict[object, Value] | None = None, bounds: tuple[Value, Value] | None = None) -> None:
         """Emit nested loops around a body; bounds: run-time bounds of the first loop."""
         if not order:
@@ -166,7 +166,7 @@ class Code:
         cut, depends = self.loops.cut, self.loops.depends[one]
         return one, (copy[0] if cut.rows in depends else 0, copy[1] if cut.lanes in depends else 0)
 
-    def value_at(self, frame: Frame, one: int, copy: Copy) -> LaneValue:
+    def value_at(self, frame: LoopState, one: int, copy: Copy) -> LaneValue:
         return frame.values[self.key(one, copy)]
 
     @cached_property
@@ -185,7 +185,7 @@ class Code:
         read = {one.what for one in self.loops.program.operations if one.op == "read"}
         return [source in read for source in range(len(self.loops.sources))]
 
-    def _value(self, frame: Frame, number_: int, copy: Copy) -> LaneValue:
+    def _value(self, frame: LoopState, number_: int, copy: Copy) -> LaneValue:
         one, cut = self.loops.program.operations[number_], self.loops.cut
         varies = cut.lanes in self.loops.depends[number_]
         if one.op == "number":
@@ -210,24 +210,25 @@ class Code:
             value = self.f.op(element, f"extractelement {value}, i32 0", "alike")
         return value
 
-    def _index(self, frame: Frame, loop: int, copy: Copy) -> LaneValue:
+    def _index(self, frame: LoopState, loop: int, copy: Copy) -> LaneValue:
         index = frame.indices[loop]
         if loop == self.loops.cut.lanes:
             return Ramp(index + copy[1] * self.machine.lanes, 1)
         return index + copy[0] if loop == self.loops.cut.rows else index
 
-    def _read(self, frame: Frame, source: int, copy: Copy) -> Value:
+    def _read(self, frame: LoopState, source: int, copy: Copy) -> Value:
         view, cut = self.loops.sources[source], self.loops.cut
         along, across = (view.strides[loop] if loop != NONE else 0 for loop in (cut.lanes, cut.rows))
         address = frame.at[source] + (along * self.machine.lanes * copy[1] + across * copy[0])
         return load(self.machine, view.dtype, address, along, frame.counts[copy[1]])
 
-    def _pick(self, frame: Frame, source: int, indices: Sequence[LaneValue], count: int) -> Value:
+    def _pick(self, frame: LoopState, source: int, indices: Sequence[LaneValue], count: int) -> Value:
         """Load the element at computed indices. count: the number of lanes, or 0 if the indices are uniform."""
         view = self.loops.sources[source]
         return self.address(frame.bases[source], view.strides, indices, count or 1).load(self.machine, view.dtype)
 
-    def address(self, base: Value, strides: Sequence[int], indices: Sequence[LaneValue], count: int) -> Address:
+    def address(self, base: Value, strides: Sequence[int], indices: Sequence[LaneValue],
+                count: int) -> ElementAddresses:
         """Return the address of the elements at an index along each axis."""
         step, far = 0, None
         for index, stride in zip(indices, strides, strict=True):
@@ -239,13 +240,13 @@ class Code:
             else:
                 base = base + index * stride
         if far is None:
-            return Address(base, step, count)
+            return ElementAddresses(base, step, count)
         far = far + Ramp(far.f.constant(0, I64), step).vector(self.machine.lanes)
-        return Address(base, step, count, [
+        return ElementAddresses(base, step, count, [
             base + self.f.op(I64, f"extractelement {far}, i32 {lane}", "place") for lane in range(count)])
 
     # ---- reductions
-    def reduced(self, frame: Frame, required: set[int]) -> Frame:
+    def reduced(self, frame: LoopState, required: set[int]) -> LoopState:
         """Emit all passes over the inner loops, and return the frame after them."""
         program, phases = self.loops.program, self.loops.phases
         for phase in range(max((phases[one] for one in required), default=0)):
@@ -256,7 +257,7 @@ class Code:
                 self._begin(frame, one, acc)
             terms = program.needed([program.operations[one].args[0] for one in sums])
             self.over(frame, self.loops.inner, terms,
-                      lambda inside, sums=sums, acc=acc: self._accumulate(inside, sums, acc), acc)      # type: ignore[misc]
+                      lambda inside, sums=sums, acc=acc: self._accumulate(inside, sums, acc), acc)  # type: ignore[misc]
             frame = replace(frame, values=dict(frame.values), phase=phase + 1)
             for one in sums:
                 for copy in frame.copies():
@@ -275,13 +276,13 @@ class Code:
         row, part = self.key(self.loops.program.operations[one].args[0], copy)[1]
         return row, copy[1] if self._across else part
 
-    def _accumulators(self, frame: Frame, one: int) -> list[Copy]:
+    def _accumulators(self, frame: LoopState, one: int) -> list[Copy]:
         """Return the copies of a reduction's accumulators."""
         parts = range(self.loops.cut.vectors if self._across else len(frame.counts))
         every = ((row, part) for row in range(frame.neighbours) for part in parts)
         return list(dict.fromkeys(self._accumulator_of(one, copy) for copy in every))
 
-    def _begin(self, frame: Frame, one: int, acc: dict[object, Value]) -> None:
+    def _begin(self, frame: LoopState, one: int, acc: dict[object, Value]) -> None:
         program = self.loops.program
         how, kind = str(program.operations[one].what), program.operations[program.operations[one].args[0]].kind
         for copy in self._accumulators(frame, one):
@@ -289,7 +290,7 @@ class Code:
             if "_" in how:
                 acc[one, copy, "where"] = self.f.constant(0, self.machine.of(I64))
 
-    def _accumulate(self, frame: Frame, sums: Sequence[int], acc: dict[object, Value]) -> None:
+    def _accumulate(self, frame: LoopState, sums: Sequence[int], acc: dict[object, Value]) -> None:
         for one in sums:
             operation = self.loops.program.operations[one]
             term, how = operation.args[0], str(operation.what)
@@ -328,7 +329,7 @@ class Code:
             return better(kind, value, before, extreme == "max")
         return compared(kind, "le", *((before, value) if extreme == "max" else (value, before)))
 
-    def _flat_index(self, frame: Frame, copy: Copy) -> LaneValue:
+    def _flat_index(self, frame: LoopState, copy: Copy) -> LaneValue:
         """Return the flat index of this iteration of the inner loops."""
         place: LaneValue = self.f.constant(0, I64)
         extents = self.loops.extents

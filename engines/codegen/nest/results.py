@@ -4,12 +4,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines.codegen.ir_builder import Value
-from engines.codegen.nest.loops import Code, Frame
+from engines.codegen.nest.loops import Code, LoopState
 from engines.codegen.nest.values import COMBINED, spread, store
 from engines.lowering.problems.nest import Nest, Scatter
 
 
-def write_element(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value], required: set[int]) -> None:
+def write_element(code: Code, frame: LoopState, nest: Nest, targets: Sequence[Value], required: set[int]) -> None:
     """Emit the reductions and stores inside the outer loops."""
     frame = code.reduced(frame, required)
     if nest.inside:
@@ -18,7 +18,7 @@ def write_element(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value]
         store_results(code, frame, nest, targets)
 
 
-def store_results(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value]) -> None:
+def store_results(code: Code, frame: LoopState, nest: Nest, targets: Sequence[Value]) -> None:
     """Store the results of the program at the current indices."""
     cut, machine = code.loops.cut, code.machine
     for view, target, result in zip(nest.targets, targets, nest.program.results, strict=True):
@@ -48,7 +48,7 @@ def independent_loops(scatter: Scatter) -> dict[int, int]:
     return found
 
 
-def update(code: Code, frame: Frame, scatter: Scatter, y: Value) -> None:
+def update(code: Code, frame: LoopState, scatter: Scatter, y: Value) -> None:
     """Emit y[indices] = value, combined with the old element if the scatter has a reduction."""
     value, *places = (code.value_at(frame, number, (0, 0)) for number in scatter.program.results)
     at = code.address(y, scatter.y.strides, places, frame.counts[0])

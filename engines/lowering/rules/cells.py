@@ -37,7 +37,7 @@ def cell_of(node: Node, direction: int, peepholes: bool) -> Cell:
     return {"LSTM": _lstm, "GRU": _gru, "RNN": _rnn}[node.attrs["cell"]](node.attrs, functions, peepholes)
 
 
-class _Writer(AffineWriter):
+class _CellWriter(AffineWriter):
     """Writer of one update."""
 
     def __init__(self, clip: float) -> None:
@@ -103,18 +103,18 @@ def _lstm(attrs: Mapping[str, Any], functions: Sequence[Node], peepholes: bool) 
     f, g, squash = functions
     i, o, forget, new = range(GATES["LSTM"])
 
-    def gate(w: _Writer, index: int, peephole: int) -> Affine:
+    def gate(w: _CellWriter, index: int, peephole: int) -> Affine:
         x = w.gate(index)
         if peepholes:
             x = w.add(x, w.multiply(w.read("unit", peephole), w.read("state", 1)))
         return w.activate(f, x)
 
-    w = _Writer(attrs["clip"])
+    w = _CellWriter(attrs["clip"])
     share = gate(w, i, 0)
     keep = share.scaled(-1.0, 1.0) if attrs["input_forget"] else gate(w, forget, 2)
     kept, added = w.multiply(keep, w.read("state", 1)), w.multiply(share, w.activate(g, w.gate(new)))
     c = w.update(1, w.add(kept, added))
-    w = _Writer(attrs["clip"])
+    w = _CellWriter(attrs["clip"])
     h = w.update(0, w.multiply(gate(w, o, 1), w.squash(squash, w.read("state", 1))))
     return Cell((Stage((i, o, forget, new), 0, (c, h)),), 2, 3 if peepholes else 0)
 
@@ -127,16 +127,16 @@ def _gru(attrs: Mapping[str, Any], functions: Sequence[Node], peepholes: bool) -
     f, g = functions
     z, r, new = range(GATES["GRU"])
 
-    def blended(w: _Writer, share: Affine, fresh: Affine) -> Affine:
+    def blended(w: _CellWriter, share: Affine, fresh: Affine) -> Affine:
         return w.add(fresh, w.multiply(share, w.add(w.read("state", 0), fresh.scaled(-1.0))))
 
     if attrs["linear_before_reset"]:
-        w = _Writer(attrs["clip"])
+        w = _CellWriter(attrs["clip"])
         reset = w.activate(f, w.gate(r))
         inner = w.multiply(reset, w.add(w.read("sum", new), w.read("unit", 0)))
         fresh = w.activate(g, w.add(w.read("x", new), inner))
         return Cell((Stage((z, r, new), 0, (w.update(0, blended(w, w.activate(f, w.gate(z)), fresh)),)),), 1, 1)
-    first, second, last = (_Writer(attrs["clip"]) for _ in range(3))
+    first, second, last = (_CellWriter(attrs["clip"]) for _ in range(3))
     share = first.update(1, first.activate(f, first.gate(z)))
     scaled = second.update(2, second.multiply(second.activate(f, second.gate(r)), second.read("state", 0)))
     h = last.update(0, blended(last, last.read("state", 1), last.activate(g, last.gate(new))))
@@ -144,5 +144,5 @@ def _gru(attrs: Mapping[str, Any], functions: Sequence[Node], peepholes: bool) -
 
 
 def _rnn(attrs: Mapping[str, Any], functions: Sequence[Node], peepholes: bool) -> Cell:
-    w = _Writer(attrs["clip"])
+    w = _CellWriter(attrs["clip"])
     return Cell((Stage((0,), 0, (w.update(0, w.activate(functions[0], w.gate(0))),)),), 1, 0)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.counted import Counted, structure
+from engines.ir.counted import SymbolicInt, structure
 from engines.ir.deferred import Deferred
 from engines.ir.graph import Array, Graph, Node
-from engines.ir.shapes import CountedDim
+from engines.ir.shapes import SymbolicDim
 from engines.ops import op_of
 from engines.passes.rewriting.editor import GraphEditor
 
@@ -76,9 +76,9 @@ def _frozen(value: Any) -> Hashable:
         return tuple(sorted((key, _frozen(item)) for key, item in value.items()))
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
-    if isinstance(value, CountedDim):
+    if isinstance(value, SymbolicDim):
         return structure(value.extent)
-    if type(value) is Counted:          # compared by expression
+    if type(value) is SymbolicInt:      # compared by expression
         return structure(value)
     if isinstance(value, list | tuple):
         return tuple(map(_frozen, value))

@@ -65,7 +65,7 @@ class HasHeaders(Protocol):
         """Return the metadata whose values are text."""
 
 
-class Client:
+class CallClient:
     """Client of a call, for Inflight."""
 
     def __init__(self, context: CallContext) -> None:

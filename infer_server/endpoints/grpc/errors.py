@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 Request = TypeVar("Request", bound=Message)
 
 
-class StatusError(Exception):
+class ForwardedStatusError(Exception):
     """Status with which another process has ended a call."""
 
     def __init__(self, code: int, details: str) -> None:
@@ -72,7 +72,7 @@ def parsed(message: type[Request], data: bytes, most_bytes: int = _MOST_REQUEST_
 
 def described(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
     """Return the status and message that end a call; log unexpected exceptions and malformed messages."""
-    if isinstance(error, StatusError):
+    if isinstance(error, ForwardedStatusError):
         return error.code, error.details
     if not isinstance(error, ServeError):       # a bug of ours: the client gets the class only, the log has the rest
         log.error("a call failed", exc_info=error)

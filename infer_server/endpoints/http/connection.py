@@ -16,7 +16,14 @@ from typing import NamedTuple, cast
 
 from infer_server.endpoints.http.exchange import Exchange, Handler
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse
-from infer_server.endpoints.http.reading import HEADER_SECS, IDLE_SECS, Limits, RefusedError, RequestReader, dispatch
+from infer_server.endpoints.http.reading import (
+    HEADER_SECS,
+    IDLE_SECS,
+    PortLimits,
+    RefusedError,
+    RequestReader,
+    dispatch,
+)
 from infer_server.endpoints.http.transports import HalfClosed, LargeBody, Outlet
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import MemoryLimitError
@@ -38,7 +45,7 @@ class _Waiting(NamedTuple):
 class HttpConnection(asyncio.Protocol):
     """HTTP/1.1 connection of a client."""
 
-    def __init__(self, handle: Handler, limits: Limits, connections: set[HttpConnection]) -> None:
+    def __init__(self, handle: Handler, limits: PortLimits, connections: set[HttpConnection]) -> None:
         """Create a connection that adds itself to the set of open connections, and removes itself at its end."""
         self._handle, self._limits, self._connections = handle, limits, connections
         self._loop = asyncio.get_running_loop()

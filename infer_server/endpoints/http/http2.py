@@ -12,7 +12,7 @@ from typing import Any
 
 from infer_server.endpoints.http.exchange import Exchange, Handler
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, path_of, response_of
-from infer_server.endpoints.http.reading import IDLE_SECS, Limits, RefusedError, dispatch
+from infer_server.endpoints.http.reading import IDLE_SECS, PortLimits, RefusedError, dispatch
 from infer_server.endpoints.http2.connection import Http2Connection, Sending, Shared
 from infer_server.endpoints.http2.settings import ConnectionSettings
 from infer_server.endpoints.inflight import OpenCall
@@ -24,7 +24,7 @@ _MAX_STREAMS = 256                  # that a client may have open on a connectio
 _MAX_EARLY_PINGS = 100              # less than a second after the one before, between two answers
 
 
-def settings_of(limits: Limits) -> ConnectionSettings:
+def settings_of(limits: PortLimits) -> ConnectionSettings:
     """Return the settings of a connection to the HTTP port: pings are allowed, idle connections are closed."""
     return ConnectionSettings(limits.message_bytes, _MAX_STREAMS, IDLE_SECS, keepalive_without_calls=True,
                               min_ping_interval_secs=1.0, max_ping_strikes=_MAX_EARLY_PINGS,
@@ -34,7 +34,7 @@ def settings_of(limits: Limits) -> ConnectionSettings:
 class Http2Requests(Http2Connection):
     """A connection whose streams are requests. Belongs to the event loop."""
 
-    def __init__(self, shared: Shared, handle: Handler, limits: Limits) -> None:
+    def __init__(self, shared: Shared, handle: Handler, limits: PortLimits) -> None:
         super().__init__(shared)
         self.handle, self.limits = handle, limits
         self._headers: tuple[Header, ...] = ()                  # headers of the last request, which _request parses

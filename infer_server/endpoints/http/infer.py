@@ -77,14 +77,13 @@ async def _infer_large(exchange: Exchange, size: int, model: str, version: str, 
     if size > services.max_json_bytes:
         raise TooLargeError(f"request JSON size of {size} bytes exceeds the maximum allowed input size of "
                             f"{services.max_json_bytes} bytes. Use --http-max-json-mib to increase the limit")
-    found = find(model, version)
-    hold = functools.partial(inflight.hold, exchange.held)
+    loaded, hold = find(model, version), functools.partial(inflight.hold, exchange.held)
     head = await inflight.steps.run(exchange.while_present(read_inference(request.body, size, hold)))
-    _check_counts(head, found.config)
+    _check_counts(head, loaded.config)
     call = HttpCall(request, Form(head), memoryview(request.body)[size:], model, version, services, exchange.held)
     fits = True
     try:
-        found.signature.fit(call.inputs())
+        loaded.signature.fit(call.inputs())
     except InvalidRequestError:         # submit() raises it again and counts it
         fits = False
     if fits:
@@ -209,8 +208,8 @@ class HttpCall(InferenceCall):
         writes_much = not all(encode.binary) and not 0 < self._answer_bytes <= LITTLE_JSON_BYTES
         self.lengthy = bool(self._coding) or encode.writes_shared_memory or writes_much
         self.gpu_buffers = encode.gpu_buffers
-        return checking_inputs(self._in_place, functools.partial(_compressed, encode, self._coding)
-                               if self._coding else encode)
+        return checking_inputs(
+            self._in_place, functools.partial(_compressed, encode, self._coding) if self._coding else encode)
 
 
 def _compressed(encode: Encoder, coding: str, computed: Arrays) -> HttpResponse | ServeError:

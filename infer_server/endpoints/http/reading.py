@@ -42,7 +42,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class PortLimits:
     """Limits of a listening port."""
     message_bytes: int          # maximum size of a body, compressed and decompressed
     inflight: Inflight
@@ -78,7 +78,7 @@ class Limits:
             raise RefusedError(response_of(error)) from error
 
 
-def dispatch(exchange: Exchange, limits: Limits, handle: Handler) -> None:
+def dispatch(exchange: Exchange, limits: PortLimits, handle: Handler) -> None:
     """Handle a request, after decompressing its body if it is encoded. Errors become its response."""
     try:
         if coding := exchange.request.headers.get("content-encoding", ""):
@@ -89,7 +89,7 @@ def dispatch(exchange: Exchange, limits: Limits, handle: Handler) -> None:
         exchange.fail(error)
 
 
-async def _decompress(exchange: Exchange, coding: str, limits: Limits, handle: Handler) -> None:
+async def _decompress(exchange: Exchange, coding: str, limits: PortLimits, handle: Handler) -> None:
     """Decompress the body of an exchange and dispatch it. coding: its Content-Encoding. Raises ServeErrors."""
     inflight, request, coding = limits.inflight, exchange.request, coding.strip().lower()
     if coding not in ("", "identity"):
@@ -154,7 +154,7 @@ class _Known(NamedTuple):
 class RequestReader:
     """Incremental parser of the requests of one connection. Not thread-safe: belongs to the event loop."""
 
-    def __init__(self, limits: Limits, receiver: Receiver) -> None:
+    def __init__(self, limits: PortLimits, receiver: Receiver) -> None:
         self._limits, self._receiver = limits, receiver
         self._parser = httptools.HttpRequestParser(self)
         self._incoming = _Incoming()

@@ -23,7 +23,7 @@ from infer_server.endpoints.restrictions import HostCheck, Restrictions
 from infer_server.endpoints.service import Service
 from infer_server.endpoints.status.snapshot import Snapshots
 from infer_server.repository.repository import Repository
-from infer_server.workers import Cached
+from infer_server.workers import PeriodicValue
 
 CHANGE = "CHANGE"               # method of a route: a POST that changes the server
 Answer = Callable[..., Awaitable[HttpResponse]]     # called with the request and the groups of the path's pattern
@@ -96,7 +96,7 @@ def _with_inference(services: InferenceServices, repository: Repository, restric
 
 def metrics_routes(repository: Repository, metrics: Metrics, cache_secs: float) -> Handler:
     """Return the handler of the metrics port. cache_secs: time for which a rendered page is reused."""
-    text = Cached(lambda: metrics.render(repository.models()), cache_secs)
+    text = PeriodicValue(lambda: metrics.render(repository.models()), cache_secs)
 
     async def page(_: HttpRequest) -> HttpResponse:
         return HttpResponse(((await text.get()).encode(),), content_type=CONTENT_TYPE)

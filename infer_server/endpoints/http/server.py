@@ -9,8 +9,8 @@ from typing import cast
 
 from infer_server.endpoints.http.connection import HttpConnection
 from infer_server.endpoints.http.exchange import Handler
-from infer_server.endpoints.http.reading import Limits
-from infer_server.endpoints.tls import Tls
+from infer_server.endpoints.http.reading import PortLimits
+from infer_server.endpoints.tls import ServerTls
 from protos import http2
 
 if http2.is_installed:
@@ -21,7 +21,7 @@ _BACKLOG = 1024                 # maximum number of connections that wait to be 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
-async def listen(host: str, port: int, handle: Handler, limits: Limits, tls: Tls | None = None,
+async def listen(host: str, port: int, handle: Handler, limits: PortLimits, tls: ServerTls | None = None,
                  shares_port: bool = False) -> HttpServer:
     """Serve HTTP on a port.
 

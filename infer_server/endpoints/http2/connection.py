@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from infer_server.endpoints.http2.limits import Limits
+from infer_server.endpoints.http2.limits import ConnectionTimers
 from infer_server.endpoints.http2.settings import ConnectionSettings
-from infer_server.endpoints.http2.streams import Counted, Stream, Writer
+from infer_server.endpoints.http2.streams import CountedStream, PartsWriter, RequestHandler
 from infer_server.endpoints.inflight import Inflight
 from infer_server.workers import wait_until
 from protos.http2 import (
@@ -94,13 +94,13 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._http2 = http2 = server_connection(settings.max_streams, _WINDOW_BYTES)
         self._receive_data, self._events = http2.receive_data, http2.events
         self._transport: asyncio.Transport | None = None
-        self.streams: dict[int, Stream] = {}                   # open streams by number
+        self.streams: dict[int, RequestHandler] = {}           # open streams by number
         self._flushing = False                                  # a flush is scheduled
         self._paused = False                                    # the transport's buffer is full
         self._resets: list[int] = []                            # streams to reset when their trailers are sent
-        self._uncounted: list[Counted] = []                     # streams that received bytes in this iteration
-        self._writers: dict[int, Writer] = {}                   # streams that wait until their data are sent
-        self._limits = Limits(self, settings)
+        self._uncounted: list[CountedStream] = []               # streams that received bytes in this iteration
+        self._writers: dict[int, PartsWriter] = {}              # streams that wait until their data are sent
+        self._limits = ConnectionTimers(self, settings)
         self._draining = False
         self.has_gone_away = False                              # the final GOAWAY has been sent
         self._lingers = False                                   # received bytes are discarded
@@ -203,7 +203,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         """Take a new stream. ended: its client has sent all of it."""
 
     # ---- streams
-    def count_soon(self, stream: Counted) -> None:
+    def count_soon(self, stream: CountedStream) -> None:
         """Have `stream.count` called when the events of this iteration have been handled."""
         self._uncounted.append(stream)
 
@@ -214,7 +214,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             except NGH2Error as error:
                 self.failed(error)
 
-    def write(self, stream: int, data: bytes, writer: Writer) -> bool:
+    def write(self, stream: int, data: bytes, writer: PartsWriter) -> bool:
         """Send a part of an answer. False: there is no room; `writer.sent` is called when it has been sent."""
         with Sending(self):
             self._http2.send_data(stream, data)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from infer_server.endpoints.http2.settings import ConnectionSettings
-from infer_server.endpoints.http2.streams import Stream
+from infer_server.endpoints.http2.streams import RequestHandler
 from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import SlowMessageError
 
@@ -23,7 +23,7 @@ class Limited(Protocol):
     peer: str
 
     @property
-    def streams(self) -> Mapping[int, Stream]:
+    def streams(self) -> Mapping[int, RequestHandler]:
         """Open streams by number."""
 
     def ping(self) -> None: ...
@@ -37,7 +37,7 @@ class Limited(Protocol):
     def abort(self) -> None: ...
 
 
-class Limits:
+class ConnectionTimers:
     """Timers of a connection; stop() cancels them."""
 
     def __init__(self, connection: Limited, settings: ConnectionSettings) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Stream(Protocol):
+class RequestHandler(Protocol):
     """Request on a stream. Belongs to the event loop."""
     answered_at: float                  # on the loop's clock, if a response waits to be read; else 0
     is_partial: bool                    # a message has arrived in part
@@ -20,14 +20,14 @@ class Stream(Protocol):
         """End the request with the status of an error."""
 
 
-class Counted(Protocol):
+class CountedStream(Protocol):
     """Stream whose received bytes are counted once in an iteration of the event loop."""
 
     def count(self) -> object:
         """Count the bytes that have arrived."""
 
 
-class Writer(Protocol):
+class PartsWriter(Protocol):
     """Stream whose response has several parts."""
 
     def sent(self) -> None:

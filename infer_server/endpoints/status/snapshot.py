@@ -17,7 +17,7 @@ from infer_server.errors import RepositoryError
 from infer_server.protocol.redaction import redacted
 from infer_server.repository.model import Model
 from infer_server.repository.repository import IndexEntry
-from infer_server.workers import Cached, run_off_loop
+from infer_server.workers import PeriodicValue, run_off_loop
 from protos.version import NAME, VERSION
 
 _QUANTILES = (0.5, 0.9, 0.99)
@@ -39,9 +39,9 @@ class Snapshots:
         """Make snapshots of a server with this number of frontend workers."""
         self._state, self._history, self._workers = state, history, workers
         self._started = time.monotonic()
-        self._names = Cached(self._list_names, _LISTING_SECS)
-        self._current = Cached(self._make_snapshot, cache_secs)
-        self._past = Cached(self._make_history, cache_secs)
+        self._names = PeriodicValue(self._list_names, _LISTING_SECS)
+        self._current = PeriodicValue(self._make_snapshot, cache_secs)
+        self._past = PeriodicValue(self._make_history, cache_secs)
 
     async def current(self) -> bytes:
         return await self._current.get()

@@ -151,7 +151,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_connections_are_encrypted(tmp_path: Path, certificates: Path, kind: str, front: str) -> None:
-    from infer_server.endpoints.tls import Tls as ServerTls
+    from infer_server.endpoints.tls import ServerTls
     write_model(tmp_path, "wide", shape=[WIDE])
     server, own = certificates / "server", certificates / "client"
     files = Tls(f"{server}.pem", f"{own}.pem", f"{own}.key")

@@ -20,7 +20,7 @@ from infer_server.endpoints.metrics import Metrics, MetricsSettings
 from infer_server.lifecycle import StartUp
 from infer_server.observing.custom_metrics import CustomMetrics, MetricsOwner
 from infer_server.observing.gpus import Gpus
-from infer_server.workers import Cached
+from infer_server.workers import PeriodicValue
 from tests.infer_server.endpoints.test_serving import infer, scrape
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
@@ -190,7 +190,7 @@ def test_what_is_cached_is_made_once_for_all_who_wait_and_anew_later() -> None:
                 raise ValueError("the second time")
             return len(made)
 
-        cached = Cached(make, 0.02)
+        cached = PeriodicValue(make, 0.02)
         asked = [asyncio.ensure_future(cached.get()) for _ in range(3)]
         await asyncio.sleep(0)
         asked[0].cancel()                       # who leaves takes nothing from the others

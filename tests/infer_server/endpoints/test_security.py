@@ -26,7 +26,7 @@ from tritonclient.utils import InferenceServerException
 import protos
 from infer_server.endpoints.http import connection
 from infer_server.endpoints.restrictions import CATEGORIES, parsed
-from infer_server.endpoints.tls import Tls
+from infer_server.endpoints.tls import ServerTls
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, WORKERS, RunLoop, RunningServer, serving
@@ -147,7 +147,8 @@ def test_ports_are_encrypted_and_may_ask_for_certificates(
     write_model(tmp_path, "m")
     write_model(tmp_path, "large", shape=[1 << 16])
     server, client = certificates / "server", certificates / "client"
-    tls = Tls(server.with_suffix(".pem"), server.with_suffix(".key"), client.with_suffix(".pem") if mutual else None)
+    tls = ServerTls(server.with_suffix(".pem"), server.with_suffix(".key"),
+                    client.with_suffix(".pem") if mutual else None)
     with serving(tmp_path, grpc_tls=tls, http_tls=tls, grpc_front=front) as running:
         def live_over_grpc(**given: str) -> bool:
             with triton.InferenceServerClient(running.address, ssl=True, root_certificates=f"{server}.pem",
@@ -190,7 +191,7 @@ def test_what_comes_behind_the_last_request_over_tls_does_not_reset_its_answer(
         tmp_path: Path, certificates: Path, run: RunLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_SILENCE_SECS", 3.0)       # the client may be kept from running meanwhile,
     monkeypatch.setattr(connection, "_LINGER_SECS", TIMEOUT_SECS)       # and takes its time to send
-    tls = Tls(certificates / "server.pem", certificates / "server.key")
+    tls = ServerTls(certificates / "server.pem", certificates / "server.key")
     context = ssl.create_default_context(cafile=certificates / "server.pem")
     last = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     begun = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n"
@@ -218,7 +219,7 @@ def asked_for_much(folder: Path, certificates: Path, run: RunLoop, header: str,
                        "parameters": {"binary_data_output": True}}).encode()
     asked = (f"POST /v2/models/large/infer HTTP/1.1\r\n{header}\r\nContent-Length: {len(head) + values.nbytes}\r\n"
              f"Inference-Header-Content-Length: {len(head)}\r\n\r\n").encode() + head + values.tobytes()
-    tls = Tls(certificates / "server.pem", certificates / "server.key")
+    tls = ServerTls(certificates / "server.pem", certificates / "server.key")
     context = ssl.create_default_context(cafile=certificates / "server.pem")
     with serving(folder, run=run, http_tls=tls, **given) as running, socket.socket() as plain:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -249,7 +250,7 @@ def test_the_end_of_a_connection_over_tls_leaves_its_client_the_time_to_read_the
 
 def test_certificates_that_are_none_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.pem").write_text("no certificate")
-    tls = Tls(tmp_path / "x.pem", tmp_path / "x.pem")
+    tls = ServerTls(tmp_path / "x.pem", tmp_path / "x.pem")
     for made in (tls.grpc_credentials, tls.context):
         with pytest.raises(OSError, match=r"certificates cannot be used .*x\.pem"):
             made()

@@ -159,7 +159,7 @@ def test_what_comes_when_a_stream_has_ended_with_an_error_is_not_read(
     left = threading.Event()
     both: list[bool] = []                               # are here
 
-    class Late(streams._Context):
+    class Late(streams._ForwardedContext):
         async def read(self) -> object:
             while not both and self._requests.qsize() < 2:
                 await asyncio.sleep(0)
@@ -191,7 +191,7 @@ def test_requests_that_a_front_hands_on_wait_at_their_client_as_those_of_one_pro
     request = request_of("large", shape=(1, 1 << 17), raw=bytes(4 << 17))
     waiting: list[int] = []
 
-    class Watched(streams._Context):
+    class Watched(streams._ForwardedContext):
         def received(self, frame: Frame) -> None:
             super().received(frame)
             waiting.append(sum(map(len, filter(None, self._requests._queue))))    # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 import protos
-from infer_server.endpoints.http.reading import Limits
+from infer_server.endpoints.http.reading import PortLimits
 from infer_server.fronts import link
 from infer_server.fronts.front_end import HeldElsewhere, WorkerEnd
 from infer_server.fronts.link import Frame
@@ -56,7 +56,7 @@ def test_the_responses_of_a_stream_reach_its_client_before_the_ports_close(
     async def main() -> list[int]:
         end = End()
         inflight = Inflight(end)
-        listeners = Listeners(Limits(1 << 20, inflight))
+        listeners = Listeners(PortLimits(1 << 20, inflight))
         calls = GrpcCalls(end, inflight,
                           WorkerSettings(None, None, "/nowhere", 1 << 20, 1 << 20, 1 << 30, TIMEOUT_SECS))
         server = grpc_server(front, calls.methods(), inflight, {}, 1 << 20, 0, 10.0)

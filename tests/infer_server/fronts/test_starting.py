@@ -146,9 +146,9 @@ def test_a_front_comes_back_for_which_there_was_no_thread_for_a_while(
 def test_a_front_that_is_closed_as_it_comes_back_is_not_started_again(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     closing: list[asyncio.Future[None]] = []
-    tell = fronts_of_servers._Worker._tell
+    tell = fronts_of_servers._FrontendWorker._tell
 
-    def tell_and_close(front: fronts_of_servers._Worker, reason: str) -> None:
+    def tell_and_close(front: fronts_of_servers._FrontendWorker, reason: str) -> None:
         tell(front, reason)
         if not closing and not reason:
             closing.append(asyncio.ensure_future(front.close(answered=True)))
@@ -200,7 +200,7 @@ def test_a_server_whose_fronts_cannot_listen_says_why_and_leaves_none(
 
 def test_a_front_that_listens_as_another_cannot_start_is_not_watched(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    start_one, begin = fronts_of_servers._Worker._start, EngineEnd.begin
+    start_one, begin = fronts_of_servers._FrontendWorker._start, EngineEnd.begin
     begun = asyncio.Event()
     ends: list[EngineEnd] = []
 
@@ -209,17 +209,17 @@ def test_a_front_that_listens_as_another_cannot_start_is_not_watched(
         ends.append(end)
         begun.set()
 
-    async def start() -> list[fronts_of_servers._Worker]:
+    async def start() -> list[fronts_of_servers._FrontendWorker]:
         server = Server(options(tmp_path, workers=2), load_numpy_engine)
 
-        async def fails(front: fronts_of_servers._Worker, settings: WorkerSettings) -> None:
+        async def fails(front: fronts_of_servers._FrontendWorker, settings: WorkerSettings) -> None:
             if front.name == "front 1":
                 return await start_one(front, settings)
             await begun.wait()
             select.select([ends[0]._transport.get_extra_info("socket")], [], [], TIMEOUT_SECS)      # it says so
             raise OSError("nothing goes")
 
-        monkeypatch.setattr(fronts_of_servers._Worker, "_start", fails)
+        monkeypatch.setattr(fronts_of_servers._FrontendWorker, "_start", fails)
         monkeypatch.setattr(EngineEnd, "begin", begins)
         with pytest.raises(OSError, match="nothing goes"):
             await server.start()

@@ -54,7 +54,7 @@ class Fragments(ABC):
         """Return the columns of `factor`'s fragment, `count` in all, in the order that `b`'s words need."""
 
 
-class _ByWarp(Fragments):
+class _WarpFragments(Fragments):
     """Fragments of mma.m16n8, where four lanes share a row."""
     sharing = 1, 2
 
@@ -77,7 +77,7 @@ class _ByWarp(Fragments):
         return [self.t * 2 + (i // 2 * COUTS + i % 2) for i in range(count // 4)]
 
 
-class _ByQuads(Fragments):
+class _QuadFragments(Fragments):
     """Fragments of mma.m8n8k4.
 
     The sums of a row belong to four lanes, whose numbers differ in bits 1 and 3. Bit 1 also selects which of two rows a
@@ -116,4 +116,4 @@ class _ByQuads(Fragments):
 
 def fragments(gpu: Gpu, precision: str, lane: Value) -> Fragments:
     """Return the fragments for a precision on a GPU."""
-    return (_ByQuads if gpu.by_quads(precision) else _ByWarp)(gpu, precision, lane)
+    return (_QuadFragments if gpu.by_quads(precision) else _WarpFragments)(gpu, precision, lane)

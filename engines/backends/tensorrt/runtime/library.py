@@ -31,14 +31,14 @@ class Message(NamedTuple):
 
 def logger_of(module: Any) -> Any:
     """Return an ILogger that keeps every Message in its list `messages`."""
-    class Kept(module.ILogger):         # type: ignore[misc, name-defined, unused-ignore]
+    class KeptMessages(module.ILogger):  # type: ignore[misc, name-defined, unused-ignore]
         def __init__(self) -> None:
             module.ILogger.__init__(self)
             self.messages: list[Message] = []
 
         def log(self, severity: Any, text: str) -> None:
             self.messages.append(Message(str(severity).rpartition(".")[2], text))
-    return Kept()
+    return KeptMessages()
 
 
 def logged_errors(logger: Any) -> str:

@@ -15,7 +15,7 @@ from infer_server.endpoints.grpc.errors import described
 from infer_server.endpoints.grpc.grpcio import connections
 from infer_server.endpoints.grpc.methods import INFER_PATH, Methods
 from infer_server.endpoints.inflight import Inflight
-from infer_server.endpoints.tls import Tls
+from infer_server.endpoints.tls import ServerTls
 
 
 def _concerns_us(record: logging.LogRecord) -> bool:
@@ -57,7 +57,7 @@ class GrpcioServer:
         ])
         self._server.add_generic_rpc_handlers((Handlers(methods, self._disconnect),))
 
-    async def listen(self, host: str, port: int, tls: Tls | None) -> int:
+    async def listen(self, host: str, port: int, tls: ServerTls | None) -> int:
         """Open the port; returns its number, which is chosen if `port` is 0. Raises OSError."""
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:

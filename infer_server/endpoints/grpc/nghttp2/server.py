@@ -10,7 +10,7 @@ from infer_server.endpoints.grpc.nghttp2.connection import GrpcConnection
 from infer_server.endpoints.http2.connection import Shared
 from infer_server.endpoints.http2.settings import ConnectionSettings
 from infer_server.endpoints.inflight import Inflight
-from infer_server.endpoints.tls import Tls
+from infer_server.endpoints.tls import ServerTls
 
 _BACKLOG = 1024                 # maximum number of connections that wait to be accepted
 _CLOSING_SECS = 5.0             # time for clients to read pending responses when the port closes
@@ -38,7 +38,7 @@ class Nghttp2Server:
         self._methods, self._shares_port = methods, shares_port
         self._server: asyncio.Server | None = None
 
-    async def listen(self, host: str, port: int, tls: Tls | None) -> int:
+    async def listen(self, host: str, port: int, tls: ServerTls | None) -> int:
         """Open the port; returns its number, which is chosen if `port` is 0. Raises OSError."""
         options: dict[str, Any] = {"backlog": _BACKLOG, "ssl": tls.context(["h2"]) if tls else None}
         if ":" in host:                 # for :: asyncio would listen on IPv6 only

@@ -10,7 +10,7 @@ from typing import Any
 from infer_server.batching.request import Arrays, AwaitedReply, Outputs, parameters_of
 from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.compression import plain
-from infer_server.endpoints.grpc.context import CallContext, Client, HasHeaders
+from infer_server.endpoints.grpc.context import CallClient, CallContext, HasHeaders
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.shared_memory import TensorLocation
 from infer_server.endpoints.tensors import (
@@ -35,7 +35,7 @@ async def infer(services: InferenceServices, data: bytes, context: CallContext) 
     """Serve one serialised ModelInferRequest and return the serialised response. Raises ServeError."""
     received_ns = time.monotonic_ns()
     inflight = services.inflight
-    held = inflight.begin(Client(context), len(data))
+    held = inflight.begin(CallClient(context), len(data))
     context.when_done(functools.partial(inflight.end, held))
     data = await plain(data, services.max_message_bytes, inflight, held)
     call = GrpcCall(split_request(data), received_ns, context.time_remaining(), services, held)

@@ -15,7 +15,7 @@ from typing import Any
 
 from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.compression import plain
-from infer_server.endpoints.grpc.context import CallContext, Check, Client
+from infer_server.endpoints.grpc.context import CallClient, CallContext, Check
 from infer_server.endpoints.grpc.service.infer import GrpcCall
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import ServeError, UnavailableError
@@ -167,7 +167,7 @@ def _retrieve_exception(work: asyncio.Future[Any]) -> None:
         work.exception()
 
 
-class _StreamClient(Client):
+class _StreamClient(CallClient):
     """Client of a stream: disconnecting it ends the stream at once."""
 
     def __init__(self, context: CallContext, end: Callable[[Exception], None]) -> None:

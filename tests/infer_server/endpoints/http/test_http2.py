@@ -19,7 +19,7 @@ import uvloop
 
 from infer_server.endpoints.http import http2 as http2_requests
 from infer_server.endpoints.http2 import connection
-from infer_server.endpoints.tls import Tls
+from infer_server.endpoints.tls import ServerTls
 from protos import http2
 from protos.http2 import DataReceived, Header, ResponseReceived, StreamClosed
 from tests.infer_server.endpoints.http.plain import body_of
@@ -102,7 +102,7 @@ def test_clients_choose_the_version_by_alpn(
     context = ssl.create_default_context(cafile=certificates / "server.pem")
     if offered:
         context.set_alpn_protocols(offered)
-    tls = Tls(certificates / "server.pem", certificates / "server.key")
+    tls = ServerTls(certificates / "server.pem", certificates / "server.key")
     with (serving(tmp_path, http_tls=tls, run=run) as running,
           socket.create_connection(("127.0.0.1", running.ports.http), TIMEOUT_SECS) as plain,
           context.wrap_socket(plain, server_hostname="127.0.0.1") as encrypted):

@@ -7,7 +7,7 @@ import pytest
 
 from infer_server.endpoints.http import reading
 from infer_server.endpoints.http.messages import HttpRequest
-from infer_server.endpoints.http.reading import Limits, RefusedError, RequestReader
+from infer_server.endpoints.http.reading import PortLimits, RefusedError, RequestReader
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import MemoryLimitError
 
@@ -49,7 +49,7 @@ class Received:
     def __init__(self) -> None:
         self.requests: list[tuple[HttpRequest, int, bool]] = []
         self.inflight, self.asked_for = Counted(), 0
-        limits = Limits(1 << 20, self.inflight)         # type: ignore[arg-type]
+        limits = PortLimits(1 << 20, self.inflight)     # type: ignore[arg-type]
         self.reader = RequestReader(limits, self)       # type: ignore[arg-type]
 
     def received(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:

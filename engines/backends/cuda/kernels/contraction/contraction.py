@@ -21,7 +21,7 @@ from engines.backends.cuda.codegen.copies import wait
 from engines.backends.cuda.codegen.gpu import WARP
 from engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, special_register, wide
 from engines.backends.cuda.codegen.products import fence_grouped, sums_of
-from engines.backends.cuda.cost import Blocks, Card, contraction_seconds
+from engines.backends.cuda.cost import BlockTraffic, Card, contraction_seconds
 from engines.backends.cuda.kernels.access import (
     load_channels,
     load_constants,
@@ -66,16 +66,16 @@ class GpuContraction(GpuKernel[Contraction]):
     def cost(self, tactic: Tile, card: Card, items: int) -> float:
         problem, depth = self.problem, self.depth.turns(tactic) * tactic.depth
         pixels = items * math.prod(problem.y.shape[:-1])
-        work = Blocks(pixels, columns(problem, tactic), depth, (tactic.pixels, tactic.couts), tactic.part,
-                      tactic.threads, tactic.shared_bytes, len(problem.operands),
-                      problem.bytes * items + columns(problem, tactic) * depth, tactic.grouped)
+        work = BlockTraffic(pixels, columns(problem, tactic), depth, (tactic.pixels, tactic.couts), tactic.part,
+                            tactic.threads, tactic.shared_bytes, len(problem.operands),
+                            problem.bytes * items + columns(problem, tactic) * depth, tactic.grouped)
         return contraction_seconds(work, card, problem.precision, self.depth.size)
 
     def pack(self, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         return pack(self.problem, self.depth, tactic, constants)
 
     def emit(self, module: GpuModule, name: str, tactic: Tile) -> None:
-        _Writer(self, module, name, tactic).write()
+        _ContractionEmitter(self, module, name, tactic).write()
 
     def min_blocks(self, tile: Tile) -> int:
         """Return the minimum of resident blocks that ptxas must allow (minctasm), or 0 to leave it to ptxas.
@@ -99,7 +99,7 @@ class GpuContraction(GpuKernel[Contraction]):
         return vector_width([*others, *of_group], problem.cout, min(tile.lanes, FEW if full else MOST))
 
 
-class _Writer:
+class _ContractionEmitter:
     """Emitter of the kernel, in the order of the module's pseudocode."""
 
     def __init__(self, kernel: GpuContraction, module: GpuModule, name: str, tile: Tile) -> None:

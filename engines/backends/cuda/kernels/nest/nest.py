@@ -18,7 +18,7 @@ from engines.backends.cuda.kernels.elementwise.threads import THREADS as BLOCK
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.nest.together import SLOT, CodeTogether, Share
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.nest.loops import Code, Frame
+from engines.codegen.nest.loops import Code, LoopState
 from engines.codegen.nest.order import Cut, Loops
 from engines.codegen.nest.results import store_results, write_element
 from engines.lowering.nest.program import ITEM
@@ -117,7 +117,7 @@ class NestByThreads(GpuKernel[Nest]):
             item, indices = unravelled(row, outer)
             bases = [address + item * view.item for address, view in zip(addresses, views, strict=True)]
             split = len(problem.sources)
-            frame = Frame(tuple(bases[:split]), tuple(bases), {ITEM: item})
+            frame = LoopState(tuple(bases[:split]), tuple(bases), {ITEM: item})
             code.fill(frame, wanted)
             for loop, index in enumerate(indices):
                 frame = code.enter(frame, loop, index, 1, wanted)

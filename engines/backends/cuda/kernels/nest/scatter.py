@@ -17,7 +17,7 @@ from engines.backends.cuda.kernels.elementwise.threads import THREADS
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.nest.nest import by_turns, unravelled
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.nest.loops import Code, Frame
+from engines.codegen.nest.loops import Code, LoopState
 from engines.codegen.nest.order import Cut, Loops
 from engines.codegen.nest.results import independent_loops, update
 from engines.codegen.types import I32, I64
@@ -77,7 +77,7 @@ class ScatterByThreads(GpuKernel[Scatter]):
             self._copy(f, sources[0], y, along, mine)
             loops = Loops(problem.program, problem.sources, problem.loops, len(problem.loops), Cut())
             code, wanted = Code(f, self.gpu, loops), problem.program.needed(problem.program.results)
-            frame = Frame(tuple(sources), tuple(sources), {ITEM: item})
+            frame = LoopState(tuple(sources), tuple(sources), {ITEM: item})
             code.fill(frame, wanted)
             for loop, index in along.items():
                 frame = code.enter(frame, loop, index, 1, wanted)
@@ -96,7 +96,7 @@ class ScatterByThreads(GpuKernel[Scatter]):
                            for address, view in ((x, source), (y, target)))
             f.store(f.load(f"i{8 * target.size}", here, target.size, "element"), there, target.size)
 
-    def _update(self, code: Code, frame: Frame, y: Value, mine: Value) -> None:
+    def _update(self, code: Code, frame: LoopState, y: Value, mine: Value) -> None:
         if self.sharers == 1:
             update(code, frame, self.problem, y)
             return

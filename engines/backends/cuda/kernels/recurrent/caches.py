@@ -21,8 +21,8 @@ from engines.backends.cuda.kernels.recurrent.sharing import (
     Seat,
     Sharing,
     StepProducts,
+    StepWork,
     Sums,
-    Work,
     update,
     whole,
 )
@@ -48,12 +48,12 @@ class ThroughCaches(Sharing):
     def row_bytes(self, problem: Recurrence) -> int:
         return whole(4 * problem.hidden * self.items, PIECE)
 
-    def work(self, problem: Recurrence) -> Work:
+    def work(self, problem: Recurrence) -> StepWork:
         cell, hidden = problem.cells[0], problem.hidden
         each = cell.gates * (self.items + PLAIN - 1)        # load of the weight, and its products
         registers = BASE_REGISTERS + self.items * (3 * cell.gates + cell.kept)
-        return Work(each * hidden + update(problem) * self.items, 0, 0,
-                    SIZES[problem.precision] * cell.gates * hidden ** 2, 0, registers)
+        return StepWork(each * hidden + update(problem) * self.items, 0, 0,
+                        SIZES[problem.precision] * cell.gates * hidden ** 2, 0, registers)
 
     def pack(self, problem: Recurrence, weights: Array) -> Array:
         """Return the weights as [D][G][k][unit]."""

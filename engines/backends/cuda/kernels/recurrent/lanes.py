@@ -21,8 +21,8 @@ from engines.backends.cuda.kernels.recurrent.sharing import (
     Seat,
     Sharing,
     StepProducts,
+    StepWork,
     Sums,
-    Work,
     update,
     whole,
 )
@@ -58,13 +58,13 @@ class Kept(Sharing):
     def kept_bytes(self, problem: Recurrence) -> int:
         return (Pieces(problem, self.parts).count - self.registers) * self.threads(problem) * PIECE
 
-    def work(self, problem: Recurrence) -> Work:
+    def work(self, problem: Recurrence) -> StepWork:
         pieces, gates = Pieces(problem, self.parts), problem.cells[0].gates
         products = 8 if problem.precision == "int16" else 4
         instructions = (products * pieces.count + pieces.of_gate + 2 * gates * self.parts.bit_length()
                         + update(problem))
-        return Work(instructions, 0, self.kept_bytes(problem), 0, pieces.size * gates * problem.hidden ** 2,
-                    BASE_REGISTERS + 4 * self.registers)
+        return StepWork(instructions, 0, self.kept_bytes(problem), 0, pieces.size * gates * problem.hidden ** 2,
+                        BASE_REGISTERS + 4 * self.registers)
 
     def pack(self, problem: Recurrence, weights: Array) -> Array:
         return Pieces(problem, self.parts).pack(weights)

@@ -33,7 +33,7 @@ def whole(count: int, of: int) -> int:
     return -(-count // of) * of
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """Estimated resources of a step of a block."""
     instructions: float     # per thread
     products: int           # mma per warp
@@ -75,7 +75,7 @@ class Sharing(Tactic, ABC):
         return 0
 
     @abstractmethod
-    def work(self, problem: Recurrence) -> Work:
+    def work(self, problem: Recurrence) -> StepWork:
         """Return the estimated resources of a step."""
         ...
 

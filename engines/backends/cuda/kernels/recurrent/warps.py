@@ -28,8 +28,8 @@ from engines.backends.cuda.kernels.recurrent.sharing import (
     Seat,
     Sharing,
     StepProducts,
+    StepWork,
     Sums,
-    Work,
     update,
 )
 from engines.codegen.ir_builder import Value
@@ -127,7 +127,7 @@ class Tiled(Sharing):
     def kept_bytes(self, problem: Recurrence) -> int:
         return (self.resident * self.pieces(problem) - self.registers) * self.threads(problem) * PIECE
 
-    def work(self, problem: Recurrence) -> Work:
+    def work(self, problem: Recurrence) -> StepWork:
         cell, turns, threads = problem.cells[0], self.turns(problem), self.threads(problem)
         ways, assignments = sum(map(len, passes(problem))), 4 * self.tiles * self.items // ITEMS
         products = ways * cell.gates * turns * (TURN // STEP) * self.tiles * self.items // ITEMS
@@ -138,8 +138,8 @@ class Tiled(Sharing):
                         + update(problem) * assignments)
         base = BASE_REGISTERS + (0 if self.is_full(problem) else AT_EDGE)
         registers = base + assignments * (cell.gates + cell.kept + 3) + 4 * self.registers
-        return Work(instructions, products, loads * self.kept_bytes(problem) + states * PIECE * threads,
-                    through * threads * PIECE, self.resident * each * threads * PIECE, registers)
+        return StepWork(instructions, products, loads * self.kept_bytes(problem) + states * PIECE * threads,
+                        through * threads * PIECE, self.resident * each * threads * PIECE, registers)
 
     def pack(self, problem: Recurrence, weights: Array) -> Array:
         """Rearrange [D, G unit, k] into fragments.

@@ -16,7 +16,7 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import item_addresses, unravel
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.codegen.ir_builder import Module
-from engines.codegen.nest.loops import Code, Frame
+from engines.codegen.nest.loops import Code, LoopState
 from engines.codegen.nest.order import NONE, Cut, Loops
 from engines.codegen.nest.results import write_element
 from engines.codegen.nest.values import NEAR
@@ -175,7 +175,7 @@ class NestKernel(Kernel[Nest]):
             item = row.divided(rows)
             *outer, block = unravel(row.remainder(rows), (*(loops.extents[loop] for loop in gridded), blocks.count))
             bases = item_addresses(addresses, (*problem.sources, *problem.targets), item)
-            frame = Frame(tuple(bases[:count]), tuple(bases), {-1: item})
+            frame = LoopState(tuple(bases[:count]), tuple(bases), {-1: item})
             code.fill(frame, required)
             for loop, index in zip(gridded, outer, strict=True):
                 frame = code.enter(frame, loop, index, 1, required)

@@ -15,7 +15,7 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.codegen.ir_builder import Module, Value
-from engines.codegen.nest.loops import Code, Frame
+from engines.codegen.nest.loops import Code, LoopState
 from engines.codegen.nest.order import NONE, Cut, Loops
 from engines.codegen.nest.results import independent_loops, update
 from engines.codegen.nest.values import load, store
@@ -61,12 +61,12 @@ class ScatterKernel(Kernel[Scatter]):
             *sources, y = item_addresses(addresses, views, item)
             indices = unravel(row.remainder(count), [problem.loops[loop] for loop in self.rows])
             self._copy(code, sources[0], y, indices)
-            frame = Frame(tuple(sources), tuple(sources), {-1: item})
+            frame = LoopState(tuple(sources), tuple(sources), {-1: item})
             code.fill(frame, required)
             for loop, index in zip(self.rows, indices, strict=True):
                 frame = code.enter(frame, loop, index, 1, required)
             rest = [loop for loop in loops.order if loop not in self.rows]
-            code.over(frame, rest, required, lambda inside, y=y: update(code, inside, problem, y))   # type: ignore[misc]
+            code.over(frame, rest, required, lambda inside, y=y: update(code, inside, problem, y))  # type: ignore[misc]
 
     def _copy(self, code: Code, x: Value, y: Value, indices: Sequence[Value]) -> None:
         """Copy the part of x that belongs to this row of the grid."""
