@@ -24,16 +24,16 @@ def branch_taken(node: onnx.NodeProto, condition: Array | None) -> onnx.GraphPro
         If the condition is not a single bool, or the branch is missing or has another number of outputs.
     """
     if condition is None or condition.dtype == object:
-        raise UnknownTensorError(f"which branch it takes depends on '{node.input[0]}'", node.input)
+        raise UnknownTensorError(f"the condition '{node.input[0]}' is not known at import", node.input)
     if condition.dtype.kind != "b" or condition.size != 1:
-        raise GraphError(f"its condition is {condition.dtype}{list(condition.shape)}, not one truth")
+        raise GraphError(f"the condition is {condition.dtype}{list(condition.shape)}, but has to be a single bool")
     wanted = "then_branch" if condition.item() else "else_branch"
     branches = {attribute.name: attribute for attribute in node.attribute}
     if wanted not in branches or branches[wanted].type != onnx.AttributeProto.GRAPH:
-        raise GraphError(f"it has no {wanted}")
+        raise GraphError(f"the attribute {wanted} is missing")
     branch = branches[wanted].g
     if len(branch.output) != len(node.output):
-        raise GraphError(f"its {wanted} has {len(branch.output)} outputs, and it {len(node.output)}")
+        raise GraphError(f"{wanted} has {len(branch.output)} outputs, but the node has {len(node.output)}")
     return branch
 
 

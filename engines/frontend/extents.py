@@ -50,7 +50,7 @@ def open_types(model: str, declared: Mapping[str, Declared], shapes: Mapping[str
     for name, kind in declared.items():
         shape = given.get(name, kind.extents)
         if shape is None:
-            raise ModelError(f"{model}: input '{name}' may have any number of axes; give its shape, as in "
+            raise ModelError(f"{model}: input '{name}' has no declared rank; give its shape, as in "
                              f"{kind.option()}")
         symbols = kind.extents if kind.extents is not None else shape
         opened = keep_batch and symbols and not is_size(symbols[0])

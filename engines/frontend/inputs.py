@@ -43,7 +43,7 @@ def input_types(model: str, declared: Mapping[str, Declared], shapes: Mapping[st
     refuse_several_batches(model, extents, shapes, [name for name, t in types.items() if t.shape[:1] == (BATCH,)])
     for name, kind in types.items():
         if len(kind.shape) > MOST_AXES:
-            raise ModelError(f"{model}: input '{name}' has {len(kind.shape)} axes, and {MOST_AXES} are the most")
+            raise ModelError(f"{model}: input '{name}' has {len(kind.shape)} axes; at most {MOST_AXES} are supported")
         if wrong := too_large(bytes_of(kind)):
             raise ModelError(f"{model}: input '{name}' {kind} takes {wrong}")
     return types
@@ -57,7 +57,7 @@ def checked_shapes(model: str, declared: Mapping[str, Declared], shapes: Mapping
         kind = declared[name]
         if kind.extents is not None and not _fits(given, kind.extents):
             raise ModelError(f"{model}: the shape {text(d or BATCH for d in given)} given for input '{name}' does not "
-                             f"fit the declared {kind}")
+                             f"match the declared shape {kind}")
     return shapes
 
 
@@ -76,7 +76,7 @@ def constant_inputs(model: str, inputs: Sequence[onnx.ValueInfoProto], constants
         kind = declared[name]
         if array.dtype != kind.dtype or kind.extents is not None and not _fits(array.shape, kind.extents):
             raise ModelError(f"{model}: the constant {array.dtype}{list(array.shape)} given for input '{name}' does "
-                             f"not fit the declared {kind.dtype}{kind}")
+                             f"not match the declared {kind.dtype}{kind}")
     return values
 
 
@@ -96,11 +96,12 @@ class Declared:
     def of(model: str, value: onnx.ValueInfoProto) -> Declared:
         tensor = value.type.tensor_type
         if not is_of_numbers(value):
-            raise ModelError(f"{model}: input '{value.name}' is no tensor of numbers, which is all that is supported")
+            raise ModelError(f"{model}: input '{value.name}' is not a tensor of numbers; no other inputs are supported")
         try:
             dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
         except KeyError:
-            raise ModelError(f"{model}: input '{value.name}' is of type {tensor.elem_type}, which ONNX does not have"
+            raise ModelError(f"{model}: input '{value.name}' has element type {tensor.elem_type}, which ONNX does not "
+                             "define"
                              ) from None
         return Declared(value.name, dtype, extents_of(tensor))
 

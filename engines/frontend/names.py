@@ -16,7 +16,7 @@ def check_names(model: str, graph: onnx.GraphProto) -> None:
     made: dict[str, str] = {}
     for name, maker in _definitions(graph):
         if name in made:
-            raise ModelError(f"{model}: tensor '{name}' is made twice: by {made[name]} and by {maker}")
+            raise ModelError(f"{model}: tensor '{name}' is produced twice: by {made[name]} and by {maker}")
         made[name] = maker
 
 
@@ -79,4 +79,4 @@ def _refuse_unreadable(model: str, graph: onnx.GraphProto) -> None:
 
 def _refuse_bytes(model: str, where: str, texts: Iterable[str | bytes]) -> None:
     if broken := next((text for text in texts if isinstance(text, bytes)), None):
-        raise ModelError(f"{model}: {where} has a name that is no UTF-8 text: {broken!r}; the file is damaged")
+        raise ModelError(f"{model}: {where} has a name that is not valid UTF-8: {broken!r}; the file is damaged")

@@ -70,9 +70,9 @@ class OnnxModel:
         """Return the model without the initializers of these inputs. Raise ModelError for a name without one."""
         for name in names:
             if name not in {value.name for value in self.proto.graph.input} & self.weights.keys():
-                raise ModelError(f"{self.name}: the optional input '{name}' has no value in the file, an initialiser "
-                                 "of its name: it must always be sent, so leave out --optional (in a config.pbtxt, its "
-                                 "`optional`)")
+                raise ModelError(f"{self.name}: the optional input '{name}' has no default: the file has no "
+                                 f"initialiser of that name. Leave out --optional {name} (in a config.pbtxt, the "
+                                 "input's `optional`), and send it always")
         return replace(self, weights={name: array for name, array in self.weights.items() if name not in names})
 
     def with_ragged(self, names: Sequence[str]) -> OnnxModel:
@@ -90,8 +90,8 @@ class OnnxModel:
             if name not in declared:
                 raise ModelError(f"{self.name} has no input '{name}'; its inputs are {', '.join(declared)}")
             if len(declared[name].extents or ()) != 1 or is_size((declared[name].extents or (0,))[0]):
-                raise ModelError(f"{self.name}: the ragged input '{name}' is {declared[name]}, and must be of one open "
-                                 "extent, as [n]: what its items have, one behind the other")
+                raise ModelError(f"{self.name}: the ragged input '{name}' is {declared[name]}, but must have one "
+                                 "dynamic extent, as [n], along which the elements of all items are concatenated")
         for value in proto.graph.input:
             extents = declared[value.name].extents if value.name in declared else None
             if extents and not is_size(extents[0]):
@@ -121,7 +121,8 @@ class OnnxModel:
         except ValueError:
             names = None
         if not isinstance(names, list):
-            raise ModelError(f"{self.name}: its property {INTEGER_STATES} is no list of names: '{said}'")
+            raise ModelError(f"{self.name}: the metadata property {INTEGER_STATES} is not a JSON list of names: "
+                             f"'{said}'")
         return frozenset(map(str, names))
 
     def document(self) -> bytes:
@@ -234,10 +235,11 @@ def dense_of(model: str, sparse: onnx.SparseTensorProto) -> Array:
 def array_of(model: str, tensor: onnx.TensorProto) -> Array:
     """Return the values of a tensor. Raise ModelError if they cannot be read."""
     if tensor.data_location == onnx.TensorProto.EXTERNAL:     # onnx.load reads external data
-        raise ModelError(f"{model}: tensor '{tensor.name}' is in a file of its own, which only the path of the model "
-                         "leads to: give the path, or what onnx.load reads from there")
+        raise ModelError(f"{model}: tensor '{tensor.name}' is stored as external data, which can only be found from "
+                         "the model's path: give the path, or load the model with onnx.load")
     if any(extent < 0 for extent in tensor.dims):       # NumPy's reshape would infer an extent of -1
-        raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: it is of shape {list(tensor.dims)}")
+        raise ModelError(f"{model}: tensor '{tensor.name}' cannot be read: its shape {list(tensor.dims)} has a "
+                         "negative extent")
     try:
         return np.asarray(numpy_helper.to_array(tensor))
     except Exception as error:      # bad sizes, unknown types: numpy and onnx raise many kinds
@@ -264,8 +266,8 @@ def _parsed(model: str | Path | bytes | onnx.ModelProto) -> onnx.ModelProto:
         raise ModelError(f"{where}: {error.strerror or error}: '{error.filename or where}'") from error
     except Exception as error:      # whatever the protobuf runtime at hand raises for bytes that are no model
         if _start(model)[4:] == b"ORTM":
-            raise ModelError(f"{where} is in ONNX Runtime's own format (.ort); give the ONNX model that it was made "
-                             "of") from error
+            raise ModelError(f"{where} is in ONNX Runtime's own format (.ort); give the ONNX model that it was "
+                             "converted from") from error
         raise ModelError(f"{where} is not a readable ONNX model (truncated, or another format): {error}") from error
     if not proto.HasField("graph") or not proto.opset_import:
         raise ModelError(f"{where} is not an ONNX model: it has no graph or no opset")
@@ -285,8 +287,8 @@ def _load_external_weights(path: str, proto: onnx.ModelProto) -> None:
     try:
         onnx.load_external_data_for_model(proto, str(Path(path).parent))
     except Exception as error:      # the onnx package raises several kinds: no such file, too short, outside the folder
-        raise ModelError(f"{path}: weights that are in files of their own cannot be read: {error}; these files came "
-                         "with the model and belong beside it, under the names that they had") from error
+        raise ModelError(f"{path}: the external data of the weights cannot be read: {error}; put the files that came "
+                         "with the model into its folder, under their original names") from error
 
 
 def _without_functions(name: str, proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -297,7 +299,7 @@ def _without_functions(name: str, proto: onnx.ModelProto) -> onnx.ModelProto:
     try:
         return inliner.inline_local_functions(proto)
     except Exception as error:      # an unknown function, or one with wrong arguments
-        raise ModelError(f"{name}: its functions cannot be written out: {error}") from error
+        raise ModelError(f"{name}: the model's functions cannot be inlined: {error}") from error
 
 
 def _check_calls(name: str, proto: onnx.ModelProto) -> None:
@@ -309,7 +311,8 @@ def _check_calls(name: str, proto: onnx.ModelProto) -> None:
         TopologicalSorter(calls).prepare()
     except CycleError as error:
         around = " calls ".join(".".join(filter(None, of)) for of in error.args[1][::-1])
-        raise ModelError(f"{name}: its functions cannot be written out, for one calls itself: {around}") from error
+        raise ModelError(f"{name}: the model's functions cannot be inlined, because one calls itself: "
+                         f"{around}") from error
 
 
 def _with_defaults(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -177,7 +177,7 @@ def _add_branch(file: _File, trace: TypeInference, branch: onnx.GraphProto, node
         _add(file, trace, inner, node_of(file.model, inner))
     for value, output in zip(branch.output, node.outputs, strict=True):
         if value.name not in trace.types:
-            raise ModelError(f"{file.model}: {describe(node)}: its output '{value.name}' is never produced")
+            raise ModelError(f"{file.model}: {describe(node)}: the branch's output '{value.name}' is never produced")
         trace.add(Node("Identity", (value.name,), (output,), {}, node.name, node.origin))
 
 
@@ -281,5 +281,5 @@ def _attribute(model: str, node: onnx.NodeProto, attribute: onnx.AttributeProto)
         return value
     if attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS):
         return tuple(value)
-    raise ModelError(f"{model}: node '{node.name}' ({node.op_type}): attribute '{attribute.name}' is of a kind that is "
-                     "not supported")
+    raise ModelError(f"{model}: node '{node.name}' ({node.op_type}): attribute '{attribute.name}' has an unsupported "
+                     "type")

@@ -21,7 +21,7 @@ def check_opset(model: str, proto: onnx.ModelProto) -> None:
         raise ModelError(f"{model}: opset {opset} is newer than what the onnx package {onnx.__version__} here knows, "
                          f"{onnx.defs.onnx_opset_version()}; update onnx, or export the model in an older opset")
     if opset < 1:
-        raise ModelError(f"{model}: there is no opset {opset}")
+        raise ModelError(f"{model}: opset {opset} does not exist")
 
 
 def opset_of(proto: onnx.ModelProto) -> int:
@@ -44,7 +44,7 @@ def with_functions_of_its_opset(model: str, proto: onnx.ModelProto) -> onnx.Mode
             for node in nodes_in(function.node):
                 if node.domain in _DOMAINS and not _means_the_same(node.op_type, entry.version, opset):
                     raise ModelError(
-                        f"{model}: its function {function.domain}.{function.name} is written in opset {entry.version}, "
+                        f"{model}: the function {function.domain}.{function.name} is written in opset {entry.version}, "
                         f"where {node.op_type} is another operator than in opset {opset}, the model's; export both in "
                         "one opset")
             entry.version = opset

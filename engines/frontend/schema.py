@@ -123,17 +123,17 @@ def check_node(schema: Schema, node: onnx.NodeProto) -> None:
     inputs, outputs = trimmed(node.input), list(node.output)
     least, most = schema.counts
     if not least <= len(inputs) <= most:
-        raise GraphError(f"it has {len(inputs)} inputs; {schema.op} of opset {schema.since} takes "
+        raise GraphError(f"the node has {len(inputs)} inputs, but {schema.op} of opset {schema.since} takes "
                          f"{_range(least, most)}")
     for index, formal in enumerate(schema.inputs):
         if formal.required and not (index < len(inputs) and inputs[index]):
-            raise GraphError(f"its input {index} ('{formal.name}') is missing")
+            raise GraphError(f"input {index} ('{formal.name}') is missing")
     least, most = schema.outputs
     if not any(outputs) or not least <= len(outputs) <= most:
-        raise GraphError(f"it has {len(list(filter(None, outputs)))} outputs; {schema.op} of opset {schema.since} has "
-                         f"{_range(max(least, 1), most)}")
+        raise GraphError(f"the node has {len(list(filter(None, outputs)))} outputs, but {schema.op} of opset "
+                         f"{schema.since} has {_range(max(least, 1), most)}")
     if lists := [name for index, name in enumerate(outputs) if name and index in schema.no_tensors]:
-        raise GraphError(f"its output '{lists[0]}' is no tensor, which is all that is supported")
+        raise GraphError(f"output '{lists[0]}' is not a tensor; no other outputs are supported")
 
 
 def _range(least: int, most: int) -> str:
@@ -152,24 +152,24 @@ def _check_attributes(schema: Schema, node: onnx.NodeProto) -> None:
             raise GraphError(f"attribute '{attribute.name}' is given twice")
         if attribute.type != schema.attributes[attribute.name]:
             kinds = onnx.AttributeProto.AttributeType
-            raise GraphError(f"attribute '{attribute.name}' is of kind {kinds.Name(attribute.type)}; {schema.op} takes "
-                             f"{kinds.Name(schema.attributes[attribute.name])}")
+            raise GraphError(f"attribute '{attribute.name}' has type {kinds.Name(attribute.type)}, but {schema.op} "
+                             f"takes {kinds.Name(schema.attributes[attribute.name])}")
         if attribute.name not in schema.defaults or not same_as_default(
                 schema, attribute.name, helper.get_attribute_value(attribute)):
             _check_value(schema, attribute)
     if missing := schema.required.difference(given):
-        raise GraphError(f"attribute '{min(missing)}' is missing, without which {schema.op} means nothing")
+        raise GraphError(f"the required attribute '{min(missing)}' of {schema.op} is missing")
 
 
 def _check_value(schema: Schema, attribute: onnx.AttributeProto) -> None:
     name = attribute.name
     if name in FLAGS and attribute.i not in (0, 1):
-        raise GraphError(f"attribute '{name}' is {attribute.i}; it is 0 or 1")
+        raise GraphError(f"attribute '{name}' is {attribute.i}, but must be 0 or 1")
     if name in COUNTS and attribute.i < 1:
-        raise GraphError(f"attribute '{name}' is {attribute.i}; it is a number from 1 on")
+        raise GraphError(f"attribute '{name}' is {attribute.i}, but must be at least 1")
     known = STRING_VALUES.get(f"{schema.op}.{name}", STRING_VALUES.get(name))
     if known and attribute.s.decode(errors="replace") not in known:
-        raise GraphError(f"attribute '{name}' is '{attribute.s.decode(errors='replace')}'; it is one of "
+        raise GraphError(f"attribute '{name}' is '{attribute.s.decode(errors='replace')}', but must be one of "
                          f"{', '.join(known)}")
 
 
@@ -182,13 +182,13 @@ def check_types(schema: Schema, inputs: Sequence[TensorType | None]) -> None:
         formal, name = schema.parameter(index), _type_name(kind.dtype)
         # Operators allow bfloat16 since various opsets; exporters use it in earlier ones.
         if name not in formal.types and not (name == "tensor(bfloat16)" and "tensor(float16)" in formal.types):
-            raise GraphError(f"its input {index} ('{formal.name}') is {kind.dtype}, which {schema.op} of opset "
+            raise GraphError(f"input {index} ('{formal.name}') is {kind.dtype}, which {schema.op} of opset "
                              f"{schema.since} does not take")
         if schema.mixed and index >= len(schema.inputs) - 1:
             continue
         if bound.setdefault(formal.variable, name) != name:
-            raise GraphError(f"its input {index} ('{formal.name}') is {kind.dtype}, but {schema.op} wants it in the "
-                             f"same type as another, {bound[formal.variable]}")
+            raise GraphError(f"input {index} ('{formal.name}') is {kind.dtype}, but {schema.op} needs the type of "
+                             f"another input, {bound[formal.variable]}")
 
 
 @cache

@@ -21,8 +21,8 @@ def known_extents(model: str, declared: Mapping[str, Shape], shapes: Mapping[str
         for symbol, extent in zip(declared[name], shape, strict=False):
             if isinstance(symbol, str) and isinstance(extent, int) and extent >= 0 and \
                     known.setdefault(symbol, extent) != extent:
-                raise ModelError(f"{model}: '{symbol}' is one extent, but the shapes given make it {known[symbol]} and "
-                                 f"{extent} (input '{name}', declared {text(d or '?' for d in declared[name])})")
+                raise ModelError(f"{model}: the extent '{symbol}' has two values by the given shapes, {known[symbol]} "
+                                 f"and {extent} (input '{name}', declared {text(d or '?' for d in declared[name])})")
     return known
 
 
@@ -50,5 +50,5 @@ def refuse_several_batches(model: str, declared: Mapping[str, Shape], shapes: Ma
     options = " ".join(f"--shape {name}:{'x'.join(str(d or '?') for d in (BATCH, *declared[name][1:]))}"
                        for name in batched)
     listed = ", ".join(f"'{name}' {text(d or '?' for d in declared[name])}" for name in batched)
-    raise ModelError(f"{model}: inputs whose leading extents are not one: {listed}. If they all count the items of the "
-                     f"batch, say so: {options}; else give numbers in place of '{BATCH}'")
+    raise ModelError(f"{model}: inputs have leading extents of different names: {listed}. If all of them are the "
+                     f"batch, give {options}; else give numbers in place of '{BATCH}'")

@@ -49,7 +49,7 @@ class TypeInference:
     def inputs(self, node: Node) -> list[TensorType | None]:
         """Return the types of a node's inputs. Raise GraphError if one is undefined."""
         if missing := [name for name in node.inputs if name and name not in self.types]:
-            raise GraphError(f"it reads '{missing[0]}', which nothing before it produces")
+            raise GraphError(f"input '{missing[0]}' is not produced by any node before it")
         return [self.types[name] if name else None for name in node.inputs]
 
     def sources(self, names: Iterable[str]) -> list[str]:
@@ -180,7 +180,7 @@ def _elements(kind: TensorType) -> int:
 def _check_shape(name: str, kind: TensorType) -> None:
     """Raise GraphError for an invalid shape, or one of which not even one item fits into memory."""
     if any(isinstance(extent, int) and extent < 0 for extent in kind.shape) or len(kind.shape) > MOST_AXES:
-        raise GraphError(f"'{name}' would be of shape {text(kind.shape)}; extents are 0 and more, of {MOST_AXES} axes "
-                         "at most")
+        raise GraphError(f"'{name}' would have shape {text(kind.shape)}; extents must not be negative, and at most "
+                         f"{MOST_AXES} axes are supported")
     if wrong := too_large(bytes_of(kind)):
         raise GraphError(f"'{name}' {kind} takes {wrong}")

@@ -23,13 +23,13 @@ class ScaledDotProductAttention(Op):
     @classmethod
     def types(cls, node: Node, q: TensorType, k: TensorType, v: TensorType, mask: TensorType | None = None) -> Types:
         if len({len(q.shape), len(k.shape), len(v.shape)}) > 1 or len(q.shape) < 3:
-            raise GraphError("q, k and v must have equally many axes, at least three")
+            raise GraphError("q, k and v must have the same number of axes, at least three")
         if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
-            raise GraphError("q and k must be equally deep, k and v equally long")
+            raise GraphError("the last axes of q and k must be equal, and so must the sequence lengths of k and v")
         lead = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         scores = (*lead, q.shape[-2], k.shape[-2])
         if mask is not None and broadcast(scores, mask.shape) != scores:
-            raise GraphError("the mask does not broadcast to the scores")
+            raise GraphError("the mask does not broadcast to the shape of the scores")
         return (TensorType(q.dtype, (*lead, q.shape[-2], v.shape[-1])),)
 
     @classmethod

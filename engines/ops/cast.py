@@ -47,7 +47,7 @@ class BitCast(Pointwise):
     def result_dtype(cls, node: Node, dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
         kind = dtype_named(node.attrs["to"])
         if kind.itemsize != dtypes[0].itemsize:
-            raise GraphError(f"{dtypes[0]} and {kind} differ in width")
+            raise GraphError(f"{dtypes[0]} cannot be reinterpreted as {kind}, which has another width")
         return kind
 
     @staticmethod

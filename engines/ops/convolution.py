@@ -26,9 +26,10 @@ class Conv(LayoutOp):
         channels, *sizes = fixed(x.shape[1:])
         group = node.attrs.get("group", 1)
         if cin * group != channels or cout % group:
-            raise GraphError(f"weights for {cin} channels in {group} groups do not fit {channels} channels")
+            raise GraphError(f"weights for {cin} channels in each of {group} groups do not fit an input of {channels} "
+                             "channels")
         if tuple(kernel) != tuple(node.attrs["kernel_shape"]):
-            raise GraphError(f"kernel_shape is {node.attrs['kernel_shape']}, but the weights have {kernel}")
+            raise GraphError(f"kernel_shape is {node.attrs['kernel_shape']}, but the kernel of the weights is {kernel}")
         _check_bias(bias, cout)
         window = Window.of(node, len(sizes))
         return (TensorType(x.dtype, (x.shape[0], cout, *window.outputs(tuple(sizes)))),)
@@ -59,7 +60,8 @@ class ConvTranspose(LayoutOp):
         cin, cout, *_ = fixed(w.shape)
         group = node.attrs.get("group", 1)
         if cin != channels or cin % group:
-            raise GraphError(f"weights for {cin} channels in {group} groups do not fit {channels} channels")
+            raise GraphError(f"weights for {cin} channels in each of {group} groups do not fit an input of {channels} "
+                             "channels")
         _check_bias(bias, cout * group)
         return (TensorType(x.dtype, (x.shape[0], cout * group, *_transposed_outputs(node, tuple(sizes)))),)
 
@@ -95,7 +97,7 @@ class Col2Im(Op):
         columns, *places = fixed(x.shape[1:])
         image, window = node.attrs["image_shape"], Window.of(node, len(places))
         if columns % math.prod(window.kernel) or window.outputs(image) != tuple(places):
-            raise GraphError(f"{columns} columns at {places} places do not fit windows over {list(image)}")
+            raise GraphError(f"{columns} columns of {places} windows do not fit an image of {list(image)}")
         return (TensorType(x.dtype, (x.shape[0], columns // math.prod(window.kernel), *image)),)
 
     @classmethod
@@ -117,7 +119,7 @@ class Col2Im(Op):
 
 def _check_bias(bias: TensorType | None, channels: int) -> None:
     if bias is not None and bias.shape != (channels,):
-        raise GraphError(f"its bias has shape {text(bias.shape)}, but there are {channels} output channels")
+        raise GraphError(f"the bias has shape {text(bias.shape)}, but there are {channels} output channels")
 
 
 def _transposed_outputs(node: Node, sizes: tuple[int, ...]) -> tuple[int, ...]:

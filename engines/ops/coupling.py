@@ -24,7 +24,7 @@ class PairwiseCoupling(Op):
     @classmethod
     def types(cls, node: Node, r: TensorType) -> Types:
         if len(r.shape) != 3 or r.shape[1] != r.shape[2]:
-            raise GraphError("it takes probabilities of pairs, [N, classes, classes]")
+            raise GraphError("the input must be probabilities of pairs, [N, classes, classes]")
         return (TensorType(r.dtype, r.shape[:2]),)
 
     @classmethod

@@ -113,12 +113,12 @@ def _tensor_type(node: Node, proto: Any) -> TensorType:
     from onnx import helper
 
     if not proto.HasField("shape") or not proto.elem_type:
-        raise UnknownTensorError("the shape of its result depends on data, which is not supported", node.inputs)
+        raise UnknownTensorError("the shape of the result depends on data, which is not supported", node.inputs)
     shape = []
     for d in proto.shape.dim:
         if not d.HasField("dim_value") and not d.dim_param:
-            raise UnknownTensorError("an extent of its result depends on data, which is not supported", node.inputs)
+            raise UnknownTensorError("an extent of the result depends on data, which is not supported", node.inputs)
         shape.append(d.dim_value if d.HasField("dim_value") else d.dim_param)
     if any(isinstance(d, str) and not is_extent(d) for d in shape):     # onnx invents names for unknown extents
-        raise UnknownTensorError("an extent of its result depends on data, which is not supported", node.inputs)
+        raise UnknownTensorError("an extent of the result depends on data, which is not supported", node.inputs)
     return TensorType(np.dtype(helper.tensor_dtype_to_np_dtype(proto.elem_type)), tuple(shape))

@@ -42,7 +42,8 @@ class Range(Op):
     def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
         first, *_ = present(inputs)
         if any(v is None for v in values) or len(values) < 3:
-            raise UnknownTensorError("its length depends on data: make start, limit and delta constants", node.inputs)
+            raise UnknownTensorError("the length depends on data; start, limit and delta must be constants",
+                                     node.inputs)
         start, limit, delta = (_whole(v.item()) for v in values if v is not None)
         if delta == 0 or any(isinstance(v, float) and not math.isfinite(v) for v in (start, limit, delta)):
             raise GraphError(f"the number of steps from {start} to {limit} by {delta} is undefined")
@@ -91,7 +92,7 @@ class Multinomial(Op):
     @classmethod
     def types(cls, node: Node, x: TensorType) -> Types:
         if len(x.shape) != 2:
-            raise GraphError("it takes a matrix, a row of weights per item")
+            raise GraphError("the input must be a matrix with a row of weights for each item")
         return (TensorType(cls._dtype(node), (x.shape[0], node.attrs.get("sample_size", 1))),)
 
     @classmethod
@@ -104,5 +105,5 @@ class Multinomial(Op):
     def _dtype(node: Node) -> np.dtype[Any]:
         wanted = {6: "int32", 7: "int64"}       # TensorProto.DataType
         if (number := node.attrs.get("dtype", 6)) not in wanted:
-            raise GraphError("it draws int32 or int64")
+            raise GraphError("dtype must be int32 or int64")
         return np.dtype(wanted[number])

@@ -68,7 +68,7 @@ class ConvInteger(LayoutOp):
     def types(cls, node: Node, x: TensorType, w: TensorType, x_zero: TensorType | None = None,
               w_zero: TensorType | None = None) -> Types:
         if x_zero is not None and x_zero.shape not in ((), (1,)):
-            raise GraphError("the input has several zero points")
+            raise GraphError("the input's zero point must be a single number")
         (made,) = Conv.types(node, x, w)
         return (TensorType(_SUM, made.shape),)
 

@@ -22,7 +22,7 @@ class Gemm(Op):
         rows, depth = reversed(a.shape) if node.attrs.get("transA") else a.shape
         deep, columns = reversed(b.shape) if node.attrs.get("transB") else b.shape
         if depth != deep:
-            raise GraphError(f"inner extents {depth} and {deep} differ")
+            raise GraphError(f"the inner extents {depth} and {deep} of the factors differ")
         if c is not None:
             check_stretches("third operand", c.shape, (rows, columns))
         return (TensorType(a.dtype, (rows, columns)),)
@@ -56,11 +56,11 @@ class MatMul(Op):
     @classmethod
     def types(cls, node: Node, a: TensorType, b: TensorType) -> Types:
         if not a.shape or not b.shape:
-            raise GraphError("a factor is a scalar")
+            raise GraphError("a factor is a scalar, but needs at least one axis")
         left = a.shape if len(a.shape) > 1 else (1, *a.shape)
         right = b.shape if len(b.shape) > 1 else (*b.shape, 1)
         if left[-1] != right[-2]:
-            raise GraphError(f"inner extents {left[-1]} and {right[-2]} differ")
+            raise GraphError(f"the inner extents {left[-1]} and {right[-2]} of the factors differ")
         rows = (left[-2],) if len(a.shape) > 1 else ()
         columns = (right[-1],) if len(b.shape) > 1 else ()
         return (TensorType(a.dtype, (*broadcast(left[:-2], right[:-2]), *rows, *columns)),)
@@ -87,7 +87,7 @@ class Inverse(SameShape):
     @classmethod
     def types(cls, node: Node, x: TensorType, *_: TensorType | None) -> Types:
         if len(x.shape) < 2 or x.shape[-1] != x.shape[-2]:
-            raise GraphError("its matrices are not square")
+            raise GraphError("the matrices must be square")
         return super().types(node, x)
 
     @classmethod

@@ -26,10 +26,10 @@ class Concat(Op):
         shape = parts[0].shape
         axis = normal_axis(node.attrs["axis"], len(shape))
         if any(len(t.shape) != len(shape) for t in parts) or not shape:
-            raise GraphError("its parts must have equally many axes, at least one")
+            raise GraphError("the inputs must have the same number of axes, at least one")
         others = [(*t.shape[:axis], *t.shape[axis + 1:]) for t in parts]
         if any(other != others[0] for other in others):
-            raise GraphError(f"extents of its parts differ on axes other than {axis}")
+            raise GraphError(f"the inputs differ in extents of axes other than {axis}")
         total = sum((extent(t.shape[axis]) for t in parts), start=0)
         return (TensorType(parts[0].dtype, (*shape[:axis], dim(total), *shape[axis + 1:])),)
 
@@ -55,7 +55,7 @@ class Split(Op):
         axis = normal_axis(node.attrs.get("axis", 0), len(x.shape))
         sizes = node.attrs["split"]
         if sum((extent(s) for s in sizes), start=0) != extent(x.shape[axis]):
-            raise GraphError(f"parts of {tuple(sizes)} do not add up to {x.shape[axis]}, the extent of axis {axis}")
+            raise GraphError(f"the sizes {tuple(sizes)} do not add up to {x.shape[axis]}, the extent of axis {axis}")
         return tuple(TensorType(x.dtype, (*x.shape[:axis], size, *x.shape[axis + 1:])) for size in sizes)
 
     @classmethod
@@ -140,7 +140,7 @@ class Gather(Op):
         known, extent_ = values[1] if len(values) > 1 else None, x.shape[axis] if x.shape else 0
         if known is not None and known.dtype != object and isinstance(extent_, int) and known.size and (
                 known.min() < -extent_ or known.max() >= extent_):
-            raise GraphError(f"its indices are in {known.min()}..{known.max()}, but axis {axis} has extent {extent_}")
+            raise GraphError(f"the indices are in {known.min()}..{known.max()}, but axis {axis} has extent {extent_}")
         return (TensorType(x.dtype, (*x.shape[:axis], *indices.shape, *x.shape[axis + 1:])),)
 
     @classmethod
@@ -195,7 +195,7 @@ class Tile(Op):
     def types(cls, node: Node, x: TensorType) -> Types:
         repeats = node.attrs["repeats"]
         if len(repeats) != len(x.shape):
-            raise GraphError(f"{len(repeats)} repeats for {len(x.shape)} axes")
+            raise GraphError(f"repeats has {len(repeats)} values, but the input has {len(x.shape)} axes")
         return (TensorType(x.dtype, tuple(dim(extent(d) * extent(r)) for d, r in zip(x.shape, repeats, strict=True))),)
 
     @classmethod
@@ -249,7 +249,7 @@ class Trilu(Op):
     @classmethod
     def types(cls, node: Node, x: TensorType) -> Types:
         if len(x.shape) < 2:
-            raise GraphError("its input has fewer than two axes")
+            raise GraphError("the input must have at least two axes")
         return (TensorType(x.dtype, x.shape),)
 
     @classmethod

@@ -29,7 +29,7 @@ class _PerChannel(SameShape, abstract=True):
     def types(cls, node: Node, x: TensorType, *constants: TensorType | None) -> Types:
         if len(x.shape) < 2 or any(kind is None or kind.shape != x.shape[1:2] for kind in constants):
             found = ", ".join(text(kind.shape) for kind in present(constants))
-            raise GraphError(f"its constants {found} need one element for each channel of {text(x.shape)}")
+            raise GraphError(f"the parameters {found} must have one element for each channel of {text(x.shape)}")
         return super().types(node, x)
 
 

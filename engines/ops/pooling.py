@@ -55,7 +55,7 @@ class MaxPool(_Pool):
         if len(node.outputs) < 2 or not node.outputs[1]:
             return np.asarray(reduce(np.maximum, cls.taps(node, x, _lowest(x.dtype)))).copy()
         if node.attrs.get("channels_last"):
-            raise GraphError("the second output (indices) is defined for channels first only")
+            raise GraphError("the second output (indices) is supported for channels-first images only")
         return _with_indices(node, x)
 
 

@@ -87,10 +87,10 @@ def check_constants(node: Node, inputs: Inputs) -> None:
     else:
         axis, block = node.attrs.get("axis", 1), node.attrs.get("block_size", 0)
         if block < 1:
-            raise GraphError("its scales are blocks of the axis, but it has no block_size")
+            raise GraphError("block_size is missing, which scales of blocks along the axis need")
         wanted = tuple(-(-d // block) if i == axis else d for i, d in enumerate(fixed(x)))
     if any(tuple(shape) != wanted for shape in constants):
-        raise GraphError(f"scale and zero point are {' and '.join(map(text, constants))}, not {text(wanted)}")
+        raise GraphError(f"scale and zero point have shapes {' and '.join(map(text, constants))}, not {text(wanted)}")
 
 
 def along_axis(node: Node, x: Array, constants: Array) -> Array:

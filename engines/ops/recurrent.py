@@ -84,15 +84,15 @@ class _Layer(Op, abstract=True):
         (batch, steps), (count, rows), hidden = x.shape[:2][::2 * first - 1], weights[0].shape[:2], r.shape[2]
         width = weights[0].shape[2] if len(weights) > 1 else int(count) * int(rows)
         if isinstance(steps, str):
-            raise GraphError(f"its steps follow axis {1 if first else 0}, which depends on the batch; "
+            raise GraphError(f"the number of steps, axis {1 if first else 0}, depends on the batch; "
                              "give that input its length with --shape")
         wanted = len(directions(node)), GATES[cls.__name__] * int(hidden)
         if (count, rows) != wanted or r.shape[:2] != wanted or width != x.shape[2]:
-            raise GraphError(f"its weights do not fit {wanted[0]} direction(s) of {hidden} hidden units")
+            raise GraphError(f"the weights do not fit {wanted[0]} direction(s) of {hidden} hidden units")
         for at, vectors in ((3, 2 * rows), (7, 3 * hidden)):        # B and P
             given = inputs[at] if len(inputs) > at else None
             if given is not None and given.shape != (count, vectors):
-                raise GraphError(f"its input {at} is of shape {text(given.shape)}, not {text((count, vectors))}")
+                raise GraphError(f"input {at} has shape {text(given.shape)}, but must have {text((count, vectors))}")
         y = (batch, steps, count, hidden) if first else (steps, count, batch, hidden)
         state = (batch, count, hidden) if first else (count, batch, hidden)
         _check_states(state, inputs[5:7], values[5:7], items=0 if first else 1)
@@ -134,7 +134,7 @@ def _check_states(expected: tuple[Dim, ...], states: Inputs, values: Values, ite
     alike = tuple(1 if axis == items else extent for axis, extent in enumerate(expected))
     for state, value in zip(states, (*values, None, None), strict=False):
         if state is not None and state.shape != expected and (value is None or state.shape != alike):
-            raise GraphError(f"an initial state of {text(state.shape)} does not fit {text(expected)}")
+            raise GraphError(f"an initial state has shape {text(state.shape)}, but must have {text(expected)}")
 
 
 class LSTM(_Layer):

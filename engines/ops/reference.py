@@ -94,18 +94,18 @@ def _bound(node: Node, batch: int | None) -> Node:
 def _check(graph: Graph, feeds: Mapping[str, Array]) -> int | None:
     """Check the feeds and return their batch, or None if the graph has none."""
     if set(feeds) != set(graph.inputs):
-        raise InputError(f"{graph.name} takes {sorted(graph.inputs)}, but was given {sorted(feeds)}")
+        raise InputError(f"{graph.name} takes the inputs {sorted(graph.inputs)}, but got {sorted(feeds)}")
     batches: dict[int, str] = {}
     for name, array in feeds.items():
         kind = graph.types[name]
         expected = np.dtype(kind.quant.dtype) if kind.quant else kind.dtype
         if array.dtype != expected or len(array.shape) != len(kind.shape):
-            raise InputError(f"input '{name}' is {kind}, but was given {array.dtype}{list(array.shape)}")
+            raise InputError(f"input '{name}' is {kind}, but got {array.dtype}{list(array.shape)}")
         if (batch := batch_of(kind.shape, array.shape)) is not None:
             batches.setdefault(batch, name)
     if len(batches) > 1:
         batches_by_input = ", ".join(f"{batch} for '{name}'" for batch, name in batches.items())
-        raise InputError(f"{graph.name}: the inputs differ in batch: {batches_by_input}")
+        raise InputError(f"{graph.name}: the inputs have different batch sizes: {batches_by_input}")
     return next(iter(batches), None)
 
 

@@ -43,10 +43,10 @@ class Resize(LayoutOp):
         if sizes is None:
             scales = node.attrs["scales"]
             if len(scales) != len(x.shape):
-                raise GraphError(f"{len(scales)} scales for {len(x.shape)} axes")
+                raise GraphError(f"scales has {len(scales)} values, but the input has {len(x.shape)} axes")
             sizes = [d if s == 1 else scaled(fixed([d])[0], s) for d, s in zip(x.shape, scales, strict=True)]
         if len(sizes) != len(x.shape):
-            raise GraphError(f"{len(sizes)} sizes for {len(x.shape)} axes")
+            raise GraphError(f"sizes has {len(sizes)} values, but the input has {len(x.shape)} axes")
         return (TensorType(x.dtype, tuple(sizes)),)
 
     @classmethod

@@ -30,7 +30,7 @@ class MaxRoiPool(Op):
     @classmethod
     def types(cls, node: Node, x: TensorType, rois: TensorType) -> Types:
         if len(x.shape) != 4 or len(rois.shape) != 2 or rois.shape[1] != 5:
-            raise GraphError("it takes images [N, C, H, W] and regions [R, 5]")
+            raise GraphError("the inputs must be images [N, C, H, W] and regions [R, 5]")
         return (TensorType(x.dtype, (rois.shape[0], x.shape[1], *node.attrs["pooled_shape"])),)
 
     @classmethod
@@ -65,9 +65,9 @@ class GridSample(LayoutOp):
     @classmethod
     def types(cls, node: Node, x: TensorType, grid: TensorType) -> Types:
         if len(x.shape) != len(grid.shape) or len(x.shape) < 3 or grid.shape[-1] != len(x.shape) - 2:
-            raise GraphError("its grid needs a coordinate for each axis of the image")
+            raise GraphError("the grid's last axis must have a coordinate for each axis of the image")
         if x.shape[0] != grid.shape[0]:
-            raise GraphError("it needs a grid for each image")
+            raise GraphError("the grid must have the image's batch size")
         return (TensorType(x.dtype, (*x.shape[:2], *grid.shape[1:-1])),)
 
     @classmethod

@@ -33,13 +33,13 @@ class ScatterElements(Op):
     def types(cls, node: Node, data: TensorType, index: TensorType, updates: TensorType) -> Types:
         normal_axis(node.attrs["axis"], len(data.shape))
         if index.shape != updates.shape or len(index.shape) != len(data.shape):
-            raise GraphError("indices and updates must have the same shape, with as many axes as the data")
+            raise GraphError("indices and updates must have the same shape, and as many axes as the data")
         return (TensorType(data.dtype, data.shape),)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         if len(set(axes)) != 1 or axes[0] is None or axes[0] == normal_axis(node.attrs["axis"], len(outputs[0].shape)):
-            raise Mixed("it puts elements at places of other items")
+            raise Mixed("it writes elements of other items")
         return (axes[0],)
 
     @classmethod
@@ -72,7 +72,7 @@ class ScatterND(Op):
     def types(cls, node: Node, data: TensorType, index: TensorType, updates: TensorType) -> Types:
         depth = _depth(index, len(data.shape))
         if updates.shape != (*index.shape[:-1], *data.shape[depth:]):
-            raise GraphError(f"its updates are {text(updates.shape)}, not "
+            raise GraphError(f"the updates have shape {text(updates.shape)}, not "
                              f"{text((*index.shape[:-1], *data.shape[depth:]))}")
         return (TensorType(data.dtype, data.shape),)
 
@@ -83,7 +83,7 @@ class ScatterND(Op):
         behind = {rank - axis for rank, axis in ((data, axes[0]), (updates, axes[2])) if axis is not None}
         if axes[1] is not None or None in (axes[0], axes[2]) or len(behind) != 1 or \
                 min(behind) > updates - (index - 1):
-            raise Mixed("it puts elements at places of other items")
+            raise Mixed("it writes elements of other items")
         return (data - behind.pop(),)
 
     @classmethod
@@ -100,7 +100,7 @@ class GatherND(Op):
         shared = node.attrs.get("batch_dims", 0)
         depth = _depth(index, len(data.shape) - shared)
         if data.shape[:shared] != index.shape[:shared] or not 0 <= shared < len(index.shape):
-            raise GraphError(f"its data {text(data.shape)} and indices {text(index.shape)} differ in the first "
+            raise GraphError(f"data {text(data.shape)} and indices {text(index.shape)} differ in the first "
                              f"{shared} axes")
         return (TensorType(data.dtype, (*index.shape[:-1], *data.shape[shared + depth:])),)
 
@@ -128,8 +128,8 @@ class GatherND(Op):
 def _depth(index: TensorType, rank: int) -> int:
     """Return the number of axes that an index addresses."""
     if not index.shape:
-        raise GraphError("its indices have no axes")
+        raise GraphError("the indices are a scalar, but need an axis")
     (depth,) = fixed(index.shape[-1:])
     if not 0 < depth <= rank:
-        raise GraphError(f"an index has {depth} coordinates for {rank} axes")
+        raise GraphError(f"an index has {depth} coordinates, but the data have {rank} axes")
     return depth

@@ -23,7 +23,7 @@ class BoundedNonMaxSuppression(Op):
     def types(cls, node: Node, boxes: TensorType, scores: TensorType, *_: TensorType) -> Types:
         if len(boxes.shape) != 3 or len(scores.shape) != 3 or boxes.shape[2] != 4 or (
                 (boxes.shape[0], boxes.shape[1]) != (scores.shape[0], scores.shape[2])):
-            raise GraphError("it takes boxes [batch, boxes, 4] and scores [batch, classes, boxes]")
+            raise GraphError("the inputs must be boxes [batch, boxes, 4] and scores [batch, classes, boxes]")
         batch, classes = fixed(scores.shape[:2])
         rows, integers = batch * classes * node.attrs["limit"], np.dtype(np.int64)
         return TensorType(integers, (rows, 3)), TensorType(integers, (1,))

@@ -41,7 +41,7 @@ class ReshapingOp(Op, abstract=True):
         target = cls.target(node, x.shape)
         before, after = product(x.shape), product(target)
         if not (type(before) is type(after) and before == after):
-            raise GraphError(f"{before} elements do not fit into {text(target)}")
+            raise GraphError(f"{before} elements cannot be reshaped to {text(target)}")
         return (TensorType(x.dtype, target),)
 
     @classmethod

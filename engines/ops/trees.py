@@ -36,7 +36,7 @@ class Forest(Op):
     @classmethod
     def types(cls, node: Node, x: TensorType, nodes: TensorType, roots: TensorType, weights: TensorType) -> Types:
         if len(x.shape) != 2 or nodes.shape != (weights.shape[0], 4):
-            raise GraphError("its tables must describe the same nodes, and x must be a matrix")
+            raise GraphError("the tables of nodes must have equal lengths, and x must be a matrix")
         return (TensorType(weights.dtype, (x.shape[0], weights.shape[1])),)
 
     @classmethod

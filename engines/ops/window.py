@@ -31,7 +31,7 @@ class Window:
         window = cls(kernel, tuple(attrs.get("strides", (1,) * rank)), tuple(attrs.get("dilations", (1,) * rank)),
                      tuple(zip(pads[:rank], pads[rank:], strict=True)))
         if {len(window.kernel), len(window.strides), len(window.dilations), len(window.pads)} != {rank}:
-            raise GraphError(f"kernel_shape, strides, dilations and pads must have {rank} axes, as the input has")
+            raise GraphError(f"kernel_shape, strides, dilations and pads must be for the input's {rank} axes")
         return window
 
     @property
@@ -48,7 +48,7 @@ class Window:
             if ceil and (count - 1) * stride >= size + before:
                 count -= 1
             if count < 1:
-                raise GraphError(f"a window of {span} does not fit into {size} + {before} + {after} (padding)")
+                raise GraphError(f"a window of {span} does not fit an extent of {size} with padding {before} + {after}")
             result.append(count)
         return tuple(result)
 

@@ -53,7 +53,7 @@ def test_a_value_that_is_told_is_no_input_any_more():
 
 
 @pytest.mark.parametrize(("value", "message"), [
-    ({"rows": np.array([6, 2])}, r"int64\[2\] given for input 'rows' does not fit the declared int64\[1\]"),
+    ({"rows": np.array([6, 2])}, r"int64\[2\] given for input 'rows' does not match the declared int64\[1\]"),
     ({"rows": np.array([6.0])}, r"float64\[1\] given for input 'rows'"), ({"row": np.array([6])}, "no input 'row'")])
 def test_a_value_that_does_not_fit_is_refused(value, message):
     with pytest.raises(ModelError, match=message):

@@ -208,5 +208,5 @@ def test_an_engine_that_does_not_take_its_input_flat_is_refused_with_the_remedy(
     with patch.multiple(NumpyEngine, inputs=square, outputs=square), pytest.raises(
             ModelConfigError, match=r"\['N', 4\]; export it to take \[-1\]"):
         complete(parsed(f"max_batch_size: 4 {INPUT}"), "m", NumpyEngine(max_batch=0), "model.plan")
-    with pytest.raises(ModelError, match=r"the ragged input 'shapes' is \[N, 2\], and must be of one open extent"):
+    with pytest.raises(ModelError, match=r"the ragged input 'shapes' is \[N, 2\], but must have one dynamic extent"):
         build_engine(SUMS, ragged=("shapes",), timing=False, cache=False)

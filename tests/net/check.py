@@ -28,7 +28,7 @@ REFUSALS = (
     "cannot be run in slices",                                  # items that depend on each other, beyond max_batch
     "must be fixed here",                                       # a Slice or TopK along the items
     "batch == ",                                                # a Split of the items
-    "does not fit into",                                        # a window that is wider than the image and its padding
+    "does not fit an extent",                                   # a window that is wider than the image and its padding
 )
 seen: Counter[str] = Counter()      # what became of the cases: "right", or why they were refused
 

@@ -43,7 +43,7 @@ def _attention(call: OperatorCall) -> list[Node]:
     heads = _heads(call, flat)
     mode = call.attr("qk_matmul_output_mode", RAW)
     if mode not in (RAW, CAPPED, MASKED, WEIGHTS):
-        raise GraphError(f"qk_matmul_output_mode is {mode}; it is 0 to 3")
+        raise GraphError(f"qk_matmul_output_mode is {mode}, but must be 0 to 3")
     q = _split(w, call, QUERY, heads.queries) if flat else node.inputs[QUERY]
     keys, values = (_with_past(w, call, which, past, heads, output) for which, past, output in (
         (KEY, PAST_KEY, PRESENT_KEY), (VALUE, PAST_VALUE, PRESENT_VALUE)))
@@ -86,11 +86,11 @@ def _heads(call: OperatorCall, flat: bool) -> _Heads:
     if flat:
         queries, keys = given
         if not queries or not keys:
-            raise GraphError("q, k and v of three axes need q_num_heads and kv_num_heads")
+            raise GraphError("3-D q, k and v need the attributes q_num_heads and kv_num_heads")
     else:
         (queries,), (keys,) = (fixed(call.type(which).shape[1:2]) for which in (QUERY, KEY))
     if queries % keys:
-        raise GraphError(f"{queries} heads do not share the keys of {keys} evenly")
+        raise GraphError(f"{queries} query heads are not a multiple of {keys} key heads")
     return _Heads(int(queries), int(keys))
 
 
@@ -99,7 +99,7 @@ def _softmax(w: NodeBuilder, call: OperatorCall, scores: str, axis: int) -> str:
     own, wanted = call.type().dtype, call.attr("softmax_precision")
     precise = dtype_of(wanted) if wanted else own
     if wanted and not is_float(precise):
-        raise GraphError(f"softmax_precision is {precise}, which is no float")
+        raise GraphError(f"softmax_precision is {precise}, but must be a float type")
     if precise == own:
         return w("Softmax", scores, axis=axis)
     return w("Cast", w("Softmax", w("Cast", scores, to=precise.name), axis=axis), to=own.name)

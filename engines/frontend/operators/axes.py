@@ -23,11 +23,12 @@ def _squeeze(call: OperatorCall) -> list[Node]:
     rank = call.rank
     if call.node.op == "Unsqueeze":
         if axes is None:
-            raise GraphError("it has no axes")
+            raise GraphError("axes is missing")
         rank += len(axes)
     elif axes is None:
         if any(isinstance(d, str) for d in call.type().shape):
-            raise GraphError(f"which axes of {text(call.type().shape)} it removes depends on whether the batch is 1")
+            raise GraphError(f"axes is missing, so the axes removed from {text(call.type().shape)} depend on whether "
+                             "the batch is 1")
         axes = tuple(i for i, d in enumerate(call.type().shape) if d == 1)
     return call.node_with(1, axes=tuple(sorted(normal_axis(a, rank) for a in axes)))
 
@@ -73,7 +74,7 @@ def _top_k(call: OperatorCall) -> list[Node]:
 @rule("Concat", "Gather", "GatherElements")
 def _axis(call: OperatorCall) -> list[Node]:
     if not call.rank:
-        raise GraphError("its first input has no axes")
+        raise GraphError("the first input is a scalar, but needs an axis")
     axis = normal_axis(call.attr("axis", 0), call.rank)
     return call.node_with(len(call.node.inputs), axis=axis)
 
@@ -113,7 +114,7 @@ def _reshape(call: OperatorCall) -> list[Node]:
     target: list[Any] = call.value(1) or []
     if not call.attr("allowzero", 0):
         if any(_is(t, 0) and i >= len(shape) for i, t in enumerate(target)):
-            raise GraphError(f"its target {target} copies an extent that the input does not have")
+            raise GraphError(f"the target shape {target} has a 0 for an axis that the input does not have")
         target = [extent(shape[i]) if _is(t, 0) else t for i, t in enumerate(target)]
     if any(_is(t, -1) for t in target):
         rest = math.prod((t for t in target if not _is(t, -1)), start=1)
@@ -147,11 +148,11 @@ def _split(call: OperatorCall) -> list[Node]:
         (size,) = fixed(call.type().shape[axis:axis + 1])
         parts = call.attr("num_outputs", len(node.outputs))
         if parts != len(node.outputs):
-            raise GraphError(f"num_outputs is {parts}, but it has {len(node.outputs)} outputs")
+            raise GraphError(f"num_outputs is {parts}, but the node has {len(node.outputs)} outputs")
         each = -(-size // parts)        # the last part may be smaller
         sizes = tuple(min(each, size - start) for start in range(0, each * parts, each))
     if len(sizes) != len(node.outputs):
-        raise GraphError(f"it cuts {len(sizes)} parts, but has {len(node.outputs)} outputs")
+        raise GraphError(f"split has {len(sizes)} sizes, but the node has {len(node.outputs)} outputs")
     return call.node_with(1, axis=axis, split=tuple(sizes))
 
 
@@ -167,10 +168,11 @@ def _slice(call: OperatorCall) -> list[Node]:
     axes = tuple(normal_axis(a, len(shape)) for a in (range(len(starts)) if axes is None else axes))
     cut_steps = tuple(steps or (1,) * len(starts))
     if {len(starts), len(ends), len(cut_steps), len(set(axes))} != {len(axes)} or 0 in cut_steps:
-        raise GraphError(f"{len(starts)} starts, {len(ends)} ends and steps {list(cut_steps)} for axes {list(axes)}")
+        raise GraphError(f"{len(starts)} starts, {len(ends)} ends and steps {list(cut_steps)} do not match axes "
+                         f"{list(axes)}")
     ends = [FAR if _is_whole(end, shape[axis]) else end for end, axis in zip(ends, axes, strict=True)]
     if any(isinstance(v, Extent) for v in (*starts, *ends)):
-        raise GraphError("it cuts at a place that depends on the batch")
+        raise GraphError("starts or ends depend on the batch size, which is not supported")
     cuts = [(axis, as_int(start), as_int(end), step) for axis, start, end, step in zip(axes, starts, ends, cut_steps,
                                                                                  strict=True)
             if (start, step) != (0, 1) or end < FAR]        # leaves out axes that are taken whole
@@ -190,7 +192,7 @@ def _pad(call: OperatorCall) -> list[Node]:
     pads, fill = call.ints(1) or (), call.value(2)
     axes = [normal_axis(a, call.rank) for a in call.ints(3) or range(call.rank)]
     if len(pads) != 2 * len(axes):
-        raise GraphError(f"{len(pads)} pads for {len(axes)} axes")
+        raise GraphError(f"pads has {len(pads)} values, but {len(axes)} axes need {2 * len(axes)}")
     widths = [0] * 2 * call.rank
     for i, axis in enumerate(axes):
         widths[axis], widths[axis + call.rank] = pads[i], pads[i + len(axes)]

@@ -136,15 +136,16 @@ def _axes_of(call: OperatorCall) -> tuple[list[str], str]:
     written, _, result = equation.partition("->")
     terms = written.split(",")
     if len(terms) != len(call.node.inputs):
-        raise GraphError(f"its equation '{equation}' is about {len(terms)} operands; it has {len(call.node.inputs)}")
+        raise GraphError(f"the equation '{equation}' has {len(terms)} operands, but the node has "
+                         f"{len(call.node.inputs)}")
     if "." in equation or any(len(set(term)) < len(term) for term in terms):
         raise Beyond(f"'{equation}'")
     if any(len(term) != len(call.type(i).shape) for i, term in enumerate(terms)):
-        raise GraphError(f"its equation '{equation}' has not a letter for each axis")
+        raise GraphError(f"the equation '{equation}' needs one letter for each axis of the operands")
     if "->" not in equation:        # letters that occur once, in alphabetical order
         result = "".join(sorted(axis for axis in set(written) if written.count(axis) == 1 and axis != ","))
     if len(set(result)) < len(result) or not set(result) <= set(written):
-        raise GraphError(f"its equation '{equation}' makes axes that no operand has, or one twice")
+        raise GraphError(f"the result of the equation '{equation}' repeats a letter, or has one that no operand has")
     sizes: dict[str, Dim] = {}
     for i, term in enumerate(terms):
         for axis, extent in zip(term, call.type(i).shape, strict=True):

@@ -53,8 +53,8 @@ def denormalise(node: Node, types: Sequence[TensorType | None], constant: Consta
     if node.op in _RULES:
         return _RULES[node.op](node, types, constant)
     if "onnx_domain" not in node.attrs and not defs.has(name_in_onnx(node.op), OPSET):
-        raise ModelError(f"{describe(node)}: ONNX has no such operator in opset {OPSET}, so it cannot be written as "
-                         "a model")
+        raise ModelError(f"{describe(node)}: opset {OPSET} of ONNX has no such operator, so the graph cannot be "
+                         "exported")
     attrs = {key: _attribute(value) for key, value in node.attrs.items()
              if not key.startswith("onnx_") and key not in ("channels_last", "exact")}
     reduces = issubclass(op_of(node.op), Reduction)
@@ -178,7 +178,7 @@ def _target(node: Node, types: Sequence[TensorType | None], constant: Constant) 
     """Write a Reshape or Expand, with -1 (Reshape) or 1 (Expand) for a symbolic extent."""
     shape, stand_in = node.attrs["shape"], -1 if node.op == "Reshape" else 1
     if node.op == "Reshape" and sum(isinstance(d, str) for d in shape) > 1:
-        raise ModelError(f"{describe(node)}: two symbolic extents cannot be written to ONNX")
+        raise ModelError(f"{describe(node)}: a Reshape to two symbolic extents cannot be exported to ONNX")
     target = constant("shape", np.array([stand_in if isinstance(d, str) else d for d in shape], np.int64))
     return [(node.op, [*node.inputs, target], node.outputs, {"allowzero": 1} if 0 in shape else {})]
 
@@ -186,7 +186,7 @@ def _target(node: Node, types: Sequence[TensorType | None], constant: Constant) 
 @_rule("ConstantOfShape")
 def _constant_of_shape(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     if any(isinstance(d, str) for d in node.attrs["shape"]):
-        raise ModelError(f"{describe(node)}: a symbolic extent made from nothing cannot be written to ONNX")
+        raise ModelError(f"{describe(node)}: a ConstantOfShape with a symbolic extent cannot be exported to ONNX")
     shape = constant("shape", np.array(node.attrs["shape"], np.int64))
     value = numpy_helper.from_array(np.asarray(node.attrs["value"]).reshape(1))
     return [("ConstantOfShape", [shape], node.outputs, {"value": value})]
@@ -273,7 +273,8 @@ def _recurrent(node: Node, types: Sequence[TensorType | None], constant: Constan
 def _recurrence(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     """Write a Recurrence as the layer of its cell, with the gates as input and an identity matrix as W."""
     if node.attrs.get("rounds_state"):
-        raise ModelError(f"{describe(node)}: ONNX has no layer that rounds its state, so it cannot be written")
+        raise ModelError(f"{describe(node)}: ONNX has no recurrent layer with a rounded state, so the graph cannot be "
+                         "exported")
     (gates, r, bias, peepholes, lengths, *states), y = (*node.inputs, *("",) * (7 - len(node.inputs))), node.outputs[0]
     _, recurrent, *_ = present(types)
     (count, rows, hidden), op = (int(extent) for extent in recurrent.shape), node.attrs["cell"]

@@ -23,7 +23,7 @@ COUNTS_INSIDE_PADS = 19     # from this opset on an AveragePool divides by what 
 def _convolution(call: OperatorCall) -> list[Node]:
     kernel = fixed(call.type(1).shape[2:])
     if (given := tuple(call.attr("kernel_shape") or kernel)) != kernel:
-        raise GraphError(f"kernel_shape is {given}, but the weights have {kernel}")
+        raise GraphError(f"kernel_shape is {given}, but the kernel of the weights is {kernel}")
     attrs = {"kernel_shape": kernel, "group": call.attr("group", 1), **_steps(call, len(kernel))}
     if call.node.op == "Conv":
         attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
@@ -32,7 +32,7 @@ def _convolution(call: OperatorCall) -> list[Node]:
     wanted = call.attr("output_shape", kernel)[-len(kernel):]       # batch and channels may stand before it
     for name, numbers in (("output_padding", extra), ("output_shape", wanted)):
         if len(numbers) != len(kernel):
-            raise GraphError(f"{name} is {tuple(numbers)}; it has {len(kernel)} numbers")
+            raise GraphError(f"{name} is {tuple(numbers)}, but must have {len(kernel)} values")
     return call.node_with(3, **attrs | {"output_padding": extra, "pads": _transposed_pads(call, kernel, attrs, extra)})
 
 
@@ -40,7 +40,7 @@ def _convolution(call: OperatorCall) -> list[Node]:
 def _pool(call: OperatorCall) -> list[Node]:
     kernel = tuple(call.attr("kernel_shape"))
     if min(kernel, default=0) < 1:
-        raise GraphError(f"kernel_shape is {kernel}; it has numbers from 1 on")
+        raise GraphError(f"kernel_shape is {kernel}, but must have positive values")
     attrs = {"kernel_shape": kernel, **_steps(call, len(kernel)), **call.keep("p", "count_include_pad")}
     attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
     attrs |= _without_ceil(call, attrs) if call.attr("ceil_mode", 0) else _with_one_window(call, attrs)
@@ -69,13 +69,14 @@ def _unpool(call: OperatorCall) -> list[Node]:
 def _steps(call: OperatorCall, rank: int) -> dict[str, Any]:
     """Return strides, dilations and pads of a window with `rank` spatial axes. Raise GraphError if they do not fit."""
     if rank + 2 != call.rank or rank < 1:
-        raise GraphError(f"its window has {rank} axes, its input {call.rank}: two more, with batch and channels, it "
-                         "should have")
+        raise GraphError(f"the window has {rank} axes, so the input needs {rank + 2} (with batch and channels), but "
+                         f"has {call.rank}")
     default = {"strides": (1,) * rank, "dilations": (1,) * rank, "pads": (0,) * 2 * rank}
     found = {name: tuple(call.attr(name) or value) for name, value in default.items()}
     for name, numbers in found.items():
         if len(numbers) != len(default[name]) or min(numbers) < min(default[name]):
-            raise GraphError(f"{name} are {numbers}, not {len(default[name])} numbers from {min(default[name])} on")
+            raise GraphError(f"{name} are {numbers}, but must be {len(default[name])} values of at least "
+                             f"{min(default[name])}")
     return found
 
 
@@ -169,7 +170,7 @@ def _center_crop_pad(call: OperatorCall) -> list[Node]:
     axes = [normal_axis(axis, call.rank) for axis in call.attr("axes") or range(call.rank)]
     extents, wanted = fixed(call.type().shape[axis] for axis in axes), call.ints(1) or ()
     if len(wanted) != len(axes):
-        raise GraphError(f"{len(wanted)} extents for {len(axes)} axes")
+        raise GraphError(f"shape has {len(wanted)} values, but there are {len(axes)} axes")
     starts = [max(extent - more, 0) // 2 for extent, more in zip(extents, wanted, strict=True)]
     ends = [start + min(extent, more) for start, extent, more in zip(starts, extents, wanted, strict=True)]
     widths = [0] * 2 * call.rank
@@ -187,7 +188,7 @@ def _col2im(call: OperatorCall) -> list[Node]:
     """Normalise Col2Im: the columns get one axis per image axis."""
     image, kernel = call.ints(1), call.ints(2)
     if image is None or kernel is None or len(image) != len(kernel):
-        raise GraphError("its image_shape and its block_shape have not the same number of axes")
+        raise GraphError("image_shape and block_shape must be constants with equally many values")
     ones, w = (1,) * len(kernel), NodeBuilder(call)
     attrs = {"image_shape": image, "kernel_shape": kernel, "strides": tuple(call.attr("strides", ones)),
              "dilations": tuple(call.attr("dilations", ones)), "pads": tuple(call.attr("pads", (0,) * 2 * len(kernel)))}
@@ -204,7 +205,7 @@ def _deformed(call: OperatorCall) -> list[Node]:
     groups, parts, rank = int(call.attr("group", 1)), int(call.attr("offset_group", 1)), len(sizes)
     taps, count = math.prod(window.kernel), fixed([channels])[0]
     if min(groups, parts) < 1 or count % groups or count % parts:
-        raise GraphError(f"{count} channels are not {groups} groups and {parts} groups of offsets")
+        raise GraphError(f"{count} channels are not a multiple of group = {groups} and offset_group = {parts}")
     # In units in which -1 and 1 are the outer edges of the first and the last pixel; the last axis comes first.
     places = np.stack(np.meshgrid(*(np.arange(k) * d for k, d in zip(window.kernel, window.dilations, strict=True)),
                                   indexing="ij"), -1).reshape(taps, *(1,) * rank, rank)
@@ -243,7 +244,7 @@ def _deformed_window(call: OperatorCall) -> tuple[Window, tuple[int, ...]]:
     """Return the window and the spatial extents of the result."""
     kernel = fixed(call.type(1).shape[2:])
     if tuple(call.attr("kernel_shape") or kernel) != kernel:
-        raise GraphError(f"kernel_shape is {call.attr('kernel_shape')}, but the weights have {kernel}")
+        raise GraphError(f"kernel_shape is {call.attr('kernel_shape')}, but the kernel of the weights is {kernel}")
     window = Window.of(replace(call.node, attrs={"kernel_shape": kernel, **_steps(call, len(kernel))}), len(kernel))
     return window, window.outputs(fixed(call.type().shape[2:]))
 
@@ -254,7 +255,7 @@ def _grid_sample(call: OperatorCall) -> list[Node]:
     known = ({"linear": "linear", "nearest": "nearest", "cubic": "cubic"} if call.opset >= 20 else
              {"bilinear": "linear", "nearest": "nearest", "bicubic": "cubic"})
     if (mode := call.attr("mode", next(iter(known)))) not in known:
-        raise GraphError(f"its mode is '{mode}'; ONNX has {', '.join(known)}")
+        raise GraphError(f"mode is '{mode}', but must be one of {', '.join(known)}")
     return call.node_with(2, mode=known[mode], **call.keep("align_corners", "padding_mode"))
 
 
@@ -288,7 +289,7 @@ def _resize(call: OperatorCall) -> list[Node]:
         every = range(len(shape))
         attrs["roi"] = (*(starts.get(i, 0.0) for i in every), *(ends.get(i, 1.0) for i in every))
     if len(given := sizes or scales or ()) != len(axes):
-        raise GraphError(f"{len(given)} {'sizes' if sizes else 'scales'} for {len(axes)} axes")
+        raise GraphError(f"{'sizes' if sizes else 'scales'} has {len(given)} values, but there are {len(axes)} axes")
     if sizes:
         scale, sizes = _kept_ratio(call, sizes, axes)
         wanted = dict(zip(axes, sizes, strict=True))
@@ -297,7 +298,7 @@ def _resize(call: OperatorCall) -> list[Node]:
             attrs["scales"] = tuple(scale if i in wanted else 1.0 for i in range(len(shape)))
         return call.node_with(1, sizes=every_size, **attrs)
     if not all(np.isfinite(scale) and scale > 0 for scale in scales or ()):
-        raise GraphError(f"its scales are {scales}: finite numbers above 0")
+        raise GraphError(f"scales are {scales}, but must be finite and positive")
     factors = dict(zip(axes, scales or [], strict=True))
     return call.node_with(1, scales=tuple(float(factors.get(i, 1.0)) for i in range(len(shape))), **attrs)
 
@@ -325,7 +326,7 @@ def _kept_ratio(call: OperatorCall, sizes: list[Any], axes: list[int]) -> tuple[
         return None, sizes
     image = fixed(call.type().shape[a] for a in axes)
     if policy not in ("not_larger", "not_smaller"):
-        raise GraphError(f"unknown keep_aspect_ratio_policy '{policy}'; ONNX has stretch, not_larger, not_smaller")
+        raise GraphError(f"keep_aspect_ratio_policy is '{policy}', but must be stretch, not_larger or not_smaller")
     limit = min if policy == "not_larger" else max
     scale = limit(np.float32(s) / np.float32(d) for s, d in zip(sizes, image, strict=True))     # as in ONNX Runtime
     return float(scale), [math.floor(float(scale * np.float32(d)) + 0.5) for d in image]

@@ -33,7 +33,7 @@ def _cross_entropy(call: OperatorCall) -> list[Node]:
 def _likelihood(call: OperatorCall, w: NodeBuilder, x: str) -> list[Node]:
     shape, kind = call.type().shape, call.type(1)
     if len(shape) < 2 or (shape[0], *shape[2:]) != kind.shape:
-        raise GraphError(f"its targets are {text(kind.shape)}: not one for each of {text((shape[0], *shape[2:]))}")
+        raise GraphError(f"the target's shape is {text(kind.shape)}, but must be {text((shape[0], *shape[2:]))}")
     target, ignored, counts = call.node.inputs[1], call.attr("ignore_index"), ""
     zero = w.constant(np.zeros((), call.type().dtype))
     if ignored is not None:

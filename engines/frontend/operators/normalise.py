@@ -143,10 +143,10 @@ def _constant(call: OperatorCall) -> list[Node]:
              "value_int": np.int64, "value_ints": np.int64}
     given = call.keep(*call.node.attrs)
     if len(given) != 1:
-        raise GraphError(f"a constant has one value; this one has {len(given)}")
+        raise GraphError(f"a Constant must have exactly one value attribute, but has {len(given)}")
     (name, value), = given.items()
     if name not in kinds:
-        raise GraphError(f"a constant given as {name} is not supported")
+        raise GraphError(f"a Constant with the attribute {name} is not supported")
     return call.node_with(0, value=value if name == "value" else np.asarray(value, kinds[name]))
 
 
@@ -163,7 +163,7 @@ def _clip(call: OperatorCall) -> list[Node]:
         return call.node_with(1, **call.keep("min", "max"))
     bounds = [call.values[i] if call.has(i) else None for i in (1, 2)]
     if any(bound is not None and bound.size != 1 for bound in bounds):
-        raise GraphError("its bounds are no numbers, but tensors")
+        raise GraphError("min and max must be scalars")
     if all(bound is not None or not call.has(i) for i, bound in enumerate(bounds, 1)):
         low, high = (None if bound is None else bound.item() for bound in bounds)
         return call.node_with(1, min=low, max=high)
@@ -219,7 +219,7 @@ def dtype_of(number: int) -> np.dtype[Any]:
     try:
         return np.dtype(helper.tensor_dtype_to_np_dtype(number))
     except (KeyError, TypeError, ValueError) as error:
-        raise GraphError(f"{number} is no type of elements that ONNX knows") from error
+        raise GraphError(f"{number} is not an element type of ONNX") from error
 
 
 @rule("Dropout")
@@ -240,14 +240,14 @@ def _dropout(call: OperatorCall) -> list[Node]:
 @rule("Celu")
 def _celu(call: OperatorCall) -> list[Node]:
     if not (alpha := call.attr("alpha", 1.0)):
-        raise GraphError("it divides by alpha, which is 0")
+        raise GraphError("alpha must not be 0")
     return call.node_with(1, alpha=alpha)
 
 
 @rule("LpNormalization")
 def _lp_normalization(call: OperatorCall) -> list[Node]:
     if (p := call.attr("p", 2)) not in (1, 2):
-        raise GraphError(f"its p is {p}; ONNX has 1 and 2")
+        raise GraphError(f"p is {p}, but must be 1 or 2")
     return call.node_with(1, p=p, axis=normal_axis(call.attr("axis", -1), call.rank))
 
 
@@ -307,7 +307,7 @@ def _quantised(call: OperatorCall) -> list[Node]:
     if call.attr("precision", 0):
         raise Beyond("a division in another precision than the input's")
     if (known := call.values[1]) is not None and not np.all(np.isfinite(known)):
-        raise GraphError("its scale is no finite number")
+        raise GraphError("the scale must be finite")
     attrs: dict[str, Any] = call.keep("block_size")
     saturate = call.keep("saturate")        # for 8-bit floats
     if is_rare(call.type(2).dtype if call.has(2) else wanted or np.dtype(np.uint8)):
@@ -333,13 +333,13 @@ def _recurrent(call: OperatorCall) -> list[Node]:
     known = {name.lower(): name for name in ACTIVATIONS}
     names = tuple(known.get(name.lower(), name) for name in call.attr("activations") or DEFAULTS[op] * count)
     if unknown := set(names) - set(ACTIVATIONS):
-        raise GraphError(f"unknown activation '{min(unknown)}'; ONNX has {', '.join(ACTIVATIONS)}")
+        raise GraphError(f"activation is '{min(unknown)}', but must be one of {', '.join(ACTIVATIONS)}")
     if len(names) != count * len(DEFAULTS[op]) or direction not in ("forward", "reverse", "bidirectional"):
-        raise GraphError(f"{len(names)} activations for direction '{direction}'")
+        raise GraphError(f"{len(names)} activations do not fit direction '{direction}'")
     if call.attr("clip", 1.0) <= 0:
-        raise GraphError(f"clip is {call.attr('clip')}, which leaves nothing; it is above 0, or not there")
+        raise GraphError(f"clip is {call.attr('clip')}, but must be above 0, or absent")
     if call.attr("hidden_size", size := fixed(call.type(2).shape)[-1]) != size:
-        raise GraphError(f"hidden_size is {call.attr('hidden_size')}, but its weights are for {size}")
+        raise GraphError(f"hidden_size is {call.attr('hidden_size')}, but the weights are for {size}")
     call.ignore("output_sequence")          # absent outputs have no name
     given = {key: iter(call.attr(key) or ()) for key in ("activation_alpha", "activation_beta")}
     # Values are listed for the activations that have such a parameter, in order.

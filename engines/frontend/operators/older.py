@@ -33,7 +33,8 @@ def _aligned(call: OperatorCall) -> list[Node]:
     w = NodeBuilder(call)
     behind = call.rank - len(shape) - axis % max(call.rank, 1)
     if behind < 0:
-        raise GraphError(f"its second operand has {len(shape)} axes from axis {axis} on, of {call.rank}")
+        raise GraphError(f"the second operand's {len(shape)} axes do not fit the first's {call.rank} from axis {axis} "
+                         "on")
     return w.finish(call.node.op, call.node.inputs[0],
                     w("Reshape", call.node.inputs[1], shape=(*shape, *(1,) * behind)))
 

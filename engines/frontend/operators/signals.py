@@ -37,14 +37,14 @@ def _table(length: int, parts: int, outputs: int, inverse: bool = False) -> Arra
 def _parts(call: OperatorCall) -> int:
     parts = call.type().shape[-1]
     if parts not in (1, 2):
-        raise GraphError(f"its last axis is {parts}: a number has one part, or a real and an imaginary one")
+        raise GraphError(f"the last axis has extent {parts}, but must have 1 (real) or 2 (complex)")
     return int(parts)
 
 
 def _outputs(length: int, parts: int, onesided: int) -> int:
     """Return the number of outputs: half of them and one if one-sided, which requires real input."""
     if onesided and parts == 2:
-        raise GraphError("a one-sided result is for real numbers, and its input is complex")
+        raise GraphError("onesided = 1 needs real input, but the input is complex")
     return length // 2 + 1 if onesided else length
 
 
@@ -54,7 +54,7 @@ def _dft(call: OperatorCall) -> list[Node]:
     (axis,) = (call.ints(2) or (-2,)) if call.opset >= 20 else (call.attr("axis", 1),)
     axis, inverse, onesided = normal_axis(axis, len(shape)), call.attr("inverse", 0), call.attr("onesided", 0)
     if axis == len(shape) - 1:
-        raise GraphError("it is along the axis of the parts of a number")
+        raise GraphError("axis must not be the last one, which holds real and imaginary parts")
     if inverse and onesided:
         raise Beyond("an inverse of one side")
     if isinstance(shape[axis], str):
@@ -90,7 +90,8 @@ def _stft(call: OperatorCall) -> list[Node]:
     wide = fixed(call.type(2).shape)[0] if call.has(2) else None
     (length,) = call.ints(3) or (wide or size,)
     if wide not in (None, length) or step < 1 or not 1 <= length <= size:
-        raise GraphError(f"frames of {length}, {step} apart, by a window of {wide or length}, of a signal of {size}")
+        raise GraphError(f"frame_length {length}, frame_step {step} and a window of {wide or length} do not fit a "
+                         f"signal of {size}")
     outputs = _outputs(length, parts, call.attr("onesided", 1))
     if length * parts * outputs * 2 > MOST:
         raise Beyond(f"frames of {length} numbers")
@@ -134,5 +135,5 @@ def _causal(call: OperatorCall) -> list[Node]:
     if call.has(2):
         y = w("Add", y, w("Reshape", call.node.inputs[2], shape=(channels, 1)))
     if (activation := call.attr("activation", "none")) not in ("none", "silu", "swish"):
-        raise GraphError(f"its activation is '{activation}'; ONNX has none, silu and swish")
+        raise GraphError(f"activation is '{activation}', but must be none, silu or swish")
     return w.finish("Identity" if activation == "none" else "Swish", y)

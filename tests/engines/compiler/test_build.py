@@ -206,7 +206,7 @@ def test_what_is_no_model_is_refused(model: Any, refusal: str) -> None:
 def test_bytes_without_the_weights_that_lie_beside_the_file_say_what_to_give(tmp_path: Path) -> None:
     path = model_with_external_data(tmp_path / "a" / "m.onnx", 1.0)
     assert build_engine(path, cache=False, timing=False)
-    with pytest.raises(ModelError, match="tensor 'w' is in a file of its own.*give the path"):
+    with pytest.raises(ModelError, match="tensor 'w' is stored as external data.*give the path"):
         build_engine(path.read_bytes(), cache=False)
 
 

@@ -94,7 +94,7 @@ def test_one_symbol_is_one_extent_on_every_axis():
                       {"x": [1, "atoms"], "d": ["atoms", "atoms"]}, {"y": [1, "atoms"]})
     _, plan = built(distances, shapes={"x": (1, 5)})
     assert [io.shape for io in plan.inputs] == [(1, 5), (5, 5)]
-    with pytest.raises(ModelError, match="'atoms' is one extent"):
+    with pytest.raises(ModelError, match="the extent 'atoms' has two values"):
         built(distances, shapes={"x": (1, 5), "d": (6, 6)})
 
 

@@ -70,5 +70,5 @@ def test_an_item_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_extent_that_depends_on_data_is_said_to() -> None:
-    with pytest.raises(ModelError, match=r"'nonzero' \(NonZero\).*: an extent of its result depends on data"):
+    with pytest.raises(ModelError, match=r"'nonzero' \(NonZero\).*: an extent of the result depends on data"):
         engine_of(small_model([node("NonZero", "x", "y")], {"x": [4]}, ["y"]))

@@ -387,7 +387,7 @@ def test_an_exported_recurrent_layer_is_read_back_as_the_integers_that_it_was(op
     assert "int8" not in [part.precision for part in graph_of(built(exported, keep_float=(layer_name,)).plan).nodes
                           if part.op == "Recurrence"]
     exported.metadata_props[0].value = "cells"
-    with pytest.raises(ModelError, match="integer_states is no list of names: 'cells'"):
+    with pytest.raises(ModelError, match="integer_states is not a JSON list of names: 'cells'"):
         built(exported)
 
 

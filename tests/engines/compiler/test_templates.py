@@ -212,7 +212,7 @@ def test_a_constant_that_cannot_be_computed_leaves_the_word_to_the_model() -> No
     """The table has 512 rows."""
     templates = Specialiser(built(growing_net()))
     assert templates.general({"P": 500}) and templates.general({"P": 511})
-    with pytest.raises(ModelError, match="its indices are in 512"):
+    with pytest.raises(ModelError, match="the indices are in 512"):
         templates.general({"P": 512})
 
 
@@ -253,7 +253,7 @@ def _checks_rows(plan: Plan) -> None:
     templates = Specialiser(plan)
     assert templates.general({name: 20}) and templates.general({name: 64})
     assert len(templates._templates._known) == 1
-    with pytest.raises(ModelError, match="its indices are in .*64"):
+    with pytest.raises(ModelError, match="the indices are in .*64"):
         templates.general({name: 65})
 
 

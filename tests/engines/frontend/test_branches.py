@@ -100,7 +100,8 @@ def test_an_operator_of_the_other_branch_does_not_matter():
 
 def test_a_condition_that_is_not_known_is_asked_for():
     proto = model([choice(branch([node("Neg", "x", "a")], "a"), branch([node("Abs", "x", "b")], "b"))])
-    with pytest.raises(UnknownValueError, match=r"node 'If y' \(If\): which branch it takes depends on 'on'; 'on' must "
+    with pytest.raises(UnknownValueError,
+                       match=r"node 'If y' \(If\): the condition 'on' is not known at import; 'on' must "
                                                 r"be known .* --constant on=VALUE") as error:
         graph_from_onnx(proto)
     assert error.value.inputs == ("on",)
@@ -108,12 +109,12 @@ def test_a_condition_that_is_not_known_is_asked_for():
 
 @pytest.mark.parametrize("proto, message", [
     (model([node("If", "x", "y", then_branch=branch([], "x"), else_branch=branch([], "x"))], shape=(0,)),
-     r"its condition is float32\[0\], not one truth"),
-    (model([node("If", "on", "y", then_branch=branch([], "x"))]), "it has no else_branch"),
-    (model([choice(branch([], "x"), branch([], "x x"))]), "its else_branch has 2 outputs, and it 1"),
-    (model([choice(branch([], "x"), branch([], "nowhere"))]), "its output 'nowhere' is never produced"),
+     r"the condition is float32\[0\], but has to be a single bool"),
+    (model([node("If", "on", "y", then_branch=branch([], "x"))]), "the attribute else_branch is missing"),
+    (model([choice(branch([], "x"), branch([], "x x"))]), "else_branch has 2 outputs, but the node has 1"),
+    (model([choice(branch([], "x"), branch([], "nowhere"))]), "the branch's output 'nowhere' is never produced"),
     (model([choice(branch([], "x"), branch([node("Neg", "nowhere", "a")], "a"))]), "reads 'nowhere'"),
-    (model([choice(branch([], "x"), branch([node("Neg", "x", "a"), node("Abs", "x", "a")], "a"))]), "made twice"),
+    (model([choice(branch([], "x"), branch([node("Neg", "x", "a"), node("Abs", "x", "a")], "a"))]), "produced twice"),
 ])
 def test_a_branch_that_does_not_fit_is_refused(proto, message):
     with pytest.raises(ModelError, match=message):

@@ -40,11 +40,11 @@ def test_a_place_that_is_no_number_is_beyond_the_image():
 
 
 @pytest.mark.parametrize("grid, version, attrs, message", [
-    ((2, 4, 5, 3), 20, {}, "its grid needs a coordinate for each axis of the image"),
-    ((3, 4, 5, 2), 20, {}, "it needs a grid for each image"),
-    ((2, 4, 5, 2), 20, {"mode": "bilinear"}, "its mode is 'bilinear'; ONNX has linear, nearest, cubic"),
-    ((2, 4, 5, 2), 16, {"mode": "linear"}, "its mode is 'linear'; ONNX has bilinear, nearest, bicubic"),
-    ((2, 4, 5, 2), 20, {"padding_mode": "wrap"}, "attribute 'padding_mode' is 'wrap'; it is one of zeros")])
+    ((2, 4, 5, 3), 20, {}, "the grid's last axis must have a coordinate for each axis of the image"),
+    ((3, 4, 5, 2), 20, {}, "the grid must have the image's batch size"),
+    ((2, 4, 5, 2), 20, {"mode": "bilinear"}, "mode is 'bilinear', but must be one of linear, nearest, cubic"),
+    ((2, 4, 5, 2), 16, {"mode": "linear"}, "mode is 'linear', but must be one of bilinear, nearest, bicubic"),
+    ((2, 4, 5, 2), 20, {"padding_mode": "wrap"}, "attribute 'padding_mode' is 'wrap', but must be one of zeros")])
 def test_what_does_not_fit_is_refused(grid, version, attrs, message):
     with pytest.raises(ModelError, match=message):
         imported("GridSample", [normal(2, 3, 6, 7), places(*grid)], domain="", version=version, **attrs)

@@ -100,7 +100,7 @@ def picked(net, shared):
 
 
 @pytest.mark.parametrize("made, reason", [
-    (lambda net: scattered(net, 1), ""), (lambda net: scattered(net, 0), "places of other items"),
+    (lambda net: scattered(net, 1), ""), (lambda net: scattered(net, 0), "writes elements of other items"),
     (lambda net: assigned(net, 1, 3), ""), (lambda net: picked(net, 0), ""), (lambda net: picked(net, 1), ""),
     (lambda net: net("ScatterND", net.input("x", 5), net.constant(np.array([[0]])), net.draw(1, 5)), "other items"),
     (lambda net: net("GatherND", net.input("x", 5), net.constant(np.array([[0, 1]]))), "other items"),

@@ -19,7 +19,7 @@ def activated(w: StandardNodeBuilder, call: OperatorCall, x: str, name: str | No
     if not name:
         return w.finish("Identity", x)
     if name not in _PARAMETERS:
-        raise GraphError(f"its activation is '{name}'; known are {', '.join(_PARAMETERS)}")
+        raise GraphError(f"activation is '{name}', but must be one of {', '.join(_PARAMETERS)}")
     given = {key: value for key, value in zip(_PARAMETERS[name], parameters, strict=False) if value is not None}
     if name == "Clip":
         dtype = call.type().dtype

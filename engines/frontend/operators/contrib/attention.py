@@ -111,7 +111,7 @@ def _three(w: StandardNodeBuilder, call: OperatorCall, heads: int) -> Sequence[s
     if call.has(1) and len(call.type(1).shape) == 5:
         return (q, *_apart(w, given[1], 2))
     if not call.has(1) or not call.has(2):
-        raise GraphError("it has a query, but no key or no value")
+        raise GraphError("key or value is missing")
     return (q, *(given[i] if _ready(call, i) else _projected(w, given[i], biases[i:i + 1], heads) for i in (1, 2)))
 
 
@@ -175,7 +175,8 @@ def _seen(w: StandardNodeBuilder, call: OperatorCall, scores: _ScoreExtents, ind
     if len(shape) == 1:
         count = 2 if extent(shape[0]) == 2 * extent(items) else 1
         if count == 1 and shape != (items,):
-            raise GraphError(f"its mask of shape {text(shape)} is in none of the forms that are supported")
+            raise GraphError(f"a mask of shape {text(shape)} is not supported; it has a number for each item, or a "
+                             "flag for each key")
         apart = w.reshape(name, count, -1, 1, 1, 1)
         ends, *begins = (w("Gather", apart, w.number(i, np.dtype(np.int64)), axis=0) for i in range(count))
         places = w.constant(np.arange(scores.keys, dtype=np.int32))
@@ -191,4 +192,4 @@ def _seen(w: StandardNodeBuilder, call: OperatorCall, scores: _ScoreExtents, ind
 def _refuse(call: OperatorCall, *indices: int) -> None:
     """Raise GraphError for inputs of decoders with a shared buffer of states."""
     for index in filter(call.has, indices):
-        raise GraphError(f"its input '{call.node.inputs[index]}' is of a form that is not supported")
+        raise GraphError(f"input '{call.node.inputs[index]}', a shared buffer of past states, is not supported")

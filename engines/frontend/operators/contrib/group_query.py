@@ -57,7 +57,8 @@ class _Cache:
         room = fixed(call.type(PAST_KEY).shape[2:3])[0] if call.has(PAST_KEY) else 0
         (tokens,) = (call.ints(TOTAL) or (new,)) if room else (new,)
         if tokens not in (new, new + room) and not new < tokens <= room:
-            raise GraphError(f"its total_sequence_length is {tokens}, with {new} new tokens and a past of {room}")
+            raise GraphError(f"total_sequence_length is {tokens}, which does not fit {new} new tokens and a past of "
+                             f"{room}")
         return _Cache(new, tokens, room)
 
 

@@ -23,7 +23,7 @@ def _grid_sample(call: OperatorCall) -> list[Node]:
 def _mode(call: OperatorCall, known: Sequence[str] | dict[str, str]) -> str:
     mode = call.attr("mode", "bilinear")
     if mode not in known:
-        raise GraphError(f"its mode is '{mode}'; known are {', '.join(known)}")
+        raise GraphError(f"mode is '{mode}', but must be one of {', '.join(known)}")
     return _MODES[mode]
 
 

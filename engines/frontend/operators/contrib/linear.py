@@ -74,7 +74,7 @@ def _distances(call: OperatorCall) -> list[Node]:
     """Lower CDist: the distance of each row of A from each row of B."""
     w, metric = StandardNodeBuilder(call), call.attr("metric", "sqeuclidean")
     if metric not in ("sqeuclidean", "euclidean"):
-        raise GraphError(f"its metric is '{metric}'; known are sqeuclidean and euclidean")
+        raise GraphError(f"metric is '{metric}', but must be sqeuclidean or euclidean")
     a, b = (w("Unsqueeze", name, w.ints(axis)) for axis, name in zip((1, 0), call.node.inputs, strict=True))
     op = "ReduceSumSquare" if metric == "sqeuclidean" else "ReduceL2"
     return w.finish(op, w("Sub", a, b), w.ints(2), keepdims=0)
@@ -92,7 +92,7 @@ def _matmul_n_bits(call: OperatorCall) -> list[Node]:
     """
     w, (n, k) = StandardNodeBuilder(call), (call.attr("N"), call.attr("K"))
     if call.has(4):
-        raise GraphError("weights in groups that are not blocks (g_idx) are not supported")
+        raise GraphError("weights with group indices (g_idx) are not supported")
     weights = blocks_of_bits(w, call, 1, 2, 3, n, k)
     a = call.node.inputs[0]
     if call.attr("accuracy_level", 0) == EIGHT_BITS and call.attr("bits", 4) == 4:
@@ -119,7 +119,7 @@ def _matmul_bnb4(call: OperatorCall) -> list[Node]:
     w, (n, k), size = StandardNodeBuilder(call), (call.attr("N"), call.attr("K")), int(call.attr("block_size"))
     call.ignore("training_mode")        # of what is kept for gradients
     if not call.attr("transB", 1):
-        raise GraphError("weights that are not transposed (transB) are not supported")
+        raise GraphError("only transposed weights (transB = 1) are supported")
     packed, scales = _known(call, 1).reshape(-1), _known(call, 2).reshape(-1)
     numbers = np.stack([packed >> 4, packed & 15], 1).reshape(-1)[:n * k]
     real = np.array(_BNB4[call.attr("quant_type")], np.float32)[numbers]
@@ -146,7 +146,7 @@ def blocks_of_bits(w: StandardNodeBuilder, call: OperatorCall, packed: int, scal
     """
     bits, size = int(call.attr("bits", 4)), int(call.attr("block_size"))
     if bits not in (2, 4, 8):
-        raise GraphError(f"weights of {bits} bits are not supported; 2, 4 and 8 are")
+        raise GraphError(f"weights of {bits} bits are not supported; bits must be 2, 4 or 8")
     blocks = math.ceil(columns / size)
     elements = unpacked(_known(call, packed).reshape(rows, -1), bits)[:, :columns]
     scale = w.reshape(call.node.inputs[scales], rows, blocks)
@@ -172,7 +172,7 @@ def _by_float_zeros(w: StandardNodeBuilder, call: OperatorCall, elements: np.nda
 def _known(call: OperatorCall, index: int) -> np.ndarray:
     value = call.values[index]
     if value is None:
-        raise GraphError(f"its input '{call.node.inputs[index]}' is no constant")
+        raise GraphError(f"input '{call.node.inputs[index]}' must be a constant")
     return value
 
 

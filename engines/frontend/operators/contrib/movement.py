@@ -63,7 +63,8 @@ def _rows_of_a_table(call: OperatorCall) -> list[Node]:
     w, shape = StandardNodeBuilder(call), fixed(call.type().shape)
     axes = [call.attr(f"{which}_axis", default) for which, default in (("gather", 0), ("quantize", 1))]
     if len(shape) != 2 or call.type().dtype != np.uint8 or axes not in ([0, 1], [0, -1]):
-        raise GraphError("it is supported of matrices of bytes only, whose rows are gathered, in blocks along a row")
+        raise GraphError("only rows gathered from a uint8 matrix that is quantised in blocks along its rows are "
+                         "supported")
     columns = shape[1] * 8 // int(call.attr("bits", 4))
     table = blocks_of_bits(w, call, 0, 2, 3, shape[0], columns)
     return w.finish("Gather", table, call.node.inputs[1], axis=0)
@@ -76,7 +77,7 @@ def _unfold(call: OperatorCall) -> list[Node]:
     axis = normal_axis(call.attr("dim", -1), rank)
     (extent,) = fixed([call.type().shape[axis]])
     if not 0 < size <= extent or step < 1:
-        raise GraphError(f"a window of {size} in steps of {step} does not fit into {extent}")
+        raise GraphError(f"a window of size {size} with step {step} does not fit an axis of extent {extent}")
     places = np.arange(0, extent - size + 1, step)[:, None] + np.arange(size)
     w = StandardNodeBuilder(call)
     windows = w("Gather", call.node.inputs[0], w.constant(places), axis=axis)

@@ -18,7 +18,7 @@ _EPSILON = 1e-12
 def _simplified(call: OperatorCall) -> list[Node]:
     """Lower to RMSNormalization, which exporters for ONNX Runtime wrote so before ONNX had it."""
     if len(call.node.outputs) > 1:
-        raise GraphError("its second output, a statistic of training, is not supported")
+        raise GraphError("the second output, a training statistic, is not supported")
     return StandardNodeBuilder(call).finish("RMSNormalization", *call.node.inputs,
                                             **call.keep("axis", "epsilon", "stash_type"))
 
@@ -130,7 +130,7 @@ def _skip_group_norm(call: OperatorCall) -> list[Node]:
     """Lower SkipGroupNorm: the norm of X + skip + bias; the sum is the second output. A skip may be per channel."""
     w, skip = StandardNodeBuilder(call), call.node.inputs[3]
     if not call.attr("channels_last", 1):
-        raise GraphError("channels that are not last are not supported")
+        raise GraphError("only channels_last = 1 is supported")
     if len(call.type(3).shape) == 2:
         skip = w("Unsqueeze", skip, w.ints(1, 2))
     total = w.plus(w("Add", call.node.inputs[0], skip), call, 4)
@@ -141,7 +141,7 @@ def _skip_group_norm(call: OperatorCall) -> list[Node]:
 def _of_groups(w: StandardNodeBuilder, call: OperatorCall, x: str) -> list[Node]:
     dtype, last, activation = call.type().dtype, call.attr("channels_last", 1), call.attr("activation")
     if activation not in (0, 1):
-        raise GraphError(f"its activation is {activation}; it is 0 for none, or 1 for Swish")
+        raise GraphError(f"activation is {activation}, but must be 0 (none) or 1 (Swish)")
     if last:
         x = w("Transpose", x, perm=(0, 3, 1, 2))
     constants = [name if call.type(i).dtype == dtype else w("CastLike", name, call.node.inputs[0])

@@ -203,6 +203,7 @@ def _by_column(w: StandardNodeBuilder, call: OperatorCall, index: int, direction
     """Return scales or zero points expanded to all columns of all directions."""
     shape = fixed(call.type(index).shape)
     if shape not in ((directions,), (directions, columns)):
-        raise GraphError(f"its scales of {list(shape)} are neither one for each direction nor for each column")
+        raise GraphError(f"scales or zero points of shape {list(shape)} must have one value per direction or per "
+                         "column")
     rows = w.reshape(call.node.inputs[index], directions, -1)
     return w.reshape(w("Expand", rows, w.ints(directions, columns)), -1)

@@ -9,4 +9,4 @@ from engines.ir.graph import Node
 
 @contrib("Tokenizer", "X:S", "mark:int! mincharnum:int! pad_value:string! separators:strings tokenexp:string")
 def _tokenizer(call: OperatorCall) -> list[Node]:
-    raise GraphError("a graph has no strings")
+    raise GraphError("string tensors are not supported here")

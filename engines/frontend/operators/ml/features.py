@@ -32,7 +32,7 @@ def _scaler(call: OperatorCall) -> list[Node]:
     offset, scale = (call.attr(name) or () for name in ("offset", "scale"))
     for name, numbers in (("offset", offset), ("scale", scale)):
         if len(numbers) not in (1, width):
-            raise GraphError(f"its {name} has {len(numbers)} numbers for {width} columns")
+            raise GraphError(f"{name} has {len(numbers)} values, but must have one, or one for each of {width} columns")
     return w.finish("Mul", w("Sub", as_float(w, call), floats(w, offset)), floats(w, scale))
 
 
@@ -42,7 +42,7 @@ def _normalizer(call: OperatorCall) -> list[Node]:
     w, norm = StandardNodeBuilder(call), call.attr("norm", "MAX")
     op = {"MAX": "ReduceMax", "L1": "ReduceL1", "L2": "ReduceL2"}.get(norm)
     if op is None:
-        raise GraphError(f"its norm is '{norm}'; it is MAX, L1 or L2")
+        raise GraphError(f"norm is '{norm}', but must be MAX, L1 or L2")
     x = as_float(w, call)
     size = w(op, x, w.ints(-1), keepdims=1)
     one, zero = (floats(w, number) for number in (1, 0))
@@ -66,7 +66,7 @@ def _imputer(call: OperatorCall) -> list[Node]:
     call.ignore(*(f"{name}_value_{other}" for other in ("float", "floats", "int64", "int64s")
                   for name in ("imputed", "replaced")))
     if not values or len(values) not in (1, *fixed(call.type().shape[-1:])):
-        raise GraphError(f"its imputed values are {values}: one, or one for each column")
+        raise GraphError(f"the imputed values are {values}, but must be one value, or one for each column")
     where = w("IsNaN", x) if math.isnan(missing) else w("Equal", x, w.number(missing, dtype))
     return w.finish("Where", where, w.constant(np.array(values, dtype)), x)
 
@@ -85,7 +85,7 @@ def _side_by_side(call: OperatorCall) -> list[Node]:
     """Lower FeatureVectorizer: join inputs, each cut or zero-padded to its number of columns in `inputdimensions`."""
     w, widths = StandardNodeBuilder(call), call.attr("inputdimensions") or ()
     if len(widths) != len(call.node.inputs):
-        raise GraphError(f"it has {len(call.node.inputs)} inputs, and the widths of {len(widths)}")
+        raise GraphError(f"inputdimensions has {len(widths)} values, but the node has {len(call.node.inputs)} inputs")
     return w.finish("Concat", *(_wide(w, call, index, width) for index, width in enumerate(widths)), axis=1)
 
 
@@ -105,7 +105,7 @@ def _one_hot(call: OperatorCall) -> list[Node]:
     w, categories = StandardNodeBuilder(call), call.attr("cats_int64s")
     call.ignore("zeros")            # whether to fail for an unknown category
     if not categories:
-        raise GraphError("its categories are strings, which are not supported")
+        raise GraphError("string categories are not supported")
     x = w("Unsqueeze", call.node.inputs[0], w.ints(-1))
     same = w("Equal", x, w.constant(np.array(categories, call.type().dtype)))
     return w.finish("Cast", same, to=FLOAT)
@@ -117,12 +117,12 @@ def _encoder(call: OperatorCall) -> list[Node]:
     w = StandardNodeBuilder(call)
     keys, values = (_table(call, which) for which in ("keys", "values"))
     if len(keys) != len(values):
-        raise GraphError(f"it has {len(keys)} keys and {len(values)} values")
+        raise GraphError(f"there are {len(keys)} keys, but {len(values)} values")
     kind = "float" if values.dtype.kind == "f" else "int64"
     usual = call.attr("default_tensor", call.attr(f"default_{kind}", -0.0 if kind == "float" else -1))
     call.ignore("default_float", "default_int64", "default_string")
     if keys.dtype != call.type().dtype:
-        raise GraphError(f"its keys are {keys.dtype}, its input is {call.type().dtype}")
+        raise GraphError(f"the keys are {keys.dtype}, but the input is {call.type().dtype}")
     x = w("Unsqueeze", call.node.inputs[0], w.ints(-1))
     same = w("Equal", x, w.constant(keys))
     if call.opset >= 4 and np.isnan(keys).any():
@@ -144,4 +144,4 @@ def _table(call: OperatorCall, which: str) -> np.ndarray[Any, Any]:
             table = np.asarray(found, dtype)
             if table.dtype.kind in "if":
                 return table.reshape(-1)
-    raise GraphError(f"its {which} are strings, which are not supported")
+    raise GraphError(f"string {which} are not supported")

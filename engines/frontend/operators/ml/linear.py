@@ -36,7 +36,7 @@ def _linear_classifier(call: OperatorCall) -> list[Node]:
         other = w("Neg", scores) if transform == "LOGISTIC" else w("Sub", floats(w, 1), scores)
         scores, transform = w("Concat", other, scores, axis=1), transform if transform == "LOGISTIC" else "NONE"
     elif count != len(labels):
-        raise GraphError(f"it has coefficients of {count} scores, and {len(labels)} classes")
+        raise GraphError(f"the coefficients are for {count} scores, but there are {len(labels)} classes")
     else:
         answer = ""
     return classified(w, labels, scores, transform, answer)
@@ -46,7 +46,7 @@ def _scores(w: StandardNodeBuilder, call: OperatorCall, count: int) -> str:
     width = fixed(call.type().shape[-1:])[0]
     weights, intercepts = call.attr("coefficients") or (), call.attr("intercepts") or (0.0,) * count
     if len(weights) != count * width or len(intercepts) != count:
-        raise GraphError(f"it has {len(weights)} coefficients and {len(intercepts)} intercepts for {count} scores of "
+        raise GraphError(f"{len(weights)} coefficients and {len(intercepts)} intercepts do not fit {count} scores of "
                          f"{width} columns")
     x = as_float(w, call)
     if call.rank == 1:
@@ -71,7 +71,7 @@ def labels_of(call: OperatorCall) -> np.ndarray:
         return np.array(numbers, np.int64)
     names = call.attr("classlabels_strings") or ()
     if not names:
-        raise GraphError("it has no classes")
+        raise GraphError("class labels are missing")
     call.notices.append(f"'{call.node.outputs[0]}' is the index of a class instead of its name, in the order "
                         f"{_names(call, '')}")
     return np.arange(len(names))
@@ -83,7 +83,7 @@ def _names(call: OperatorCall, numbers: str) -> str:
 
 def checked(transform: str) -> str:
     if transform not in _TRANSFORMS:
-        raise GraphError(f"it is not supported with post_transform = {transform}")
+        raise GraphError(f"post_transform = {transform} is not supported")
     return transform
 
 

@@ -27,7 +27,7 @@ def _regressor(call: OperatorCall) -> list[Node]:
     coefficients = np.array(call.attr("coefficients"), np.float32).reshape(1, -1)
     vectors = np.array(call.attr("support_vectors") or (), np.float32)
     if transform != "NONE":
-        raise GraphError(f"it is not supported with post_transform = {transform}")
+        raise GraphError(f"post_transform = {transform} is not supported")
     if count:
         y = _weighed(w, call, _rows(w, call), vectors.reshape(count, width), coefficients, rho)
     else:       # a linear model without vectors
@@ -55,8 +55,8 @@ def _classifier(call: OperatorCall) -> list[Node]:
     vectors, pairs = np.array(call.attr("support_vectors") or (), np.float32), [*combinations(range(count), 2)]
     if len(each) != count or len(vectors) != sum(each) * width or len(coefficients) < (count - 1) * sum(each) or (
             len(rho) < len(pairs)):
-        raise GraphError(f"it has {len(vectors)} numbers of vectors, {len(coefficients)} coefficients and {len(rho)} "
-                         f"of rho for {count} classes and {sum(each)} support vectors of {width} columns")
+        raise GraphError(f"support_vectors has {len(vectors)} values, coefficients {len(coefficients)} and rho "
+                         f"{len(rho)}, which do not fit {count} classes and {sum(each)} vectors of {width} columns")
     weights = _of_pairs(coefficients.reshape(-1, sum(each)), np.cumsum((0, *each)), pairs)
     scores = _weighed(w, call, _rows(w, call), vectors.reshape(-1, width), weights, rho[:len(pairs)])
     place = w("ArgMax", _votes(w, scores, pairs, count), axis=1, keepdims=0)
@@ -74,8 +74,8 @@ def _of_own_scores(w: StandardNodeBuilder, call: OperatorCall, labels: np.ndarra
     """Lower a classifier without vectors: scores x coefficients' + rho[0], with one rho for all classes."""
     width = fixed(call.type().shape[-1:])[0]
     if len(coefficients) != len(labels) * width or not len(rho):
-        raise GraphError(f"it has {len(coefficients)} coefficients and {len(rho)} of rho for {len(labels)} classes of "
-                         f"{width} columns")
+        raise GraphError(f"coefficients has {len(coefficients)} values and rho {len(rho)}, which do not fit "
+                         f"{len(labels)} classes of {width} columns")
     scores = _line(w, _rows(w, call), coefficients.reshape(len(labels), width), [rho[0]])
     place = w("ArgMax", scores, axis=1, keepdims=0)
     if len(labels) == 2:        # the larger score alone decides
@@ -110,7 +110,7 @@ def _coupled(w: StandardNodeBuilder, call: OperatorCall, scores: str, pairs: lis
     """Return class probabilities by pairwise coupling of logistic functions of the pairs' scores (Platt scaling)."""
     a, b = (np.array(call.attr(name) or (), np.float32) for name in ("prob_a", "prob_b"))
     if min(len(a), len(b)) < len(pairs):
-        raise GraphError(f"it has {len(a)} prob_a and {len(b)} prob_b for {len(pairs)} pairs of classes")
+        raise GraphError(f"prob_a has {len(a)} values and prob_b {len(b)}, but there are {len(pairs)} pairs of classes")
     line = w("Add", w("Mul", scores, w.constant(a[:len(pairs)])), w.constant(b[:len(pairs)]))
     of_first = w("Clip", w("Sigmoid", w("Neg", line)), floats(w, LEAST), floats(w, 1 - np.float32(LEAST)))
     both = w("Concat", of_first, w("Sub", floats(w, 1), of_first), axis=1)
@@ -150,5 +150,5 @@ def _kernel(w: StandardNodeBuilder, call: OperatorCall, x: str, vectors: Matrix)
     product = w("MatMul", x, w.constant(np.ascontiguousarray(vectors.T)))
     line = w("Add", w("Mul", product, floats(w, gamma)), floats(w, constant))
     if kind not in ("POLY", "SIGMOID"):
-        raise GraphError(f"its kernel is '{kind}'; known are LINEAR, POLY, RBF and SIGMOID")
+        raise GraphError(f"kernel_type is '{kind}', but must be LINEAR, POLY, RBF or SIGMOID")
     return w("Pow", line, floats(w, degree)) if kind == "POLY" else w("Tanh", line)

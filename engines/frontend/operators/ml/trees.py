@@ -55,7 +55,7 @@ class _NodeTable:
         while np.any(inner := self.left[positions] != positions):
             steps += 1
             if steps > count:
-                raise GraphError("its nodes are in a circle")
+                raise GraphError("the nodes form a cycle")
             positions, trees = positions[inner], trees[inner]
             depths[trees] = steps
             children = np.append(self.left[positions], self.right[positions])
@@ -113,9 +113,9 @@ def _table(modes: Sequence[str], columns: Array, thresholds: Array, missing: Arr
     kind = np.fromiter((_KINDS.get(mode, 0) for mode in modes), np.int8, len(modes))
     left, right, leaves = left.copy(), right.copy(), kind == _KINDS[_LEAF]
     if unknown := set(modes) - {*_MODES, _LEAF}:
-        raise GraphError(f"its nodes have modes {', '.join(sorted(unknown))}; known are {', '.join(_MODES)}")
+        raise GraphError(f"nodes_modes has {', '.join(sorted(unknown))}, but must have {', '.join(_MODES)}")
     if np.any((columns[~leaves] < 0) | (columns[~leaves] >= width)):
-        raise GraphError(f"its nodes read columns beyond the {width} that there are")
+        raise GraphError(f"nodes_featureids has indices outside the input's {width} columns")
     left[leaves] = right[leaves] = np.flatnonzero(leaves)
     before = _is_any(kind, "BRANCH_LT", "BRANCH_GTE")
     with np.errstate(over="ignore"):        # the float before the least one is -inf
@@ -143,10 +143,10 @@ def _of_nodes(call: OperatorCall, prefix: str, targets: int) -> _NodeTable:
     trees, numbers = (np.asarray(call.attr(f"nodes_{name}", ()), np.int64) for name in ("treeids", "nodeids"))
     count = len(trees)
     if not count or len(numbers) != count:
-        raise GraphError(f"it has {count} nodes by tree and {len(numbers)} by number")
+        raise GraphError(f"nodes_treeids has {count} values, but nodes_nodeids {len(numbers)}")
     positions, modes = _NodeIndex(trees, numbers), call.attr("nodes_modes") or ()
     if len(modes) != count:
-        raise GraphError(f"it has {len(modes)} nodes_modes for {count} nodes")
+        raise GraphError(f"nodes_modes has {len(modes)} values, but there are {count} nodes")
     inner = np.fromiter((mode != _LEAF for mode in modes), bool, count)
 
     def of_each(name: str, missing: Any = None) -> Array:
@@ -154,7 +154,8 @@ def _of_nodes(call: OperatorCall, prefix: str, targets: int) -> _NodeTable:
         if found is None and missing is not None:
             return np.full(count, missing)
         if found is None or len(found) != count:
-            raise GraphError(f"it has {0 if found is None else len(found)} nodes_{name} for {count} nodes")
+            raise GraphError(f"nodes_{name} has {0 if found is None else len(found)} values, but there are {count} "
+                             "nodes")
         return found
 
     def children(name: str) -> Array:
@@ -195,7 +196,7 @@ class _NodeIndex:
                  | (self._trees[row] != trees))
         if wrong.any():
             first = int(np.argmax(wrong))
-            raise GraphError(f"its tree {trees[first]} has no node {numbers[first]}")
+            raise GraphError(f"tree {trees[first]} has no node {numbers[first]}")
         return positions
 
 
@@ -204,9 +205,9 @@ def _weights(call: OperatorCall, prefix: str, positions: _NodeIndex, count: int,
                            for name in ("treeids", "nodeids", "ids"))
     given = _numbers(call, f"{prefix}_weights")
     if given is None or not len(trees) == len(numbers) == len(ids) == len(given):
-        raise GraphError("its weights are not one for each leaf and target")
+        raise GraphError("the lists of leaf weights, their trees, nodes and targets differ in length")
     if np.any(beyond := (ids < 0) | (ids >= targets)):
-        raise GraphError(f"a leaf of it weighs on {ids[np.argmax(beyond)]}, of {targets}")
+        raise GraphError(f"a leaf has a weight for target {ids[np.argmax(beyond)]}, but there are {targets}")
     found, weights = positions.find(trees, numbers), np.full((count, targets), np.nan, np.float32)
     weights[found, ids] = 0
     np.add.at(weights, (found, ids), given.astype(np.float32))
@@ -233,7 +234,7 @@ def _bases(call: OperatorCall) -> list[float]:
 def _base(call: OperatorCall, count: int) -> list[float]:
     numbers = _bases(call) or [0.0] * count
     if len(numbers) != count:
-        raise GraphError(f"it has {len(numbers)} base_values for {count} scores")
+        raise GraphError(f"base_values has {len(numbers)} values, but there are {count} scores")
     return numbers
 
 
@@ -242,7 +243,7 @@ def _regressor(call: OperatorCall) -> list[Node]:
     w, targets, aggregate = StandardNodeBuilder(call), call.attr("n_targets") or 1, call.attr("aggregate_function",
                                                                                               "SUM")
     if aggregate not in _AGGREGATES:
-        raise GraphError(f"its aggregate_function is '{aggregate}'; known are {', '.join(_AGGREGATES)}")
+        raise GraphError(f"aggregate_function is '{aggregate}', but must be one of {', '.join(_AGGREGATES)}")
     scores = _of_nodes(call, "target", targets).scores(w, _rows(w, call), aggregate, _base(call, targets))
     return transformed(w, scores, checked(call.attr("post_transform", "NONE")))
 
@@ -309,7 +310,7 @@ def _ensemble(call: OperatorCall) -> list[Node]:
     leaf_targets, leaf_weights = (np.asarray(call.attr(f"leaf_{name}")) for name in ("targetids", "weights"))
     inner, leaves = len(numbers["modes"]), len(leaf_targets)
     if any(len(array) != inner for array in numbers.values()) or len(leaf_weights) != leaves:
-        raise GraphError("its tables are not of the same nodes")
+        raise GraphError("the tables of nodes, or those of leaves, differ in length")
     if np.any(numbers["modes"] >= len(_MODES)):
         raise Beyond(f"nodes of mode {_MEMBER}")
     left, right = (np.append(numbers[f"{way}nodeids"] + inner * (numbers[f"{way}leafs"] != 0), np.zeros(leaves))

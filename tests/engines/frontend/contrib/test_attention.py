@@ -143,9 +143,9 @@ def test_the_batch_may_be_open(op, inputs, constants):
 
 
 @pytest.mark.parametrize("op, inputs, message", [
-    ("Attention", [*attention(past=3), None, ints(3)], "its input 'i6' is of a form that is not supported"),
-    ("Attention", [*attention()[:3], ints(1, 2, 3)], r"its mask of shape \[3\] is in none of the forms"),
-    ("MultiHeadAttention", [normal(N, S, HIDDEN)], "it has a query, but no key")])
+    ("Attention", [*attention(past=3), None, ints(3)], "input 'i6', a shared buffer of past states, is not supported"),
+    ("Attention", [*attention()[:3], ints(1, 2, 3)], r"a mask of shape \[3\] is not supported"),
+    ("MultiHeadAttention", [normal(N, S, HIDDEN)], "key or value is missing")])
 def test_other_forms_are_refused(op, inputs, message):
     with pytest.raises(ModelError, match=message):
         imported(op, inputs, num_heads=HEADS)

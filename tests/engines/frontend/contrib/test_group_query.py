@@ -111,5 +111,6 @@ def test_the_total_of_a_prompt_need_not_be_known_and_that_of_a_past_is_asked_for
 
 @pytest.mark.parametrize("total", [3, 9])
 def test_a_total_that_cannot_be_is_refused(total):
-    with pytest.raises(ModelError, match=f"its total_sequence_length is {total}, with 5 new tokens and a past of 2"):
+    with pytest.raises(ModelError,
+                       match=f"total_sequence_length is {total}, which does not fit 5 new tokens and a past of 2"):
         imported("GroupQueryAttention", group_query(5, [7, 7], 2, total=total), (6,), 3, **COUNTS)

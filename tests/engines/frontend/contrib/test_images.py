@@ -29,5 +29,5 @@ def test_regions_of_images_are_cut_out_in_one_size(size, attrs):
     ("GridSample", [normal(2, 3, 6, 7), normal(2, 4, 5, 2)], ()),
     ("CropAndResize", [normal(2, 3, 6, 7), REGIONS, np.zeros(4, np.int32), np.array([2, 2], np.int32)], (3,))])
 def test_an_unknown_mode_is_refused(op, inputs, constants):
-    with pytest.raises(ModelError, match="its mode is 'lanczos'; known are bilinear"):
+    with pytest.raises(ModelError, match="mode is 'lanczos', but must be one of bilinear"):
         imported(op, inputs, constants, mode="lanczos")

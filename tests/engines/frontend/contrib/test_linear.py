@@ -59,7 +59,7 @@ def test_a_sum_goes_between_a_convolution_and_its_activation():
 
 
 def test_an_unknown_activation_is_refused():
-    with pytest.raises(ModelError, match="its activation is 'Mish'; known are Relu"):
+    with pytest.raises(ModelError, match="activation is 'Mish', but must be one of Relu"):
         imported("FusedGemm", [normal(3, 4), normal(4, 5)], activation="Mish")
 
 
@@ -78,7 +78,7 @@ def test_distances_of_rows_are_what_onnx_runtime_computes(metric):
 
 
 def test_an_unknown_metric_is_refused():
-    with pytest.raises(ModelError, match="its metric is 'cityblock'"):
+    with pytest.raises(ModelError, match="metric is 'cityblock'"):
         imported("CDist", [normal(3, 4), normal(5, 4)], metric="cityblock")
 
 
@@ -113,12 +113,12 @@ def test_weights_of_few_bits_are_dequantised_in_blocks(bits, zeros, k):
 
 def test_weights_in_groups_that_are_no_blocks_are_refused():
     inputs = [normal(3, 16), np.zeros((6, 1, 8), np.uint8), normal(6), None, np.zeros(16, np.int32)]
-    with pytest.raises(ModelError, match="weights in groups that are not blocks"):
+    with pytest.raises(ModelError, match="weights with group indices"):
         imported("MatMulNBits", inputs, (1, 2, 4), K=16, N=6, bits=4, block_size=16)
 
 
 def test_weights_that_are_no_constants_are_refused():
-    with pytest.raises(ModelError, match="its input 'i1' is no constant"):
+    with pytest.raises(ModelError, match="input 'i1' must be a constant"):
         imported("MatMulNBits", [normal(3, 16), np.zeros((6, 1, 8), np.uint8), normal(6)], (2,), K=16, N=6,
                  block_size=16)
 

@@ -194,7 +194,7 @@ def test_an_lstm_of_quantised_weights_is_near_to_one_of_what_they_mean():
 def test_scales_that_are_of_neither_are_refused():
     inputs = lstm(False, 1)
     inputs[8] = np.ones(3, np.float32)
-    with pytest.raises(ModelError, match="are neither one for each direction nor for each column"):
+    with pytest.raises(ModelError, match="must have one value per direction or per column"):
         imported("DynamicQuantizeLSTM", inputs, WEIGHTS, **LSTM)
 
 

@@ -67,14 +67,18 @@ def test_a_key_becomes_its_value(x, attrs):
 
 
 @pytest.mark.parametrize("op, inputs, attrs, message", [
-    ("Scaler", [ROWS], {"scale": [1.0, 2.0], "offset": [1.0]}, "its scale has 2 numbers for 3 columns"),
-    ("Normalizer", [ROWS], {"norm": "L3"}, "its norm is 'L3'; it is MAX, L1 or L2"),
-    ("Imputer", [ROWS], {"imputed_value_floats": [1.0, 2.0]}, "its imputed values are .*: one, or one for each"),
-    ("FeatureVectorizer", [ROWS], {"inputdimensions": [1, 2]}, "it has 1 inputs, and the widths of 2"),
-    ("OneHotEncoder", [ROWS], {"cats_strings": ["a"]}, "its categories are strings"),
-    ("LabelEncoder", [ROWS], {"keys_floats": [1.0], "values_strings": ["a"]}, "its values are strings"),
-    ("LabelEncoder", [ROWS], {"keys_floats": [1.0], "values_floats": [1.0, 2.0]}, "it has 1 keys and 2 values"),
-    ("LabelEncoder", [ROWS], {"keys_int64s": [1], "values_floats": [1.0]}, "its keys are int64, its input is float32")])
+    ("Scaler", [ROWS], {"scale": [1.0, 2.0], "offset": [1.0]},
+     "scale has 2 values, but must have one, or one for each of 3 columns"),
+    ("Normalizer", [ROWS], {"norm": "L3"}, "norm is 'L3', but must be MAX, L1 or L2"),
+    ("Imputer", [ROWS], {"imputed_value_floats": [1.0, 2.0]},
+     "the imputed values are .*, but must be one value, or one for each"),
+    ("FeatureVectorizer", [ROWS], {"inputdimensions": [1, 2]},
+     "inputdimensions has 2 values, but the node has 1 inputs"),
+    ("OneHotEncoder", [ROWS], {"cats_strings": ["a"]}, "string categories"),
+    ("LabelEncoder", [ROWS], {"keys_floats": [1.0], "values_strings": ["a"]}, "string values"),
+    ("LabelEncoder", [ROWS], {"keys_floats": [1.0], "values_floats": [1.0, 2.0]}, "there are 1 keys, but 2 values"),
+    ("LabelEncoder", [ROWS], {"keys_int64s": [1], "values_floats": [1.0]},
+     "the keys are int64, but the input is float32")])
 def test_what_does_not_fit_is_refused(op, inputs, attrs, message):
     with pytest.raises(ModelError, match=message):
         imported(op, inputs, **attrs, **ML)

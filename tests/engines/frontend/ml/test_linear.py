@@ -74,10 +74,11 @@ def test_a_zip_map_that_makes_nothing_is_no_traceback():
 
 
 @pytest.mark.parametrize("op, attrs, message", [
-    ("LinearRegressor", {**weights(1), "targets": 2}, "it has 3 coefficients and 1 intercepts for 2 scores of 3"),
-    ("LinearRegressor", {**weights(1), "post_transform": "PROBIT"}, "not supported with post_transform = PROBIT"),
-    ("LinearClassifier", {**weights(2), "classlabels_ints": LABELS}, "coefficients of 2 scores, and 3 classes"),
-    ("LinearClassifier", weights(2), "it has no classes")])
+    ("LinearRegressor", {**weights(1), "targets": 2}, "3 coefficients and 1 intercepts do not fit 2 scores of 3"),
+    ("LinearRegressor", {**weights(1), "post_transform": "PROBIT"}, "post_transform = PROBIT is not supported"),
+    ("LinearClassifier", {**weights(2), "classlabels_ints": LABELS},
+     "the coefficients are for 2 scores, but there are 3 classes"),
+    ("LinearClassifier", weights(2), "class labels are missing")])
 def test_what_does_not_fit_is_refused(op, attrs, message):
     with pytest.raises(ModelError, match=message):
         imported(op, [normal(5, 3)], (), 2 if op == "LinearClassifier" else 1, **attrs, **ML)

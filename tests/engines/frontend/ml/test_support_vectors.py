@@ -79,12 +79,13 @@ def test_all_is_compiled_but_probabilities_of_many_classes(classes, proba, compi
 
 
 @pytest.mark.parametrize("attrs, message", [
-    ({"kernel_type": "COSINE"}, "its kernel is 'COSINE'"),
-    ({"vectors_per_class": [2, 3]}, "for 3 classes and 5 support vectors of 3 columns"),
-    ({"rho": [0.5]}, "1 of rho for 3 classes"),
-    ({"prob_a": [1.0], "prob_b": [1.0]}, "it has 1 prob_a and 1 prob_b for 3 pairs of classes"),
-    ({"vectors_per_class": [0], "coefficients": [1.0]}, "1 coefficients and 3 of rho for 3 classes of 3 columns"),
-    ({"post_transform": "PROBIT"}, "not supported with post_transform = PROBIT")])
+    ({"kernel_type": "COSINE"}, "kernel_type is 'COSINE'"),
+    ({"vectors_per_class": [2, 3]}, "do not fit 3 classes and 5 vectors of 3 columns"),
+    ({"rho": [0.5]}, "rho 1, which do not fit 3 classes"),
+    ({"prob_a": [1.0], "prob_b": [1.0]}, "prob_a has 1 values and prob_b 1, but there are 3 pairs of classes"),
+    ({"vectors_per_class": [0], "coefficients": [1.0]},
+     "coefficients has 1 values and rho 3, which do not fit 3 classes of 3 columns"),
+    ({"post_transform": "PROBIT"}, "post_transform = PROBIT is not supported")])
 def test_what_does_not_fit_is_refused(attrs, message):
     with pytest.raises(ModelError, match=message):
         imported("SVMClassifier", [normal(5, WIDTH)], (), 2, **{**machine(3), **attrs})

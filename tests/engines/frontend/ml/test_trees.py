@@ -257,17 +257,17 @@ def changed(**attrs):
 
 
 @pytest.mark.parametrize("attrs, message", [
-    (changed(nodes_modes=["BRANCH_LEQ"]), "it has 1 nodes_modes for"),
-    (changed(nodes_modes=["BRANCH_ODD"] * len(forest()["nodes_modes"])), "its nodes have modes BRANCH_ODD"),
-    (changed(nodes_values=[0.0]), "it has 1 nodes_values for"),
-    (changed(nodes_nodeids=[0]), "nodes by tree and 1 by number"),
-    (changed(nodes_featureids=[9] * len(forest()["nodes_modes"])), f"read columns beyond the {COLUMNS}"),
-    (changed(nodes_truenodeids=[99] * len(forest()["nodes_modes"])), "its tree 0 has no node 99"),
-    (changed(target_ids=[3] * len(forest()["target_ids"])), "a leaf of it weighs on 3, of 1"),
-    (changed(target_ids=[0]), "its weights are not one for each"),
-    (changed(base_values=[1.0, 2.0]), "it has 2 base_values for 1 scores"),
-    (changed(aggregate_function="MEDIAN"), "its aggregate_function is 'MEDIAN'"),
-    (changed(post_transform="PROBIT"), "not supported with post_transform = PROBIT")])
+    (changed(nodes_modes=["BRANCH_LEQ"]), "nodes_modes has 1 values"),
+    (changed(nodes_modes=["BRANCH_ODD"] * len(forest()["nodes_modes"])), "nodes_modes has BRANCH_ODD"),
+    (changed(nodes_values=[0.0]), "nodes_values has 1 values"),
+    (changed(nodes_nodeids=[0]), "nodes_nodeids 1"),
+    (changed(nodes_featureids=[9] * len(forest()["nodes_modes"])), f"indices outside the input's {COLUMNS} columns"),
+    (changed(nodes_truenodeids=[99] * len(forest()["nodes_modes"])), "tree 0 has no node 99"),
+    (changed(target_ids=[3] * len(forest()["target_ids"])), "a leaf has a weight for target 3, but there are 1"),
+    (changed(target_ids=[0]), "the lists of leaf weights"),
+    (changed(base_values=[1.0, 2.0]), "base_values has 2 values, but there are 1 scores"),
+    (changed(aggregate_function="MEDIAN"), "aggregate_function is 'MEDIAN'"),
+    (changed(post_transform="PROBIT"), "post_transform = PROBIT is not supported")])
 def test_what_is_no_forest_is_refused(attrs, message):
     with pytest.raises(ModelError, match=message):
         imported("TreeEnsembleRegressor", [rows()], **attrs, **ML)
@@ -278,12 +278,12 @@ def test_nodes_in_a_circle_are_refused():
              "modes": [LEQ, LEQ, LEQ, "LEAF"], "truenodeids": [1, 2, 1, 0], "falsenodeids": [3, 3, 3, 0]}
     leaves = {"treeids": [0], "nodeids": [3], "ids": [0], "weights": [1.0]}
     attrs = {f"nodes_{k}": v for k, v in nodes.items()} | {f"target_{k}": v for k, v in leaves.items()}
-    with pytest.raises(ModelError, match="its nodes are in a circle"):
+    with pytest.raises(ModelError, match="the nodes form a cycle"):
         imported("TreeEnsembleRegressor", [rows()], n_targets=1, **attrs, **ML)
 
 
 def test_scores_of_two_classes_that_are_one_have_no_two_bases():
-    with pytest.raises(ModelError, match="it has 2 base_values for 1 scores"):
+    with pytest.raises(ModelError, match="base_values has 2 values, but there are 1 scores"):
         imported("TreeEnsembleClassifier", [rows()], (), 2, classlabels_int64s=[4, 7], base_values=[1.0, 2.0],
                  **forest(targets=2, prefix="class", ids=[0]), **ML)
 
@@ -324,9 +324,9 @@ def test_a_row_ends_at_the_leaves_that_it_goes_to():
 
 
 @pytest.mark.parametrize("attrs, message", [
-    ({"nodes_falseleafs": [1]}, "its tables are not of the same nodes"),
-    ({"leaf_targetids": [0]}, "its tables are not of the same nodes"),
-    ({"post_transform": 4}, "not supported with post_transform = PROBIT")])
+    ({"nodes_falseleafs": [1]}, "the tables of nodes, or those of leaves, differ in length"),
+    ({"leaf_targetids": [0]}, "the tables of nodes, or those of leaves, differ in length"),
+    ({"post_transform": 4}, "post_transform = PROBIT is not supported")])
 def test_an_ensemble_that_is_none_is_refused(attrs, message):
     with pytest.raises(ModelError, match=message):
         imported("TreeEnsemble", [ROWS], version=21, **ensemble(**attrs), **ML)
@@ -334,5 +334,5 @@ def test_an_ensemble_that_is_none_is_refused(attrs, message):
 
 def test_a_forest_is_not_written_as_onnx():
     graph = graph_from_onnx(model_of("TreeEnsembleRegressor", [rows()], n_targets=1, **forest(), **ML))
-    with pytest.raises(ModelError, match=r"node 'n' \(Forest\): ONNX has no such operator"):
+    with pytest.raises(ModelError, match=r"node 'n' \(Forest\): opset 20 of ONNX has no such operator"):
         onnx_from_graph(graph)
