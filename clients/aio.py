@@ -1,4 +1,4 @@
-"""The asyncio client: the calls of clients.client.InferenceClient, awaited.
+"""Asyncio client: the calls of clients.client.InferenceClient as coroutines.
 
     async with AsyncInferenceClient("localhost:8001") as client:
         answers = await asyncio.gather(*(client.infer("classifier", {"input": image}) for image in images))
@@ -18,7 +18,7 @@ from protos import model_config
 
 
 class AsyncInferenceClient:
-    """A channel to a server, or to several that serve the same models, for the event loop in which it is created.
+    """Client of one server, or of several with the same models, on the event loop in which it is created.
 
     Every call raises a ClientError (clients/errors.py). Parameters are those of clients.client.InferenceClient.
     """
@@ -67,7 +67,7 @@ class AsyncInferenceClient:
 
     async def _call(self, kind: type[Response], request: Message | tuple[bytes, ...], timeout: float | None,
                     metadata: Metadata = ()) -> Response:
-        """Make the call that is answered by messages of this class."""
+        """Make a call and parse its response."""
         message = request if isinstance(request, tuple) else request.SerializeToString()
         try:
             data = await self._channel.call(METHODS[kind].path, message, timeout, tuple(metadata))

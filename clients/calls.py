@@ -1,4 +1,4 @@
-"""The calls of inference.GRPCInferenceService: their paths, and their answers or errors."""
+"""Calls of inference.GRPCInferenceService: their paths, responses and errors."""
 from __future__ import annotations
 
 from typing import TypeVar
@@ -23,5 +23,5 @@ def parse(kind: type[Response], data: bytes, url: str) -> Response:
 
 
 def error_from_status(error: StatusError, url: str, kind: type[Message]) -> ClientError:
-    """Build the named error for a call that is answered by messages of this class."""
+    """Return the client's error for a status of a call, named by the class of its response."""
     return error_of(error.status, url, METHODS[kind].name, error.details)

@@ -1,4 +1,4 @@
-"""A synchronous client of an inference server that speaks KServe v2 over gRPC (this one, or Triton).
+"""Synchronous client of an inference server that speaks KServe v2 over gRPC (this one, or Triton).
 
     with InferenceClient("localhost:8001") as client:
         scores = client.infer("classifier", {"input": images})["logits"]
@@ -53,7 +53,7 @@ class InferenceClient:
 
     def model_metadata(self, model: str, version: str = "", *,
                        timeout: float | None = None) -> pb.ModelMetadataResponse:
-        """Names, datatypes and shapes of inputs and outputs; an extent of -1 varies."""
+        """Return names, datatypes and shapes of inputs and outputs; -1 is a dynamic extent."""
         return self._call(pb.ModelMetadataResponse, pb.ModelMetadataRequest(name=model, version=version), timeout)
 
     def model_config(self, model: str, version: str = "", *, timeout: float | None = None) -> model_config.ModelConfig:
@@ -82,7 +82,7 @@ class InferenceClient:
 
     def _call(self, kind: type[Response], request: Message | tuple[bytes, ...], timeout: float | None,
               metadata: Metadata = ()) -> Response:
-        """Make the call that is answered by messages of this class."""
+        """Make a call and parse its response."""
         message = request if isinstance(request, tuple) else request.SerializeToString()
         try:
             data = self._channel.call(METHODS[kind].path, message, timeout, tuple(metadata))

@@ -1,4 +1,6 @@
-"""numpy arrays <-> ModelInfer messages. Contents travel raw: row-major, little-endian; BYTES as length and data.
+"""Conversion between NumPy arrays and ModelInfer messages.
+
+Contents are raw: row-major and little-endian, BYTES with their lengths.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
 """
@@ -93,7 +95,7 @@ def infer_request(model: str, inputs: Mapping[str, Array], *, version: str = "",
 
 def serialised_request(model: str, inputs: Mapping[str, Array], *, version: str = "", request_id: str = "",
                        priority: int = 0) -> tuple[bytes, ...]:
-    """Return the parts of a serialised request; each tensor's contents are a part, which nothing copies."""
+    """Return the serialised request in parts; each tensor's contents are a part, so they are not copied."""
     request, arrays = _without_contents(model, inputs, version, request_id, priority)
     parts = [request.SerializeToString()]
     for raw in map(encode, arrays):
@@ -115,7 +117,7 @@ def _without_contents(model: str, inputs: Mapping[str, Array], version: str, req
 
 
 def _varint(number: int) -> bytes:
-    """Encode a number as protobuf does: seven bits a byte, the lowest first."""
+    """Encode a number as a protobuf varint."""
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)
@@ -124,7 +126,7 @@ def _varint(number: int) -> bytes:
 
 
 def infer_outputs(response: pb.ModelInferResponse) -> dict[str, Array]:
-    """{output name: array} of a response, whose contents are raw."""
+    """Return the arrays of a response with raw contents, by output name."""
     if len(response.raw_output_contents) != len(response.outputs):
         raise ResponseError(f"{len(response.outputs)} outputs but {len(response.raw_output_contents)} raw contents")
     return {output.name: decode(raw, output.datatype, tuple(output.shape))

@@ -1,4 +1,4 @@
-"""Errors of calls. The message is the server's, after the address and the call that it answers."""
+"""Errors of calls. Their messages have the address, the call and the server's message."""
 from __future__ import annotations
 
 
@@ -19,7 +19,7 @@ class ModelNotFoundError(ClientError):
 
 
 class InvalidRequestError(ClientError):
-    """The server, or this client before it, finds the request wrong."""
+    """The server, or this client before it, rejects the request."""
 
 
 class UnsupportedError(ClientError):

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Channel(Protocol):
-    """Makes calls from any thread."""
+    """Channel for calls from any thread."""
 
     def call(self, path: str, message: Message, timeout: float | None = None, metadata: Metadata = ()
              ) -> bytes:
@@ -24,7 +24,7 @@ class Channel(Protocol):
 
 
 class AsyncChannel(Protocol):
-    """Makes calls on one event loop."""
+    """Channel for calls on one event loop."""
 
     async def call(self, path: str, message: Message, timeout: float | None = None, metadata: Metadata = ()
                    ) -> bytes:

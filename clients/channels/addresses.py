@@ -32,7 +32,7 @@ class Address:
 
     @property
     def is_left_out(self) -> bool:
-        """True while no call goes to it, because its connection failed."""
+        """True while no call goes to the address, because its connection failed."""
         return self._left_out_until > time.monotonic()
 
     def succeeded(self) -> None:
@@ -46,26 +46,26 @@ class Address:
 
 
 class RoundRobin:
-    """Takes the addresses of a channel in turn."""
+    """Round-robin choice of a channel's addresses."""
 
     def __init__(self, addresses: tuple[Address, ...]) -> None:
         self.addresses = addresses
         self._next = -1
 
     def next(self, failed: Address | None) -> Address:
-        """Return the address whose turn it is, left out or not. `failed`, of the last attempt, is passed over."""
+        """Return the next address in turn, left out or not, other than `failed`, the address of the last attempt."""
         self._next += 1
         address = self.addresses[self._next % len(self.addresses)]
         return self.next(None) if address is failed else address
 
     def candidates(self, first: Address) -> list[Address]:
-        """Return the addresses to try for a call in whose turn `first` is; those that are left out come last."""
+        """Return the addresses to try for a call, starting at `first`; those that are left out come last."""
         at = self.addresses.index(first)
         return sorted(self.addresses[at:] + self.addresses[:at], key=lambda address: address.is_left_out)
 
 
 def parse_url(url: str) -> tuple[Address, ...]:
-    """Return the addresses of "HOST:PORT", several of them with commas between, or names as gRPC's "unix:PATH".
+    """Return the addresses of a comma-separated list of "HOST:PORT", or of gRPC's "unix:PATH".
 
     Raises ValueError.
     """

@@ -24,7 +24,7 @@ _CLOSE_SECS = 1.0                   # for a connection to be closed in order, ov
 
 
 class AioChannel(ChannelBase):
-    """Makes calls on one event loop."""
+    """Channel for calls on one event loop."""
 
     def __init__(self, url: str, options: ChannelOptions) -> None:
         super().__init__(url, options)
@@ -57,12 +57,12 @@ class AioChannel(ChannelBase):
         await asyncio.gather(*connecting, *(connection.close() for connection in self._open), return_exceptions=True)
 
     def _ready(self, address: Address) -> AioConnection | None:
-        """Return the connection to an address if a call may be made on it at once."""
+        """Return the connection to an address if it takes calls without waiting."""
         connection = self._connections.get(address.name)
         return connection if connection and connection.takes_calls and not connection.health.is_due else None
 
     async def _connect_any(self, first: Address, attempts: Attempts) -> AioConnection:
-        """Return a connection for a call in whose turn `first` is. Raises StatusError if no healthy server is there."""
+        """Return a connection to a healthy server, from `first` on. Raises StatusError if there is none."""
         if self._is_closed:
             raise StatusError("CANCELLED", "the client is closed")
         reasons = []
@@ -80,7 +80,7 @@ class AioChannel(ChannelBase):
         raise StatusError("UNAVAILABLE", "; ".join(reasons))
 
     def _connect(self, address: Address) -> asyncio.Task[AioConnection]:
-        """Start to connect, or to check the present connection's health, unless another call has."""
+        """Start to connect, or to check the health of an existing connection, unless another call already has."""
         name = address.name
         task = self._connecting.get(name)
         if task is None:
@@ -89,7 +89,7 @@ class AioChannel(ChannelBase):
         return task
 
     async def _healthy(self, address: Address) -> AioConnection:
-        """Return a connection whose server serves. Raises OSError, StatusError."""
+        """Return a connection to a server that is serving. Raises OSError, StatusError."""
         secs, connection = self._options.connect_secs, self._connections.get(address.name)
         try:
             if connection is None or not connection.takes_calls:
@@ -112,7 +112,7 @@ class AioChannel(ChannelBase):
         return connection
 
     async def _new_connection(self, address: Address) -> AioConnection:
-        """Return a connection whose server speaks HTTP/2. Raises OSError."""
+        """Return a connection to a server that speaks HTTP/2. Raises OSError."""
         loop = asyncio.get_running_loop()
 
         def protocol() -> AioConnection:
@@ -136,7 +136,7 @@ class AioChannel(ChannelBase):
 
 
 class AioConnection(asyncio.BufferedProtocol):
-    """A connection for any number of calls."""
+    """Connection for any number of calls."""
 
     def __init__(self, keepalive: Keepalive, health_service: str | None) -> None:
         self.health = HealthCheck(health_service)
@@ -182,11 +182,11 @@ class AioConnection(asyncio.BufferedProtocol):
             require_healthy(error)
 
     async def ready(self) -> None:
-        """Wait until the server has spoken. Raises OSError."""
+        """Wait until the connection is established at the HTTP/2 level. Raises OSError."""
         await self._ready
 
     def drain(self) -> None:
-        """Take no more calls, and close when those that are open have ended."""
+        """Take no more calls, and close when the open ones have ended."""
         self._http2.takes_calls = False
         self._flush_soon()
 
@@ -234,13 +234,13 @@ class AioConnection(asyncio.BufferedProtocol):
 
     # ---- sending
     def _flush_soon(self) -> None:
-        """Send at the end of this iteration of the event loop."""
+        """Flush at the end of this iteration of the event loop."""
         if not self._flushing:
             self._flushing = True
             self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        """Send what the windows and the transport have room for."""
+        """Send as much as the flow-control windows and the transport's buffer allow."""
         self._flushing = False
         http2, transport = self._http2, self._transport
         if transport is None:
@@ -251,7 +251,7 @@ class AioConnection(asyncio.BufferedProtocol):
             transport.close()
 
     def _check_before(self, moment: float) -> None:
-        """Check deadlines and the server's silence at that moment at the latest: one timer serves all calls."""
+        """Schedule the check of deadlines and keepalive for `moment` or earlier; one timer serves all calls."""
         if moment < self._check_at:
             if self._check:
                 self._check.cancel()

@@ -1,4 +1,4 @@
-"""The state that channels on libnghttp2 share, for threads and for asyncio."""
+"""State that the thread and asyncio channels on libnghttp2 share."""
 from __future__ import annotations
 
 import functools
@@ -12,7 +12,7 @@ from clients.channels.retry import Attempts, Throttle
 
 
 class ChannelBase:
-    """The addresses of a channel and its options."""
+    """Addresses, options and policies of a channel."""
 
     def __init__(self, url: str, options: ChannelOptions) -> None:
         """Parse the URL and the options. Raises ValueError, or OSError for unusable certificates."""

@@ -23,7 +23,7 @@ _LEAST_WAIT_SECS = 1e-3             # 0 would make the socket non-blocking
 
 
 class BlockingChannel(ChannelBase):
-    """Makes calls from any thread."""
+    """Channel for calls from any thread."""
 
     def __init__(self, url: str, options: ChannelOptions) -> None:
         super().__init__(url, options)
@@ -61,7 +61,7 @@ class BlockingChannel(ChannelBase):
                 connection.close()
 
     def _connection(self, attempts: Attempts) -> tuple[Address, BlockingConnection]:
-        """Return a connection that no other call has. Raises StatusError if no address has a healthy server."""
+        """Return a connection without a call. Raises StatusError if no address has a healthy server."""
         if self._is_closed:
             raise StatusError("CANCELLED", "the client is closed")
         reasons = []
@@ -96,7 +96,7 @@ class BlockingChannel(ChannelBase):
 
 
 class BlockingConnection:
-    """A connection for one call at a time."""
+    """Connection for one call at a time."""
 
     def __init__(self, address: Address, keepalive: Keepalive, tls: ssl.SSLContext | None,
                  health_service: str | None, secs: float) -> None:
@@ -135,7 +135,7 @@ class BlockingConnection:
         return False
 
     def check_health(self, encoder: RequestEncoder, secs: float) -> None:
-        """Raise StatusError if the server has to be asked for its health, and it is not serving."""
+        """Raise StatusError if a health check is due and the server is not serving."""
         if self._health.is_due:
             try:
                 require_healthy(self.call(self._health.request(encoder, secs), -1, time.monotonic() + secs))
@@ -181,7 +181,7 @@ class BlockingConnection:
                 raise deadline_exceeded() from None
 
     def _receive(self, deadline: float | None) -> None:
-        """Take what the server sends next. Raises StatusError, OSError."""
+        """Read from the socket and process the frames. Raises StatusError, OSError."""
         check = self._http2.check()
         self._send(deadline)
         self._limit(check if deadline is None else min(deadline, check))
@@ -198,7 +198,7 @@ class BlockingConnection:
             self._http2.lose("the server closed the connection")
 
     def _limit(self, moment: float | None) -> None:
-        """Let the socket wait until a moment; None and infinity: for ever."""
+        """Set the socket's timeout to end at `moment`; None and infinity mean no timeout."""
         if moment is not None and moment < math.inf:
             self._socket.settimeout(max(_LEAST_WAIT_SECS, moment - time.monotonic()))
         elif self._socket.gettimeout() is not None:

@@ -1,8 +1,6 @@
-"""One attempt of a unary call: its request as HTTP/2 carries it, and what the frames of its stream tell.
+"""One attempt of a unary call: its request as HTTP/2 frames, and its response from them.
 
-References
-----------
-https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
+References ---------- https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 https://github.com/grpc/grpc/blob/master/doc/compression.md
 """
 from __future__ import annotations
@@ -36,13 +34,13 @@ _WINDOW_BITS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
 
 
 class CallRequest(NamedTuple):
-    """A request as it is sent: the header block, and the data of the stream in parts."""
+    """Serialised request: the header block, and the stream's data in parts."""
     headers: tuple[Header, ...]
     data: tuple[bytes, ...]
 
 
 class RequestEncoder:
-    """Makes the requests of a channel."""
+    """Encoder of a channel's requests."""
 
     def __init__(self, authority: str, options: ChannelOptions) -> None:
         self._max_bytes = options.max_message_bytes
@@ -94,12 +92,10 @@ def _header(name: str, value: str | bytes) -> Header:
 
 
 class PendingCall:
-    """The answer to a request, as it arrives.
+    """Response to a request, as it arrives.
 
-    Parameters
-    ----------
-    max_bytes : the largest message that is taken, decompressed; NO_LIMIT takes any.
-    done : called with this call when it has ended.
+    Parameters ---------- max_bytes : maximum size of the message after decompression; NO_LIMIT for any size. done :
+    called with this call when it has ended.
     """
     __slots__ = ("stream", "deadline", "is_ended", "_error", "_message", "_reader", "_max_bytes", "_done", "_coding",
                  "_has_status")
@@ -125,7 +121,7 @@ class PendingCall:
         return cast(bytes, self._message)           # or a bytearray, which nobody changes
 
     def begin(self, headers: tuple[Header, ...], is_last: bool) -> None:
-        """Take the headers of the answer."""
+        """Process the response headers."""
         fields = dict(headers)
         if fields[b":status"] != b"200":
             self._fail(status_of_http(int(fields[b":status"])))
@@ -134,7 +130,7 @@ class PendingCall:
             self.finish(headers)
 
     def receive(self, data: bytes) -> None:
-        """Take data of the stream."""
+        """Process data of the stream."""
         if self._reader is None:
             size = len(data) - PREFIX_BYTES
             if self._message is None and 0 <= size == int.from_bytes(data[1:PREFIX_BYTES]) <= self._max_bytes and (
@@ -153,13 +149,13 @@ class PendingCall:
             self._fail(error)
 
     def finish(self, trailers: tuple[Header, ...]) -> None:
-        """Take the trailers of the answer."""
+        """Process the trailers."""
         self._has_status = True
         if trailers != _SUCCESS:
             self._read_status(dict(trailers))
 
     def close(self, error_code: int) -> None:
-        """Take note that the stream is closed: the call has ended."""
+        """Note that the stream is closed, which ends the call."""
         if not self._has_status:
             self._fail(status_of_reset(error_code))
         self.end()
@@ -175,7 +171,7 @@ class PendingCall:
 
     @property
     def has_failed(self) -> bool:
-        """True if the rest of the stream is of no use."""
+        """True if the call has failed, so that the rest of the stream can be discarded."""
         return self._error is not None
 
     def _fail(self, error: StatusError) -> None:

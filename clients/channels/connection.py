@@ -1,6 +1,6 @@
-"""A client's end of an HTTP/2 connection that carries gRPC calls, without I/O.
+"""Client end of an HTTP/2 connection that carries gRPC calls, without I/O.
 
-A blocking socket (clients/channels/blocking.py) or an asyncio transport (clients/channels/aio.py) is around it.
+A blocking socket (clients/channels/blocking.py) or an asyncio transport (clients/channels/aio.py) does the I/O.
 """
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _SEND_BYTES = 256 << 10             # taken from libnghttp2 at a time
 
 @dataclass
 class Keepalive:
-    """The keepalive of a channel: seconds of silence before a ping, and after it. Servers may ask for fewer pings."""
+    """Keepalive settings: seconds of silence before a ping, which servers can lengthen, and timeout of the ping."""
     secs: float
     timeout_secs: float
 
 
 class ClientConnection:
-    """The calls on a connection. Those that are open end with UNAVAILABLE when it is lost."""
+    """Calls on a connection. Open ones end with UNAVAILABLE when it is lost."""
 
     def __init__(self, keepalive: Keepalive) -> None:
         self._http2 = client_connection(_WINDOW_BYTES)
@@ -48,7 +48,7 @@ class ClientConnection:
         self._farewell = ""                         # the reason that it gave
 
     def open(self, request: CallRequest, call: PendingCall) -> None:
-        """Begin a call: its request is in the data to send. Raises StatusError if the connection takes no more."""
+        """Begin a call: queue its request. Raises StatusError if the connection takes no more calls."""
         http2 = self._http2
         try:
             call.stream = stream = http2.send_request(request.headers)
@@ -64,12 +64,12 @@ class ClientConnection:
         self.calls[stream] = call
 
     def cancel(self, call: PendingCall) -> None:
-        """Give up a call, which ends without a word."""
+        """Reset the stream of a call, which ends without an error."""
         if self.calls.pop(call.stream, None):
             self._http2.reset_stream(call.stream, ErrorCode.CANCEL)
 
     def receive(self, data: memoryview) -> None:
-        """Take what the server sent. Calls end as their streams do, or all of them where it is not HTTP/2."""
+        """Process received bytes. Calls end with their streams, or all of them if the bytes are not HTTP/2."""
         try:
             self._http2.receive_data(data)
             self._handle_events()
@@ -78,7 +78,7 @@ class ClientConnection:
         self._received_at, self._pinged_at = time.monotonic(), None
 
     def data_to_send(self) -> bytes:
-        """Return the next of the data that the windows have room for; empty if there are none."""
+        """Return the next bytes that the windows allow to send; empty if there are none."""
         try:
             if not (data := self._http2.data_to_send(_SEND_BYTES)):
                 self._handle_events()               # the last data may have been a GOAWAY
@@ -88,7 +88,7 @@ class ClientConnection:
             return b""
 
     def go_away(self) -> None:
-        """Tell the server that no more calls come."""
+        """Send GOAWAY."""
         self.takes_calls = False
         try:
             self._http2.terminate_connection()
@@ -96,7 +96,7 @@ class ClientConnection:
             return
 
     def lose(self, reason: str) -> None:
-        """End all calls: the connection is of no use any more."""
+        """End all calls: the connection is lost."""
         self.takes_calls = False
         calls, self.calls = self.calls, {}
         for call in calls.values():
@@ -105,8 +105,8 @@ class ClientConnection:
     def check(self) -> float:
         """End calls whose deadlines have passed, and ping a server that has been silent.
 
-        Calls end with UNAVAILABLE if a ping has not been answered in time. Return the moment of time.monotonic() at
-        which this is due again; infinity: it is not.
+        Calls end with UNAVAILABLE if a ping is not answered in time. Returns the time.monotonic() of the next check, or
+        infinity.
         """
         now, following = time.monotonic(), math.inf
         for call in list(self.calls.values()):
@@ -165,6 +165,6 @@ def _text(debug_data: bytes) -> str:
 
 
 def require_http2(protocol: str | None) -> None:
-    """Raise ConnectionError unless this is the protocol that TLS has agreed on (ALPN)."""
+    """Raise ConnectionError unless TLS has negotiated HTTP/2 (ALPN)."""
     if protocol != "h2":
         raise ConnectionError("the server speaks no HTTP/2 over TLS (ALPN)")

@@ -1,8 +1,6 @@
-"""gRPC's health check of a connection, which the service config asks for.
+"""gRPC's health check of a connection, if the service config asks for it.
 
-References
-----------
-https://github.com/grpc/grpc/blob/master/doc/health-checking.md
+References ---------- https://github.com/grpc/grpc/blob/master/doc/health-checking.md
 """
 from __future__ import annotations
 
@@ -29,13 +27,13 @@ class HealthCheck:
         return self._service is not None and time.monotonic() - self._checked_at > CHECK_SECS
 
     def request(self, encoder: RequestEncoder, timeout: float) -> CallRequest:
-        """Return the request of a check, which is due again after CHECK_SECS."""
+        """Return the request of a check. The next one is due after CHECK_SECS."""
         self._checked_at = time.monotonic()
         return encoder.encode(_PATH, health.HealthCheckRequest(service=self._service).SerializeToString(), timeout)
 
 
 def require_healthy(answer: bytes | StatusError) -> None:
-    """Raise StatusError unless the server serves, or knows no health check."""
+    """Raise StatusError unless the server is serving, or does not implement health checks."""
     if isinstance(answer, StatusError):
         if answer.status == "UNIMPLEMENTED":
             return

@@ -17,17 +17,15 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 class Tls:
     """PEM files for TLS.
 
-    Parameters
-    ----------
-    root_certificates : of the authorities that may have signed the server's certificate; None: those of the system.
-    certificate, private_key : the client's own, for servers that ask for them.
+    Parameters ---------- root_certificates : certificates of authorities that may sign the server's certificate; None
+    for the system's. certificate, private_key : the client's own, for servers that ask for them.
     """
     root_certificates: str | Path | None = None
     certificate: str | Path | None = None
     private_key: str | Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Create the context. Raises OSError that names a file that cannot be used."""
+        """Create the SSL context. Raises OSError with the name of an unusable file."""
         try:
             context = ssl.create_default_context(cafile=self.root_certificates)
             if self.certificate:
@@ -81,7 +79,7 @@ class ChannelOptions:
         return ServiceConfig.read(self.service_config)
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Return the context with which connections are encrypted, for HTTP/2."""
+        """Return the SSL context for HTTP/2."""
         context = self.tls.context() if isinstance(self.tls, Tls) else self.tls
         if context:
             context.set_alpn_protocols(["h2"])

@@ -18,7 +18,7 @@ _JITTER = 0.2
 
 
 class Throttle:
-    """The tokens of a channel: retries stop while too many calls fail."""
+    """Retry throttling by tokens: calls are not retried while too many fail."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self._most, self._ratio = config.throttling or (0.0, 0.0)
@@ -36,11 +36,11 @@ class Throttle:
 
 
 class Attempts:
-    """The attempts of one call."""
+    """Attempts of one call, with its deadline and retry policy."""
     __slots__ = ("_policy", "_throttle", "timeout", "deadline", "retries", "address", "_refusals")
 
     def __init__(self, method: MethodConfig, throttle: Throttle, timeout: float | None) -> None:
-        """timeout: seconds that the caller allows; the config may allow fewer."""
+        """Start the deadline: `timeout` is the caller's in seconds, which the config may shorten."""
         self._policy, self._throttle = method.retry, throttle
         most = method.timeout_secs
         self.timeout = timeout if most is None else most if timeout is None else min(timeout, most)
@@ -50,7 +50,7 @@ class Attempts:
         self._refusals = 0
 
     def remaining(self) -> float | None:
-        """Return the seconds that are left; None: no limit. Raises StatusError when none are."""
+        """Return the seconds left, or None without a deadline. Raises StatusError if it has passed."""
         if self.deadline is None:
             return None
         if (left := self.deadline - time.monotonic()) <= 0:

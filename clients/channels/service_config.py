@@ -45,14 +45,14 @@ class RetryPolicy:
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """The settings of a method; None: no timeout, no retries."""
+    """Settings of a method: timeout and retry policy, either may be None."""
     timeout_secs: float | None = None
     retry: RetryPolicy | None = None
 
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """A service config that has been read; `document` is complete, with the fields that were left out."""
+    """Parsed service config; `document` is complete, with defaults for omitted fields."""
     document: Mapping[str, Any]
     methods: Mapping[str, MethodConfig]         # by "/service/method", "/service/" or ""
     throttling: tuple[float, float] | None      # tokens at most, and tokens for a call that succeeds
@@ -68,7 +68,7 @@ class ServiceConfig:
             raise ValueError(f"service config: {error}") from error
 
     def method(self, path: str) -> MethodConfig:
-        """Return the settings of a method: its own, those of its service, or those of all."""
+        """Return the settings of a method: its own, those of its service, or the default ones."""
         service = path[:path.rindex("/") + 1]
         return next((self.methods[name] for name in (path, service, "") if name in self.methods), MethodConfig())
 

@@ -41,11 +41,11 @@ def deadline_exceeded() -> StatusError:
 
 
 def status_of_http(status: int) -> StatusError:
-    """Build the error for an answer that is not gRPC's."""
+    """Build the error for a response that is not gRPC, by its HTTP status."""
     return StatusError(_OF_HTTP.get(status, "UNKNOWN"), f"the server answered with HTTP status {status}")
 
 
 def status_of_reset(error_code: int) -> StatusError:
-    """Build the error for a stream that was reset before its call had a status."""
+    """Build the error for a stream that was reset before its status arrived."""
     return StatusError(_OF_RESET.get(error_code, "INTERNAL"), f"the stream was reset with HTTP/2 error {error_code}",
                        is_unprocessed=error_code == _REFUSED_STREAM)

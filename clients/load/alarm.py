@@ -1,4 +1,4 @@
-"""Waits of a coroutine until a moment, with the resolution of the kernel: timers of event loops have a millisecond."""
+"""Waits with the kernel's timer resolution, where event loops round to a millisecond."""
 from __future__ import annotations
 
 import asyncio
@@ -21,7 +21,7 @@ class _Setting(ctypes.Structure):
 
 
 class Alarm:
-    """A timer of Linux (timerfd) on the running event loop; elsewhere the loop's own timers."""
+    """Timer on the running event loop: Linux's timerfd, or else the loop's own timers."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

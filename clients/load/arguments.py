@@ -1,4 +1,4 @@
-"""The command line of load-test."""
+"""Command line of load-test."""
 from __future__ import annotations
 
 import argparse
@@ -18,7 +18,7 @@ Exit status: 0 all requests were answered; 1 some failed (with --allow-errors: a
 
 @dataclass(frozen=True)
 class Options:
-    """A parsed command line; times in seconds."""
+    """Parsed command line; times are in seconds."""
     model: str
     version: str
     url: str
@@ -81,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: list[str] | None = None) -> Options:
-    """Options of sys.argv, or of `arguments`; exits with status 2 and a usage message when they make no sense."""
+    """Parse sys.argv, or `arguments`; exits with status 2 and a usage message if they are invalid."""
     parser = make_parser()
     parsed = parser.parse_args(arguments)
     _refuse_what_a_way_cannot(parser, parsed)

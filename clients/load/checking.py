@@ -1,4 +1,4 @@
-"""load-test --check: the outputs of every answer are read, and compared with those of the first to the same request."""
+"""load-test --check: compare the outputs of every answer with those of the first answer to the same request."""
 from __future__ import annotations
 
 import numpy as np
@@ -14,7 +14,7 @@ TOLERANCE = 1e-3            # of the largest magnitude of the output: batches of
 
 
 def checked(send: Send) -> Send:
-    """Wrap a request so that an answer whose outputs are not those of its first answer fails with DATA_LOSS."""
+    """Wrap a request to fail with DATA_LOSS if its outputs differ from those of its first answer."""
     first: dict[str, Array] = {}
 
     async def send_and_check(timeout: float) -> None:
@@ -35,7 +35,7 @@ def checked(send: Send) -> Send:
 
 
 def difference(expected: Array, output: Array) -> str:
-    """Return how an output differs from the one that is expected; "" if it does not."""
+    """Return the difference of an output from the expected one, or ""."""
     if (expected.dtype, expected.shape) != (output.dtype, output.shape):
         return f"{output.dtype}{list(output.shape)} in the place of {expected.dtype}{list(expected.shape)}"
     if output.dtype.kind != "f":

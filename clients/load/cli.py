@@ -82,13 +82,13 @@ def measure_scenario(options: Options, scenario: Scenario, progress: Progress) -
 
 
 def run_loop(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` on uvloop's event loop, or on asyncio's where uvloop is not installed."""
+    """Run a coroutine on uvloop's event loop, or on asyncio's if uvloop is not installed."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(main)
 
 
 def verdict(report: Report, allow_errors: bool) -> int:
-    """FAILED when requests failed; with `allow_errors` only when a load had no success at all."""
+    """Return FAILED if requests failed; with `allow_errors` only if a load had no success at all."""
     levels = [*report.levels, *(report.against.levels if report.against else ())]
     if allow_errors:
         return FINE if all(level.client.requests for level in levels) else FAILED
@@ -113,7 +113,7 @@ async def run(options: Options, progress: Progress) -> Report:
 
 
 class Progress:
-    """One line that is rewritten while a load test runs; nothing where there is no terminal."""
+    """Progress line on a terminal, rewritten while a load test runs."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr

@@ -1,7 +1,7 @@
-"""Sends one load and measures it: warm-up, then windows until they agree or the time is over.
+"""Load generation: warm-up, then windows until they agree or the time is over.
 
-One event loop sends everything. Requests are serialised beforehand and responses are not parsed, so that the client
-takes as little as it can of a machine that it may share with the server.
+One event loop sends all requests. They are serialised beforehand and responses are not parsed, so that the client takes
+little of a machine that it may share with the server.
 """
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ WINDOWS_IN_DURATION = 10
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds to warm up, and to measure at most after that."""
+    """Seconds of warm-up, and the maximum of the measurement."""
     warmup: float
     duration: float
 
 
 @dataclass(frozen=True)
 class LoadLevel:
-    """The result of one load: a concurrency or a rate."""
+    """Result of one load: a concurrency or a rate."""
     load: Load
     client: Summary
     server: ServerSplit | None      # None: the server keeps no statistics, or executed nothing
@@ -45,7 +45,7 @@ class LoadLevel:
 
     @property
     def client_cpu_us(self) -> float:
-        """Microseconds that the load generator's thread computed for a request; nan if none ended."""
+        """Processor time of the load generator's thread per request in microseconds; nan if none ended."""
         ended = self.client.requests + sum(self.client.errors.values())
         return self.client_busy * self.client.seconds * 1e6 / ended if ended else math.nan
 
@@ -67,14 +67,14 @@ class LoadLevel:
 
 
 class _Mark(NamedTuple):
-    """The end of a window."""
+    """End of a window."""
     at: float                       # seconds of the monotonic clock
     cpu: float                      # seconds that the thread has computed
     statistics: Reading | None
 
 
 class Sender:
-    """Sends the requests in turn, and records how each went."""
+    """Sender of requests in turn, which records each result."""
 
     def __init__(self, requests: Sequence[Send], request_bytes: int, timeout: float) -> None:
         """request_bytes: about what one of them has."""
@@ -96,7 +96,7 @@ class Sender:
 
 
 async def send_closed(sender: Sender, load: Closed, stop: asyncio.Event) -> None:
-    """Until `stop`; returns when the last answer is there."""
+    """Send requests in a closed loop until `stop`, and wait for the last answer."""
     async def user() -> None:
         while not stop.is_set():
             await sender.send(time.monotonic())
@@ -105,7 +105,7 @@ async def send_closed(sender: Sender, load: Closed, stop: asyncio.Event) -> None
 
 
 async def send_open(sender: Sender, load: Open, seed: int, stop: asyncio.Event) -> None:
-    """Until `stop`; returns when the last answer is there."""
+    """Send requests on schedule until `stop`, and wait for the last answer."""
     slots = asyncio.Semaphore(sender.most_in_flight)
     start = time.monotonic()
 
@@ -130,7 +130,7 @@ async def send_open(sender: Sender, load: Open, seed: int, stop: asyncio.Event) 
 async def run_level(load: Load, sender: Sender, batch: int, timing: Timing, seed: int,
                     read_statistics: Callable[[], Awaitable[Reading | None]],
                     observe: Callable[[float, Summary], None]) -> LoadLevel:
-    """Measures one load. `observe(seconds measured, summary of the window)` is called after each window."""
+    """Measure one load. `observe(seconds measured, summary of the window)` is called after each window."""
     stop = asyncio.Event()
     marks: list[_Mark] = []
     windows: list[LoadWindow] = []

@@ -22,7 +22,7 @@ MIN_REQUESTS = 100      # in a window: fewer agree or disagree by chance, and ha
 
 
 class Recorder:
-    """The requests of one load, in the order in which they ended; times are seconds of one monotonic clock."""
+    """Recorded requests of one load, in the order in which they ended; times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._due = array("d")
@@ -34,7 +34,7 @@ class Recorder:
         return len(self._statuses)
 
     def add(self, due: float, sent: float, ended: float, status: str) -> None:
-        """`status` is OK or the name of a gRPC status."""
+        """Record a request; `status` is OK or the name of a gRPC status."""
         self._due.append(due)
         self._sent.append(sent)
         self._ended.append(ended)
@@ -79,7 +79,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of an interval. throughput: items (requests * batch) answered in it, per second."""
+    """Summary of an interval. throughput: items (requests * batch) answered in it per second."""
     seconds: float
     requests: int                   # due in the interval and answered
     throughput: float
@@ -102,7 +102,7 @@ def latency_of(milliseconds: NDArray[np.float64]) -> Latency:
 
 
 def summarise(samples: Samples, begin: float, end: float, batch: int) -> Summary:
-    """Latency of the requests due in [begin, end), throughput of those that ended in it."""
+    """Summarise the latency of requests due in [begin, end), and the throughput of those that ended in it."""
     due = samples.where((samples.due >= begin) & (samples.due < end))
     ended = samples.where((samples.ended >= begin) & (samples.ended < end)).succeeded
     errors = Counter(status for status in due.status.tolist() if status != OK)
@@ -117,7 +117,7 @@ def summarise(samples: Samples, begin: float, end: float, batch: int) -> Summary
 # ---- when a measurement may stop: as in perf_analyzer, when three windows in a row agree
 @dataclass(frozen=True)
 class LoadWindow:
-    """The summary of one window; latency is nan if nothing was answered within it."""
+    """Summary of one window; latency is nan if nothing was answered within it."""
     requests: int
     throughput: float
     latency_ms: float

@@ -17,7 +17,7 @@ INTEGERS_BELOW = 128            # small enough to be a valid index or token in m
 
 
 class PayloadError(ClientError):
-    """Input data that does not fit the model."""
+    """Input data do not match the model."""
 
 
 def prepare(metadata: pb.ModelMetadataResponse, batch: int, *, data: Mapping[str, Array] | None = None,
@@ -42,7 +42,7 @@ def prepare(metadata: pb.ModelMetadataResponse, batch: int, *, data: Mapping[str
 
 
 def request_bytes(feeds: Sequence[Mapping[str, Array]]) -> int:
-    """Return the bytes of the tensors of one request; all requests are of one size."""
+    """Return the bytes of the tensors of one request; all requests have equal size."""
     return sum(len(encode(array)) for array in feeds[0].values()) or 1
 
 

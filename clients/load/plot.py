@@ -53,7 +53,7 @@ def knee(levels: Sequence[LoadLevel]) -> LoadLevel | None:
 
 
 def _draw_curve(axes: Any, report: Report) -> None:
-    """Latency over throughput: a point a load, in the order of the loads."""
+    """Draw latency over throughput, with a point for each load in order."""
     highest = 0.0
     for each, style in zip(report.all, ("-", "--"), strict=False):
         levels = [level for level in _by_load(each) if level.client.requests]

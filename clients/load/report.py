@@ -78,7 +78,7 @@ def _level(level: LoadLevel) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no nan."""
+    """Return a number, or None for nan, which JSON lacks."""
     return None if math.isnan(value) else value
 
 
@@ -125,7 +125,7 @@ def table(report: Report) -> str:
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of equal columns, the first to the left."""
+    """Align the cells of lines in columns, the first column to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width
                                                   in zip(row[1:], widths[1:], strict=True))]) for row in rows]

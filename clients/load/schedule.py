@@ -16,7 +16,7 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class Closed:
-    """`concurrency` requests in flight; each is replaced when it is answered."""
+    """Closed loop of `concurrency` requests in flight; each is replaced when it is answered."""
     concurrency: int
 
     @property
@@ -29,7 +29,7 @@ class Closed:
 
 @dataclass(frozen=True)
 class Open:
-    """A Poisson process of `rate` requests a second."""
+    """Open loop: Poisson arrivals at `rate` requests per second."""
     rate: float
 
     @property
@@ -40,7 +40,7 @@ class Open:
         return f"rate {self.rate:g}/s"
 
     def arrivals(self, seed: int) -> Iterator[float]:
-        """Seconds from the start at which requests are due, without end; the same for the same seed."""
+        """Yield the seconds from the start at which requests are due, without end; equal for equal seeds."""
         random = np.random.default_rng(seed)
         now = 0.0
         while True:
@@ -55,7 +55,7 @@ SCENARIOS = ("SingleStream", "MultiStream", "Server", "Offline")
 
 @dataclass(frozen=True)
 class Scenario:
-    """One of MLPerf's, whose load generator says when requests are sent: clients/load/mlperf."""
+    """MLPerf scenario, whose load generator decides when requests are sent (clients/load/mlperf)."""
     name: str
     latency_ms: float               # that the 99th percentile of Server must hold
     queries: int                    # at least

@@ -1,4 +1,4 @@
-"""The server's own account of an interval: the difference of two readings of ModelStatistics."""
+"""Server-side statistics of an interval: the difference of two readings of ModelStatistics."""
 from __future__ import annotations
 
 from collections import Counter
@@ -22,7 +22,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class ServerSplit:
-    """Mean times of a request in the server (ms) and the sizes of its batches."""
+    """Mean times of a request in the server (ms), and the sizes of its batches."""
     queue_ms: float
     compute_input_ms: float
     compute_infer_ms: float

@@ -1,4 +1,4 @@
-"""A server that is measured: the way to it, the requests that it is sent, and its own statistics."""
+"""Server under test: its transport, requests and statistics."""
 from __future__ import annotations
 
 import time
@@ -26,7 +26,7 @@ from clients.load.transports.transport import SETUP_SECS, Send, Transport
 
 
 class Target:
-    """Made by open_target()."""
+    """Server under test, from open_target()."""
 
     def __init__(self, options: Options, url: str, transport: Transport, requests: Sequence[Send],
                  bytes_of_one: int) -> None:

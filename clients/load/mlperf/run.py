@@ -36,7 +36,7 @@ _MOST_IN_FLIGHT = 4096      # beyond, samples wait here, and their wait is count
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the generator."""
+    """Result of one run of the generator."""
     rate: float | None              # samples a second, where the scenario has a rate
     samples: int
     samples_per_sec: float
@@ -50,7 +50,7 @@ class Run:
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """A server under a scenario."""
+    """Result of one server in a scenario."""
     url: str
     metric: str
     value: float                    # 0: no rate holds
@@ -58,7 +58,7 @@ class ScenarioResult:
 
     @property
     def decisive(self) -> Run:
-        """The run that the value is of; the last one where no rate holds."""
+        """The run with the reported value, or the last run if no rate holds."""
         return next((run for run in self.runs if run.rate == self.value), self.runs[-1])
 
 
@@ -154,7 +154,7 @@ class _Generator:
 
 
 class _System:
-    """The system under test, as the generator calls what answers it."""
+    """System under test, as the generator calls it."""
 
     def __init__(self, requests: Sequence[Send], timeout: float) -> None:
         self._requests, self._timeout = requests, timeout

@@ -1,4 +1,4 @@
-"""The highest rate that holds: by doubling, then by halving the interval on a logarithmic scale."""
+"""Search for the highest rate that holds: doubling, then bisection on a logarithmic scale."""
 from __future__ import annotations
 
 import math
@@ -9,7 +9,7 @@ _LOWEST = 2 ** -10          # of the rate to begin with
 
 
 async def highest_rate(holds: Callable[[float], Awaitable[bool]], start: float) -> float:
-    """Within PRECISION, where rates below one that holds do, too. 0: none does."""
+    """Return the highest rate that holds within PRECISION, or 0. If a rate holds, lower ones must hold, too."""
     low = high = start
     if await holds(start):
         while await holds(high := 2 * low):

@@ -1,4 +1,4 @@
-"""The ways to a server, by the scheme of its address: gRPC, HTTP, and tensors in shared memory beside gRPC."""
+"""Transports of a load test by URL scheme: gRPC, HTTP, and gRPC with tensors in shared memory."""
 from __future__ import annotations
 
 from clients.load.transports.over_grpc import GrpcTransport
@@ -13,7 +13,7 @@ _NAMES_OF_GRPC = ("dns:", "unix:", "unix-abstract:")    # https://grpc.github.io
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return the scheme and the address of "scheme://host:port"; "host:port" and names of gRPC are "grpc"."""
+    """Return scheme and address of "scheme://host:port"; the scheme defaults to "grpc", also for gRPC's names."""
     scheme, separator, address = url.partition("://")
     return ("grpc", url) if not separator or is_name_of_grpc(url) else (scheme, address)
 

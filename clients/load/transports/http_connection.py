@@ -1,4 +1,4 @@
-"""A client's connection of HTTP/1.1: one request at a time, as bytes; httptools parses what comes back."""
+"""HTTP/1.1 client connection: one request at a time, as bytes; httptools parses the response."""
 from __future__ import annotations
 
 import asyncio
@@ -13,7 +13,7 @@ class Answer(NamedTuple):
 
 
 class HttpClientConnection(asyncio.Protocol):
-    """Made by connect(); usable until it says otherwise."""
+    """Connection, from connect(); can be reused while `is_usable`."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)

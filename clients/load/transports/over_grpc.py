@@ -1,4 +1,4 @@
-"""Requests over gRPC: one channel, messages as bytes, responses that nobody parses."""
+"""Requests over gRPC: one channel, serialised messages, unparsed responses."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
