@@ -1,1 +1,1 @@
-"""Measurements that stand in docs/benchmarks, each with the command that repeats it."""
+"""Programs that make the measurements in docs/benchmarks."""

@@ -164,7 +164,11 @@ def _answer(to: Connection, name: str, most: int | None) -> None:
 
 
 def checked(name: str, emulated: str, most: int | None) -> str:
-    """"yes", or what is wrong. emulated: the architecture; "": the GPU at hand. most: tactics; None: all."""
+    """Return "yes", or the reason why a problem's result is wrong.
+
+    emulated: architecture of an emulated GPU, or "" for this machine's GPU. most: maximum number of tactics, or None
+    for all.
+    """
     from tests.engines.backends.cuda.runner import GpuRunner, Way, at_hand
     from tests.engines.backends.suite import check
     from tests.gpu.cases import CASES

@@ -1,4 +1,4 @@
-"""Models to measure: of the zoo by name, or ONNX files, with their data; and what build-engine makes of them."""
+"""Models to measure, of the zoo by name or ONNX files, with their data and build options."""
 from __future__ import annotations
 
 import hashlib
@@ -40,12 +40,12 @@ class Model:
 
     @property
     def build_options(self) -> tuple[str, ...]:
-        """Options of build-engine for this model in every precision."""
+        """Return the options of build-engine for this model in every precision."""
         return tuple(option for shape in self.shapes for option in ("--shape", shape))
 
     @property
     def calibration_options(self) -> tuple[str, ...]:
-        """Further options of build-engine for this model in INT8."""
+        """Return the further options of build-engine for this model in INT8."""
         preprocess = ("--preprocess", self.preprocess) if self.preprocess else ()
         return ("--calib", self.calibration, *preprocess)
 
@@ -62,14 +62,14 @@ class Model:
 
     @property
     def data(self) -> CalibrationData:
-        """Calibration items, of which the first are also used for timing."""
+        """Return the calibration items, of which the first are also used for timing."""
         return open_calibration_data(self.calibration, self.inputs,
                                      load_preprocess(self.preprocess) if self.preprocess else None)
 
 
     @cached_property
     def data_digest(self) -> str:
-        """Digest of the calibration items' names and values."""
+        """Return a digest of the calibration items' names and values."""
         return digest(*(part for item in self.data for name, array in item.items() for part in (name, array.tobytes())))
 
     def feed(self, batch: int) -> dict[str, Array]:
@@ -90,7 +90,7 @@ def digest(*parts: str | bytes) -> str:
 
 
 def run(module: str, *arguments: object) -> None:
-    """Run a command of ours by its module; its output goes to stderr, and its failure ends the benchmark."""
+    """Run a module as a command, with output to stderr; its failure ends the benchmark."""
     subprocess.run([sys.executable, "-m", module, *map(str, arguments)], check=True, stdout=sys.stderr)
 
 

@@ -41,7 +41,7 @@ READY_TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class Point:
-    """The results at one concurrency: medians over the repetitions."""
+    """Results at one concurrency: medians over the repetitions."""
     concurrency: int
     served: float               # items/s
     p50_ms: float
@@ -93,7 +93,7 @@ def wait_until_ready(address: str, model: str, process: subprocess.Popen[bytes])
 
 
 def loaded(ports: Ports, model: str, concurrency: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """load-test's level at one concurrency, or the bare client's."""
+    """Measure one concurrency by load-test or by the bare client; return its level."""
     if options.apart:
         _pin(options.apart[:1])
         return bare.level(ports, model, concurrency, options.duration, options.way)
@@ -104,7 +104,7 @@ def loaded(ports: Ports, model: str, concurrency: int, options: argparse.Namespa
 
 
 def alone(plan: Path, batch: int, options: argparse.Namespace) -> float:
-    """run-engine's items a second."""
+    """Return run-engine's throughput in items per second."""
     found = subprocess.run(
         [sys.executable, "-m", "infer_server.cli.run_engine", plan, "--batch", str(batch),
          "--threads", str(options.threads), "--seconds", str(options.duration), "--json"],

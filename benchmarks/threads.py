@@ -40,7 +40,7 @@ LONGEST_PAUSE_S = 3e-3  # between two requests of the check
 
 @dataclass(frozen=True)
 class Speed:
-    """Times of one and of several threads under one condition: medians."""
+    """Median times of one and of several threads under one condition."""
     condition: str
     one_ms: float
     several_ms: float
@@ -53,7 +53,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Check:
-    """The result of the check: how many requests, and how many answers that differ from one thread's."""
+    """Result of the check: the number of requests, and of answers that differ from one thread's."""
     requests: int
     wrong: int              # with a byte that is not that of one thread
     by_helpers: int         # chunks
@@ -133,7 +133,7 @@ def throughput(contexts: list[ExecutionContext], seconds: float) -> float:
 
 def check(one: Engine, several: Engine, requests: int, batch: int,
           contended: Callable[[], AbstractContextManager[None]] = bursts, seed: int = 0) -> Check:
-    """Ask `requests` times, for 1 to `batch` items, while others compute; compare each answer with one thread's."""
+    """Run `requests` of 1 to `batch` items under contention, and compare each answer with one thread's."""
     random = np.random.default_rng(seed)
     batches = [int(random.integers(1, batch + 1)) for _ in range(FEEDS)]
     feeds = [random_feed(one, items, seed + i) for i, items in enumerate(batches)]
@@ -154,14 +154,14 @@ def check(one: Engine, several: Engine, requests: int, batch: int,
 
 
 def chunk_counts(context: ExecutionContext) -> tuple[int, int]:
-    """(chunks that threads other than the caller's ran, late chunks that any thread ran again)."""
+    """Return the number of chunks run by other threads than the caller's, and of late chunks that were run again."""
     execution = context.execution
     assert isinstance(execution, ParallelExecution), "a context of one thread has no other workers"
     return int(execution.workers[1:, WorkerRow.DONE].sum()), int(execution.workers[:, WorkerRow.REPEATED].sum())
 
 
 def speed_section(options: argparse.Namespace, plan: Plan) -> str:
-    """Speed-up and throughput as a section of docs/benchmarks."""
+    """Return speed-up and throughput as a section of docs/benchmarks."""
     one = Engine(plan)
     alone, together = ready(one), ready(Engine(plan, options.threads))
     rows: list[list[Cell]] = [[s.condition, s.one_ms, s.several_ms, f"{s.ratio:.2f}", s.p99_ms]

@@ -45,12 +45,12 @@ Array = NDArray[Any]
 
 
 class DemoError(Exception):
-    """A step that failed; the message says which, and what it printed."""
+    """A step failed; the message names it and has its output."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One engine: `single` and `batched` are images a second, at batch 1 and at MAX_BATCH, one thread."""
+    """Images per second of an engine on one thread: `single` at batch 1, `batched` at MAX_BATCH."""
     build_s: float
     size_bytes: int
     logits: Array               # float32 [test images, 10]
@@ -61,7 +61,7 @@ class Measured:
 
 
 def tool(name: str) -> str:
-    """Path of a console script, installed beside this Python; else found on PATH."""
+    """Return the path of a console script: next to this Python, else on PATH."""
     beside = Path(sys.executable).with_name(name)
     path = str(beside) if beside.exists() else shutil.which(name)
     if path is None:
@@ -80,7 +80,7 @@ def run(*command: str | Path | float) -> str:
 
 
 def test_images() -> tuple[Array, Array]:
-    """(images float32 [n, 1, 28, 28], labels int64 [n]); a file is called LABEL-INDEX.png."""
+    """Return images float32 [n, 1, 28, 28] and labels int64 [n], from files named LABEL-INDEX.png."""
     paths = sorted((DATA / "test").glob("*.png"))
     preprocess = load_preprocess(DATA / "preprocess.toml")
     images = np.concatenate([preprocess.apply(path, ["N", 1, 28, 28]) for path in paths])
@@ -109,7 +109,7 @@ def free_port() -> int:
 
 @contextmanager
 def server(repository: Path, log: Path) -> Iterator[str]:
-    """Address of a running infer-server; it is told to stop at the end, and must then exit 0."""
+    """Run an infer-server and yield its address; it must exit with 0 when it is stopped."""
     grpc_port, http_port, metrics_port = (free_port() for _ in range(3))
     command = ["infer-server", "--model-repository", str(repository), "--grpc-port", str(grpc_port),
                "--http-port", str(http_port), "--metrics-port", str(metrics_port)]
@@ -145,7 +145,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], address: str, log: Path, 
 
 
 def query(address: str, images: Array) -> tuple[Array, float]:
-    """(logits of single-image requests from CLIENTS concurrent clients, mean size of the batches they ran in)."""
+    """Return the logits of single-image requests from CLIENTS concurrent clients, and the mean batch size."""
     answers = np.empty((len(images), 10), np.float32)
 
     def one_client(index: Array) -> None:
@@ -168,7 +168,7 @@ def check(holds: bool, message: str) -> None:
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
-    """Columns aligned: the first to the left, the others to the right."""
+    """Align rows in columns: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
     lines = ("  ".join(cell.rjust(width) if column else cell.ljust(width)
                        for column, (cell, width) in enumerate(zip(row, widths, strict=False))) for row in rows)

@@ -25,7 +25,7 @@ NEAR = 1e-2         # of the largest value: what halves may differ by
 
 
 def inputs_of(plan: Plan) -> dict[str, Array]:
-    """Floats around 0; of integers small ones, and of masks, whose name says that they are, ones."""
+    """Return inputs: floats around 0, small integers, and ones for inputs named as masks."""
     random = np.random.default_rng(0)
 
     def drawn(tensor: IoTensor) -> Array:

@@ -31,7 +31,7 @@ from protos.http2 import NGH2Error, client_connection
 
 @dataclass(frozen=True)
 class Port:
-    """A kind of port: what is asked there, and in what form."""
+    """Requests for one kind of port, gRPC or HTTP."""
     live: str
     infer: str
     fields: tuple[tuple[str, str], ...]     # headers of a request
@@ -137,7 +137,7 @@ def window_overflow(port: Port) -> Pieces:
 
 
 def lying_lengths(port: Port) -> Pieces:
-    """Messages that announce 4 GB."""
+    """Yield messages that announce 4 GB."""
     block = request_block(port) + (literal("content-length", "4294967295") if port is HTTP else b"")
     for stream in range(1, 2001, 2):
         yield frame(_HEADERS, _END_HEADERS, stream, block) + frame(_DATA, 0, stream, prefix_of(0xFFFFFFFF) + bytes(999))
@@ -162,7 +162,7 @@ ATTACKS: tuple[Attack, ...] = (
 
 
 def attack(address: tuple[str, int], pieces: Pieces, linger_secs: float = 3.0) -> str:
-    """Send the pieces on a connection, without reading. Returns how it ended."""
+    """Send the pieces on a connection without reading. Returns how the connection ended."""
     with closing(socket.create_connection(address, timeout=linger_secs)) as connection:
         try:
             connection.sendall(_PREFACE + frame(_SETTINGS, 0, 0))
@@ -195,7 +195,7 @@ def exchange(port: Port, message: bytes) -> bytes:
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """Bytes that are cut, changed, doubled or left out somewhere."""
+    """Return the data truncated, or with bytes changed, inserted, removed or repeated."""
     at = rng.randrange(len(data))
     kind = rng.randrange(5)
     if kind == 0:
@@ -209,7 +209,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 
 class Watcher(threading.Thread):
-    """A client that asks all the time whether the server is live."""
+    """Client that continuously asks whether the server is live."""
 
     def __init__(self, port: Port, address: str) -> None:
         super().__init__(daemon=True)

@@ -45,7 +45,7 @@ NUMPY_SERVER = (sys.executable, "-m", "tests.infer_server.serving")
 
 @dataclass(frozen=True)
 class Running:
-    """A server in a process of its own."""
+    """Server in its own process."""
     process: subprocess.Popen[str]
     grpc_port: int
     http_port: int
@@ -126,7 +126,7 @@ async def offer(channel: grpc.aio.Channel, model: str, rate: float, seconds: flo
 
 
 async def overload(options: argparse.Namespace) -> None:
-    """Three times the capacity of an engine that takes `--batch-secs` for a batch of 8, of requests with deadlines."""
+    """Offer three times the capacity of an engine that takes `--batch-secs` per batch of 8, with deadlines."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), "slow", seconds=options.batch_secs)
         with serving(Path(folder), "--cores", "1", *front(options)) as server:
@@ -149,7 +149,7 @@ async def overload(options: argparse.Namespace) -> None:
 
 
 async def terminate(options: argparse.Namespace) -> None:
-    """SIGTERM under 64 clients: those of a first run end with the first refusal, those of a second ask on and on."""
+    """Send SIGTERM while 64 clients send requests: until the first refusal, then in a second run persistently."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), "m", seconds=0.005)
         for persistent in (False, True):
@@ -179,7 +179,7 @@ async def ask_on(address: str, persistent: bool) -> Counter[str]:
 
 
 async def slow_readers(options: argparse.Namespace) -> None:
-    """16 connections with 4 requests each of 16 MB for answers of as much, which are never read."""
+    """Open 16 connections with 4 requests each of 16 MB and large answers that are never read."""
     values = 4 << 20
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), "large", shape=[values], max_batch=1)

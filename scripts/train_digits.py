@@ -41,7 +41,7 @@ DATA = Path(__file__).resolve().parent / "demo_data"
 
 @dataclass(frozen=True)
 class Digits:
-    """images: uint8 [n, 28, 28]; labels: int64 [n]; names: "LABEL-INDEX", the place in the source's LABEL.json."""
+    """Images uint8 [n, 28, 28], labels int64 [n], and names "LABEL-INDEX", with the index in LABEL.json."""
     images: NDArray[np.uint8]
     labels: NDArray[np.int64]
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ class Digits:
 
 
 def load(folder: Path) -> Digits:
-    """Every digit of the source once: a picture that occurs twice could land on both sides of a split."""
+    """Load each distinct digit once, since a duplicate could be on both sides of a split."""
     images, labels, names = [], [], []
     for label in range(10):
         pixels = np.array(json.loads((folder / f"{label}.json").read_text())["data"], np.float64)
@@ -67,14 +67,14 @@ def load(folder: Path) -> Digits:
 
 
 def split(digits: Digits) -> tuple[Digits, Digits, Digits]:
-    """(training, calibration, test): disjoint, drawn at random."""
+    """Split at random into disjoint training, calibration and test sets."""
     order = np.random.default_rng(SEED).permutation(len(digits.labels))
     calibration, test, training = np.split(order, [CALIBRATION, CALIBRATION + TEST])
     return digits.take(training), digits.take(calibration), digits.take(test)
 
 
 class Block(nn.Module):
-    """y = relu(bn(conv(relu(bn(conv(x))))) + shortcut(x)); the shortcut is a 1x1 conv where the shape changes."""
+    """Residual block y = relu(bn(conv(relu(bn(conv(x))))) + shortcut(x)), with a 1x1 shortcut if the shape changes."""
 
     def __init__(self, inside: int, outside: int, stride: int) -> None:
         super().__init__()
@@ -109,12 +109,12 @@ class DigitNet(nn.Module):
 
 
 def preprocess(images: NDArray[np.uint8]) -> Tensor:
-    """uint8 [n, 28, 28] -> float32 [n, 1, 28, 28], as scripts/demo_data/preprocess.toml says."""
+    """Convert uint8 [n, 28, 28] to float32 [n, 1, 28, 28] as scripts/demo_data/preprocess.toml does."""
     return (torch.from_numpy(images[:, None]).float() / 255 - MEAN) / STD
 
 
 def jitter(x: Tensor) -> Tensor:
-    """Each image turned by up to 12 degrees, scaled by up to 10 %, moved by up to two pixels."""
+    """Rotate each image by up to 12 degrees, scale it by up to 10 %, and shift it by up to two pixels."""
     count = len(x)
     angle = (torch.rand(count) - 0.5) * 2 * np.deg2rad(12)
     scale = 1 + (torch.rand(count) - 0.5) * 0.2
@@ -155,7 +155,7 @@ def train(training: Digits) -> DigitNet:
 
 
 class OnnxWriter:
-    """Collects nodes and weights; each method appends one layer and returns the name of its output."""
+    """Builder of an ONNX graph; each method appends one layer and returns the name of its output."""
 
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -179,7 +179,7 @@ class OnnxWriter:
 
 
 def to_onnx(net: DigitNet) -> onnx.ModelProto:
-    """image: float32 [N, 1, 28, 28] -> logits: float32 [N, 10], opset 17."""
+    """Export image float32 [N, 1, 28, 28] -> logits float32 [N, 10] in opset 17."""
     w = OnnxWriter()
     y = w.node("Relu", "stem.relu", w.conv_bn("stem", "image", net.stem, net.bn))
     for index, block in enumerate(net.blocks):

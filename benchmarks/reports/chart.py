@@ -1,4 +1,4 @@
-"""The summary as a picture: for each case, how many times as long the peers take."""
+"""Chart of a summary: the peers' time relative to ours in each case."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -32,7 +32,7 @@ def write_section(name: str, text: str, document: Path | None = None) -> None:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """Floats with three significant digits at least."""
+    """Return a Markdown table; floats get at least three significant digits."""
     def text(cell: Cell) -> str:
         if not isinstance(cell, float):
             return str(cell)

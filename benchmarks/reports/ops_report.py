@@ -18,7 +18,7 @@ WANTED = 1.0        # of every ratio: what is below is on the worklist
 
 
 def report(cases: Sequence[Case]) -> str:
-    """Markdown: ratios by class and precision."""
+    """Return the ratios by class and precision in Markdown."""
     packages = ", ".join(f"{package} {version}" for package, version in versions().items())
     total = {kind: sum(known == kind for known in _kinds().values()) for kind in CLASSES}
     return "\n\n".join([
@@ -41,7 +41,7 @@ def every_case(cases: Sequence[Case]) -> str:
 
 
 def worklist(cases: Sequence[Case]) -> str:
-    """Markdown: what is slower than a peer."""
+    """Return the cases in which a peer is faster in Markdown."""
     below = slower(cases)
     if not below:
         return "No case is slower than a peer's."

@@ -1,4 +1,4 @@
-"""The results as text: a summary with a line a case and geometric means; and every build of every case."""
+"""Results as Markdown: a summary with a line for each case, geometric means, and every build of every case."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def report(cases: Sequence[Case]) -> str:
 
 
 def overview(cases: Sequence[Case]) -> str:
-    """Markdown. A ratio is peer / ours, of the peer's fastest build: above 1, ours is faster."""
+    """Return the overview in Markdown. A ratio is peer / ours for the peer's fastest build: above 1, ours is faster."""
     packages = ", ".join(f"{package} {version}" for package, version in versions().items())
     return "\n\n".join([
         f"On {machine()}; {packages}. Costs are medians over turns, in the case's unit; ratios are those of the peer's "

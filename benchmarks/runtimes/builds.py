@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Build:
-    """A model file for a runtime; or why there is none."""
+    """Model file for a runtime, or the reason why there is none."""
     runtime: str
     name: str
     file: Path | None
@@ -40,14 +40,14 @@ class Build:
 
 
 class Workshop:
-    """Builds into `folder`, and takes from it what is there already."""
+    """Builder of the models of a case, which reuses files in `folder`."""
 
     def __init__(self, folder: Path, say: Say) -> None:
         self.folder, self.say = folder, say
         self._compiler, self._calibration = sources_digest(COMPILER), sources_digest(CALIBRATION)
 
     def builds(self, model: Model, precision: str) -> list[Build]:
-        """All builds of a model in a precision, ours first."""
+        """Return all builds of a model in a precision, ours first."""
         plan = self._plan_file(model, precision)
         ours = self._made(OURS, precision, partial(self._plan, model, precision, plan))
         if precision != "int8":

@@ -26,7 +26,7 @@ ORT_STRIDE = 8              # items of which ONNX Runtime keeps every tensor bef
 
 @dataclass(frozen=True)
 class Quantiser:
-    """make(model, items, output) writes a quantised model; the file has this suffix and these runtimes run it."""
+    """Quantiser of a peer: make(model, items, output) writes a model with this suffix for these runtimes."""
     name: str
     make: Callable[[Path, Sequence[Feed], Path], None]
     suffix: str
@@ -49,7 +49,7 @@ def load_items(path: Path) -> list[Feed]:
 
 
 def traits(model: Path) -> set[str]:
-    """"attention": a Softmax whose result a MatMul reads, what the quantisers call a transformer; "recurrence"."""
+    """Return "attention" if a MatMul reads a Softmax, and "recurrence" if the model has recurrent layers."""
     import onnx
     nodes = onnx.load(model, load_external_data=False).graph.node
     weights = {output for node in nodes if node.op_type == "Softmax" for output in node.output}
@@ -59,7 +59,7 @@ def traits(model: Path) -> set[str]:
 
 
 def _nncf(model: Path, items: Sequence[Feed], output: Path, transformer: bool = False) -> None:
-    """NNCF's post-training quantisation with its defaults: https://docs.openvino.ai, basic quantization flow."""
+    """Quantise by NNCF's post-training quantisation with its defaults (docs.openvino.ai)."""
     import nncf
     import openvino as ov
 
@@ -110,7 +110,7 @@ def _ort_products(model: Path, items: Sequence[Feed], output: Path) -> None:
 
 
 def _ort_dynamic(model: Path, items: Sequence[Feed], output: Path) -> None:
-    """Weights of 8 bits, other ranges found at run time: what ONNX Runtime advises for recurrent layers."""
+    """Quantise dynamically with 8-bit weights, as ONNX Runtime advises for recurrent layers."""
     from onnxruntime import quantization as ort
     ort.quantize_dynamic(model, output, per_channel=True, weight_type=ort.QuantType.QInt8)
 

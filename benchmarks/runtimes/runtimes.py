@@ -25,17 +25,17 @@ class Session(Protocol):
     note: str                       # what its user should know of how it runs; "" if nothing
 
     def place(self, feed: Feed) -> None:
-        """Put a feed of the shape it was loaded for where `infer` reads it."""
+        """Copy a feed of the loaded shapes to where `infer` reads it."""
 
     def infer(self) -> None:
-        """One inference of what was placed, and nothing else."""
+        """Run one inference on the placed feed, and nothing else."""
 
     def outputs(self) -> list[Array]:
         """Return copies of the last inference's outputs, in the model's order."""
 
 
 class Ours:
-    """A plan, in one context."""
+    """Our runtime: a plan in one context."""
     note = ""
 
     def __init__(self, plan: Path, feed: Feed, precision: str, threads: int) -> None:
@@ -56,7 +56,7 @@ class Ours:
 
 
 class OnnxRuntime:
-    """An ONNX file on the CPU provider, inputs and outputs bound, symbolic extents fixed to the feed's."""
+    """ONNX Runtime's CPU provider, with bound inputs and outputs and symbolic dimensions fixed to the feed's."""
     note = ""
 
     def __init__(self, model: Path, feed: Feed, precision: str, threads: int) -> None:
@@ -86,7 +86,7 @@ class OnnxRuntime:
 
 
 class OpenVino:
-    """A model file that OpenVINO reads (ONNX, or its own .xml), reshaped to the feed, one stream."""
+    """OpenVINO on an ONNX file or its own .xml, reshaped to the feed, with one stream."""
 
     def __init__(self, model: Path, feed: Feed, precision: str, threads: int) -> None:
         import openvino as ov
@@ -121,7 +121,7 @@ LOADERS: Mapping[str, Callable[[Path, Feed, str, int], Session]] = {OURS: Ours, 
 
 
 def versions() -> dict[str, str]:
-    """{package: version} of the peers and of what quantises for them, as far as they are installed."""
+    """Return the versions of the peers and their quantisers that are installed."""
     packages = ("openvino", "onnxruntime", "nncf")
     return {package: version(package) for package in packages if find_spec(package)}
 

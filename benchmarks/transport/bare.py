@@ -1,4 +1,4 @@
-"""A served model under a closed loop of single items, asked over bare connections (http2.py, http1.py)."""
+"""Closed loop of single items against a served model, over bare connections (http2.py, http1.py)."""
 from __future__ import annotations
 
 import json
@@ -62,7 +62,7 @@ def level(ports: Ports, model: str, concurrency: int, seconds: float, way: str) 
 
 
 def _one_item(model: str, metadata: inference.ModelMetadataResponse) -> inference.ModelInferRequest:
-    """Random values between 0 and 1, of FP32."""
+    """Return random FP32 values between 0 and 1."""
     request = inference.ModelInferRequest(model_name=model)
     for tensor in metadata.inputs:
         shape = [1, *tensor.shape[1:]]

@@ -115,7 +115,7 @@ def over_grpc(case: Case) -> bytes:
 
 @contextmanager
 def _registered(server: Running, model: str) -> Iterator[None]:
-    """One input of a model in shared memory, known to the server."""
+    """Register an input of a model in shared memory."""
     size = 4 * math.prod(SHAPES[model])
     memory = SharedMemory(create=True, size=size)
     try:

@@ -39,16 +39,16 @@ _IN_FLIGHT = (1, 8, 64)
 
 
 class Client(ABC):
-    """A way to ask for inferences."""
+    """Client library under test."""
     name: str
 
     @abstractmethod
     def ask(self, in_flight: int, end: float) -> list[float]:
-        """Keep so many requests in flight until a moment of time.perf_counter(). Return the seconds of each."""
+        """Keep `in_flight` requests in flight until `end`, a time.perf_counter(). Returns the seconds of each."""
 
 
 class Blocking(Client):
-    """Calls from threads."""
+    """Client that is called from threads."""
 
     def __init__(self, name: str, call: Callable[[], object]) -> None:
         self.name, self._call = name, call
@@ -67,7 +67,7 @@ class Blocking(Client):
 
 
 class Asynchronous(Client):
-    """Calls from tasks of one event loop."""
+    """Client that is called from tasks of one event loop."""
 
     def __init__(self, name: str, runner: asyncio.Runner, call: Callable[[], Awaitable[object]]) -> None:
         self.name, self._runner, self._call = name, runner, call
@@ -118,7 +118,7 @@ async def asynchronous_clients(url: str, model: str, x: np.ndarray[Any, Any], ru
 
 
 def turn(client: Client, in_flight: int, seconds: float) -> tuple[float, float]:
-    """CPU us a request, and the median latency in us."""
+    """Return CPU microseconds per request, and the median latency in microseconds."""
     client.ask(in_flight, time.perf_counter() + _WARM_SECS)
     cpu = time.process_time()
     taken = client.ask(in_flight, time.perf_counter() + seconds)

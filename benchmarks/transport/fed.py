@@ -70,7 +70,7 @@ async def feed(case: Case, descriptor: int) -> None:
 
 
 async def measure(models: Path, case: Case, seconds: float, core: int) -> tuple[float, float, float]:
-    """CPU us a request, requests a second, and the share of the time that the process was busy."""
+    """Return CPU microseconds per request, requests per second, and the share of time that the process was busy."""
     def start_feeder(descriptor: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", "benchmarks.transport.fed", "--cores", f"{core},{core}",

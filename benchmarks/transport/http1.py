@@ -11,7 +11,7 @@ _READ_BYTES = 1 << 20
 
 
 class Connections:
-    """`at_a_time` connections that send one request, and send it again when it is answered."""
+    """HTTP/1.1 connections, each with one request in flight, which is sent again when it is answered."""
 
     def __init__(self, port: int, path: str, headers: dict[str, str], body: bytes, at_a_time: int) -> None:
         lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}",

@@ -1,4 +1,4 @@
-"""A server as a process: started on a core of its own, and the time that it and its children have computed."""
+"""Server in a process on its own core, and the CPU time of the process and its children."""
 from __future__ import annotations
 
 import os

@@ -131,7 +131,7 @@ def report(every: Sequence[Facts]) -> str:
 
 
 def found(root: Path) -> list[Facts]:
-    """All that the folder has, in the catalogue's order."""
+    """Return all results in the folder, in the catalogue's order."""
     every = (Folder(root, name, precision).read() for name in WORKLOADS for precision in PRECISIONS)
     return [facts for facts in every if facts]
 

@@ -1,4 +1,4 @@
-"""Makes a description of a network a function that builds its model, normalised by the statistics of what it is fed."""
+"""Functions that build normalised models from descriptions of networks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

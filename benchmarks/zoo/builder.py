@@ -38,7 +38,7 @@ LARGE = np.iinfo(np.int64).max                              # "to the end" of a 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A value by its name; `shape` leaves the leading extent out: (channels, rows, columns) or (features,)."""
+    """Value by its name; `shape` omits the leading extent: (channels, rows, columns) or (features,)."""
     name: str
     shape: tuple[int, ...]
     leading: str | int = ""             # that extent, where it is not the batch
@@ -180,7 +180,7 @@ class Net:
                            output_padding=[output_padding] * 2)
 
     def bn(self, x: Tensor, *, gain: float = 1.0, shift: float = 0.0, name: str) -> Tensor:
-        """Batch normalisation: each channel has standard deviation `gain` and mean `shift`, give or take.
+        """Add batch normalisation: each channel has about standard deviation `gain` and mean `shift`.
 
         A `gain` below 1 on a residual branch keeps the sum's variance from doubling.
         """
@@ -301,7 +301,7 @@ class Net:
         return self.op("LRN", x, shape=x.shape, size=5, alpha=1e-4, beta=0.75, bias=1.0)
 
     def pad(self, x: Tensor, pads: Pads, value: float = 0.0) -> Tensor:
-        """Explicit padding of rows and columns, in front of a layer that pads nothing."""
+        """Add explicit padding of rows and columns, before a layer without pads."""
         top, left, bottom, right = four_pads(pads)
         shape = (x.channels, x.shape[1] + top + bottom, x.shape[2] + left + right)
         amounts = [0, 0, top, left, 0, 0, bottom, right]
@@ -324,11 +324,11 @@ class Net:
 
     # ---- data movement
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
-        """Along the channels."""
+        """Concatenate along the channels."""
         return self.op("Concat", *parts, shape=(sum(p.channels for p in parts), *parts[0].shape[1:]), axis=1)
 
     def split(self, x: Tensor, parts: int) -> list[Tensor]:
-        """Equal parts along the channels."""
+        """Split the channels into equal parts."""
         size = x.channels // parts
         shapes = [(size, *x.shape[1:])] * parts
         if self.opset < 13:
@@ -336,7 +336,7 @@ class Net:
         return self.ops("Split", x, self.integers(*[size] * parts), shapes=shapes, axis=1)
 
     def slice(self, x: Tensor, axis: int, start: int, stop: int = LARGE, step: int = 1) -> Tensor:
-        """x[start:stop:step] along `axis`, which counts the batch as 0."""
+        """Slice x[start:stop:step] along `axis`, which counts the batch as 0."""
         shape = list(x.shape)
         shape[axis - 1] = len(range(*slice(start, min(stop, x.shape[axis - 1]), step).indices(x.shape[axis - 1])))
         if self.opset < 10:
@@ -365,7 +365,7 @@ class Net:
         return self.op("Flatten", x, shape=(math.prod(x.shape),), axis=1)
 
     def flatten_by_shape(self, x: Tensor) -> Tensor:
-        """x.view(x.size(0), -1) as exporters write it: Shape, Gather, Unsqueeze, Concat, Reshape."""
+        """Flatten as exporters write x.view(x.size(0), -1): Shape, Gather, Unsqueeze, Concat, Reshape."""
         batch = self.op("Gather", self.op("Shape", x, shape=()), self.constant(np.array(0, np.int64)), shape=(), axis=0)
         if self.opset < 13:
             batch = self.op("Unsqueeze", batch, shape=(), axes=[0])
@@ -383,5 +383,5 @@ class Net:
             return self.mul(x, self.act(self.conv(y, x.channels, 1, bias=True, name="fc2"), gate))
 
     def classify(self, x: Tensor, *, name: str = "fc") -> Tensor:
-        """Global average pool, flatten, linear."""
+        """Add a global average pool, Flatten and a linear layer."""
         return self.linear(self.flatten(self.global_avg_pool(x)), self.classes, name=name)

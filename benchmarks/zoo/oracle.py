@@ -1,4 +1,4 @@
-"""ONNX Runtime's answer, with which ours is compared."""
+"""ONNX Runtime as the reference for our results."""
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -19,7 +19,7 @@ MINIMUM_VARIANCE = 1e-2     # of a channel that is dead on this data: dividing b
 
 
 def measure(model: onnx.ModelProto, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """{name of a running mean or variance: its value on the feeds}, for every BatchNormalization of `model`."""
+    """Return the running mean and variance of every BatchNormalization of `model` on the feeds, by name."""
     probe = onnx.ModelProto()
     probe.CopyFrom(model)
     del probe.graph.node[:], probe.graph.output[:]

@@ -39,7 +39,7 @@ BUILDS = {"fp32": (FLOAT,), "int8": (QDQ, FLOAT)}       # what a peer runs: our 
 
 @dataclass(frozen=True)
 class Beside:
-    """Our plan and one build of a peer in turns, as many of each; or why there are none."""
+    """Times of our plan and one build of a peer, in equally many turns, or the reason for a failure."""
     ours: list[float] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
     failure: str = ""
@@ -74,7 +74,7 @@ class Facts:
 
 
 class Folder:
-    """The files of a trial."""
+    """Files of a trial."""
 
     def __init__(self, root: Path, name: str, precision: str) -> None:
         self.root, self.name, self.precision = root, name, precision

@@ -1,4 +1,4 @@
-"""Clients in Python: grpcio, Triton's four, and what a health probe asks."""
+"""Python clients: grpcio, Triton's four, and the calls of health probes."""
 from __future__ import annotations
 
 import asyncio
@@ -62,14 +62,14 @@ def stub_to(target: Target) -> Iterator[Any]:
 
 
 def cancelled_by_clients(target: Target) -> int:
-    """Return how many inferences of SLOW were cancelled, by the server's metrics."""
+    """Return the number of cancelled inferences of SLOW, from the server's metrics."""
     with urlopen(f"http://{target.metrics}/metrics", timeout=TIMEOUT_SECS) as page:
         found = re.search(_CANCELLED, page.read().decode())
     return int(found.group(1)) if found else 0
 
 
 def _code(call: Callable[[], Any]) -> str:
-    """Return the status of a call that fails."""
+    """Return the status of a call, which must fail."""
     try:
         call()
     except grpc.RpcError as error:
@@ -205,7 +205,7 @@ def aio_calls(target: Target) -> None:
 
 # ---- Triton's
 def triton_calls(library: Any) -> Check:
-    """Return what is asked through a client of Triton's."""
+    """Return a check that makes the calls of one of Triton's client libraries."""
     is_grpc, is_aio = "grpc" in library.__name__, library.__name__.endswith("aio")
 
     def connect(target: Target) -> Any:

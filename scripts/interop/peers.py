@@ -1,4 +1,4 @@
-"""Checks of peers, and how they end."""
+"""Checks of peers and their results."""
 from __future__ import annotations
 
 import re
@@ -18,10 +18,9 @@ class AbsentError(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """The addresses that a peer is given: ports of a server, or of a proxy in front of it.
+    """Addresses for a peer: ports of a server, or of a proxy in front of it.
 
-    root : PEM file of the certificate that the ports show; None where they are not encrypted.
-    metrics : address of the server's metrics port.
+    root : PEM file of the ports' certificate, or None without TLS. metrics : address of the server's metrics port.
     """
     grpc: str
     http: str
@@ -30,7 +29,7 @@ class Target:
 
     @property
     def url(self) -> str:
-        """The root of the HTTP port."""
+        """Root URL of the HTTP port."""
         return f"{'https' if self.root else 'http'}://{self.http}"
 
 
@@ -39,10 +38,9 @@ Check = Callable[[Target], None]
 
 @dataclass(frozen=True)
 class Peer:
-    """A client, tool or proxy.
+    """Client, tool or proxy.
 
-    version : returns its version. Raises AbsentError.
-    checks : by what is said of them; a check raises an error if it fails.
+    version : returns its version. Raises AbsentError. checks : checks by description; each raises an error if it fails.
     """
     name: str
     version: Callable[[], str]

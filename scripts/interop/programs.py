@@ -1,4 +1,4 @@
-"""Clients that are programs: curl, nghttp, h2load, perf_analyzer, grpc_health_probe, and Node.js with @grpc/grpc-js."""
+"""Command-line clients: curl, nghttp, h2load, perf_analyzer, grpc_health_probe, and Node.js with @grpc/grpc-js."""
 from __future__ import annotations
 
 import json
@@ -82,7 +82,7 @@ def nghttp_http(target: Target) -> None:
 
 
 def h2load(target: Target, is_grpc: bool) -> None:
-    """10,000 inferences on 4 connections, 32 streams each."""
+    """Make 10,000 inferences on 4 connections with 32 streams each."""
     message = small().SerializeToString()
     scheme = "https" if target.root else "http"
     with tempfile.NamedTemporaryFile() as body:
@@ -110,7 +110,7 @@ def grpc_health_probe(target: Target) -> None:
 # ---- Node.js
 @cache
 def node_modules(install: bool) -> Path:
-    """Return the folder of grpc-js. install: with npm, where it is missing. Raises AbsentError."""
+    """Return the folder of grpc-js; `install` installs it with npm if it is missing. Raises AbsentError."""
     program("node", "apt install nodejs")
     folders = [Path(part) for part in os.environ.get("NODE_PATH", "").split(os.pathsep) if part]
     cached = user_cache() / "interop"
@@ -129,7 +129,7 @@ def node_modules(install: bool) -> Path:
 
 
 def grpc_js(target: Target) -> None:
-    """All checks of calls.js. Raises AssertionError with those that fail."""
+    """Run all checks of calls.js. Raises AssertionError with the failed ones."""
     said = output([program("node", "apt install nodejs"), _CALLS, _PROTO, target.grpc,
                    *([target.root] if target.root else [])],
                   {**os.environ, "NODE_PATH": str(node_modules(False))})

@@ -43,7 +43,7 @@ class Ports:
 
 @dataclass(frozen=True)
 class Backends:
-    """Addresses of the servers behind a proxy. grpc_tls, http_tls: of a server whose ports are encrypted."""
+    """Addresses of the servers behind a proxy; grpc_tls and http_tls belong to a server with encrypted ports."""
     grpc: Sequence[str]
     http: Sequence[str]
     grpc_tls: str
@@ -52,7 +52,7 @@ class Backends:
 
 @dataclass(frozen=True)
 class Proxy:
-    """A program that forwards requests.
+    """Program that forwards requests.
 
     write : writes a configuration into a folder and returns the command that runs it.
     """

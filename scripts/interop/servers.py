@@ -1,4 +1,4 @@
-"""Models that the peers ask, and servers of them in processes of their own."""
+"""Models for the peers, and servers of them in their own processes."""
 from __future__ import annotations
 
 import subprocess
@@ -45,7 +45,7 @@ class TritonPythonModel:
 
 
 def write_repository(folder: Path) -> None:
-    """Write the models."""
+    """Write the models of the checks into a repository."""
     tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", "L"]) for name in ("x", "y")]
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], ECHO, tensors[:1], tensors[1:])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)

@@ -37,7 +37,7 @@ def descriptors(server: Running) -> int:
 
 
 async def watched(soak: Soak, server: Running, repository: Path) -> None:
-    """Says every minute how it goes."""
+    """Report progress every minute."""
     begin, cpu = time.monotonic(), server.cpu_secs()
     running = asyncio.create_task(soak.run(server, repository))
     while not (await asyncio.wait([running], timeout=_TOLD_SECS))[0]:

@@ -71,7 +71,7 @@ def half_open(ports: Sequence[int], rng: random.Random, kept: deque[socket.socke
 
 
 def reload(channel: Channel, repository: Path) -> Accident:
-    """Load a model again whose file has another time: one that did not change would stay loaded."""
+    """Reload a model after touching its files, since unchanged models stay loaded."""
     async def accident() -> None:
         for file in (repository / RELOADED / "1").iterdir():
             file.touch()

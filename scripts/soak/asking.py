@@ -41,7 +41,7 @@ def affine(factor: float, summand: float, rng: random.Random) -> Example:
 
 
 def digits(engine: Engine, rng: random.Random) -> Example:
-    """Images of noise, and what the plan makes of them in this process."""
+    """Return noise images with the plan's results, computed in this process."""
     known = []
     for seed in range(4):
         images = np.random.default_rng(seed).random((DIGITS_BATCH, 1, 28, 28), np.float32)
@@ -56,7 +56,7 @@ def check(found: Array, expected: Array) -> None:
 
 
 class Channel:
-    """Calls over gRPC of one channel."""
+    """Requests over one gRPC channel."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -76,7 +76,7 @@ class Channel:
         return ask
 
     def sequences(self, number: int, rng: random.Random) -> Ask:
-        """Each is of several requests, and another one next time."""
+        """Return a function that sends one sequence of requests, with a new id each time."""
         async def ask() -> None:
             total = np.zeros((1, 4), np.float32)
             identity = number + (rng.randrange(1 << 40) << 8)
@@ -90,7 +90,7 @@ class Channel:
         return ask
 
     def streams(self, rng: random.Random) -> Ask:
-        """Each has several requests in flight, one of them of a decoupled model."""
+        """Return a function that opens a stream with several requests, one of them for a decoupled model."""
         call = self._channel.stream_stream(f"/{protos.INFERENCE_SERVICE}/ModelStreamInfer")
 
         async def ask() -> None:
@@ -126,7 +126,7 @@ class Channel:
 
 
 class OverHttp:
-    """Tensors as bytes, on a connection that is kept for some requests; the last of them says that it is."""
+    """Requests with binary tensors on a connection that is reused for several, the last with Connection: close."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -161,7 +161,7 @@ class OverHttp:
 
 
 class InSharedMemory:
-    """Tensors both ways in a region of shared memory, which is registered anew now and then."""
+    """Requests with inputs and outputs in a shared-memory region, which is registered anew now and then."""
 
     def __init__(self, channel: Channel, example: Example) -> None:
         self._channel, self._example = channel, example

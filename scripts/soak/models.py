@@ -1,4 +1,4 @@
-"""The models of the soak, all on this machine's engines or in Python: what they are, and what they answer."""
+"""Models of the soak test and their expected answers: some run on engines, some in Python."""
 from __future__ import annotations
 
 from pathlib import Path

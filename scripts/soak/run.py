@@ -1,4 +1,4 @@
-"""Clients ask and accidents happen, side by side, for some time."""
+"""Concurrent client requests and accidents for a given time."""
 from __future__ import annotations
 
 import asyncio

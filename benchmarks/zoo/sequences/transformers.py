@@ -123,7 +123,7 @@ class Transformer(Net):
         return self.op("Unsqueeze", x, self.integers(*axes), shape=shape)
 
     def split_last(self, x: Tensor, parts: int) -> list[Tensor]:
-        """Equal parts along the last axis."""
+        """Split the last axis into equal parts."""
         size = x.shape[-1] // parts
         return self.ops("Split", x, self.integers(*[size] * parts), shapes=[(*x.shape[:-1], size)] * parts, axis=-1)
 
@@ -136,9 +136,9 @@ class Transformer(Net):
 def sentence_encoder(*, style: Style = Style(), opset: int = 17, batch: str | int = "N", length: int = 12,
                      width: int = 32, heads: int = 4, layers: int = 2, pooling: str = "mean",
                      token_types: bool = False, seed: int = 0) -> onnx.ModelProto:
-    """input_ids, attention_mask (and token_type_ids) -> last_hidden_state and embedding.
+    """Build input_ids, attention_mask (and token_type_ids) -> last_hidden_state and embedding.
 
-    pooling: "mean" over the tokens that count, of unit length; or "first", the first token through a tanh layer.
+    pooling: "mean" over unmasked tokens, normalised to unit length; or "first", the first token through a tanh layer.
     """
     net = Transformer("encoder", (length,), style=style, opset=opset, batch=batch, seed=seed)
     ids, counts = Tensor("input_ids", (length,)), Tensor("attention_mask", (length,))
@@ -196,7 +196,7 @@ def tokens(model: onnx.ModelProto, count: int, seed: int = 0) -> dict[str, NDArr
 
 @architecture(size=32)
 def vit(net: Net, x: Tensor) -> Tensor:
-    """Patches, a class token in front, places added, blocks that normalise first."""
+    """Build ViT: patches, a class token in front, position embeddings, and pre-norm blocks."""
     net = become(net, Style(together=True))
     width = 32
     x = net.conv(x, width, 8, stride=8, pads=0, bias=True, name="patches")
@@ -217,7 +217,7 @@ def vit(net: Net, x: Tensor) -> Tensor:
 
 @architecture(size=32)
 def recogniser(net: Net, x: Tensor, attends: bool = True) -> Tensor:
-    """Rows are reduced to one, columns become the sequence; a softmax over the alphabet at each place."""
+    """Build a text recogniser: rows are reduced to one, columns are the sequence, with a softmax over the alphabet."""
     net = become(net, Style(norm="div", together=True))
     act = "hardswish_by_clip"
     x = net.conv_bn_act(x, 8, 3, stride=2, act=act, name="stem")

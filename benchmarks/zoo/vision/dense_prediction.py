@@ -1,4 +1,4 @@
-"""Networks that answer with an image.
+"""Networks whose output is an image.
 
 U-Net (Ronneberger et al. 2015), DeepLab v3 (Chen et al. 2017), ESPCN (Shi et al. 2016), an autoencoder.
 """
@@ -10,7 +10,7 @@ from benchmarks.zoo.builder import Net, Tensor
 
 @architecture(size=256)
 def unet(net: Net, x: Tensor) -> Tensor:
-    """Upsampled by transposed convolutions; Concat with the encoder's features; a Sigmoid mask for each class."""
+    """Build U-Net: transposed convolutions, Concat with the encoder's features, and a Sigmoid mask per class."""
     def double(x: Tensor, out: int, name: str) -> Tensor:
         return net.conv_bn_act(net.conv_bn_act(x, out, 3, name=f"{name}.0"), out, 3, name=f"{name}.1")
 
@@ -27,7 +27,7 @@ def unet(net: Net, x: Tensor) -> Tensor:
 
 @architecture(size=256)
 def deeplab(net: Net, x: Tensor) -> Tensor:
-    """Dilated convolutions, an image-level branch spread over all pixels, linear Resize by 8."""
+    """Build DeepLab v3: dilated convolutions, an image-level branch broadcast to all pixels, linear Resize by 8."""
     for index, out in enumerate((32, 64, 128)):
         x = net.conv_bn_act(x, net.scaled(out), 3, stride=2, name=f"stem{index}")
     for index, dilation in enumerate((2, 4)):
@@ -44,7 +44,7 @@ def deeplab(net: Net, x: Tensor) -> Tensor:
 
 @architecture(size=64, channels=1)
 def super_resolution(net: Net, x: Tensor, scale: int = 2) -> Tensor:
-    """Pixels from channels: DepthToSpace is the only upsampling."""
+    """Build ESPCN, whose only upsampling is DepthToSpace."""
     for index, (out, kernel) in enumerate(((64, 5), (64, 3), (32, 3))):
         x = net.act(net.conv(x, net.scaled(out), kernel, bias=True, name=f"conv{index}"), "tanh" if index else "prelu")
     x = net.conv(x, scale * scale, 3, bias=True, name="conv3")

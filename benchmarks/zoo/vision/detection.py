@@ -14,7 +14,7 @@ def _rows_of_anchors(net: Net, x: Tensor) -> Tensor:
 
 @architecture(size=416)
 def yolo_tiny(net: Net, x: Tensor) -> dict[str, Tensor]:
-    """Darknet's v3-tiny: LeakyRelu, 2x2 max pooling of stride 1 padded on two sides only, nearest Resize."""
+    """Build YOLOv3-tiny: LeakyRelu, 2x2 max pooling of stride 1 padded on two sides only, nearest Resize."""
     def conv(x: Tensor, out: int, kernel: int, name: str) -> Tensor:
         return net.conv_bn_act(x, net.scaled(out), kernel, act="leaky", name=name)
 
@@ -39,7 +39,7 @@ def _bottleneck(net: Net, x: Tensor, joins: bool) -> Tensor:
 
 
 def _csp(net: Net, x: Tensor, out: int, depth: int, name: str, *, joins: bool = True) -> Tensor:
-    """Cross stage partial block (Wang et al. 2020): two siblings 1x1, bottlenecks behind one of them, Concat, 1x1."""
+    """Add a cross stage partial block (Wang et al. 2020): two 1x1 siblings, bottlenecks after one, Concat, 1x1."""
     with net.scope(name):
         y = net.conv_bn_act(x, out // 2, 1, act="silu", name="cv1")
         for index in range(depth):
@@ -50,7 +50,7 @@ def _csp(net: Net, x: Tensor, out: int, depth: int, name: str, *, joins: bool = 
 
 
 def _pyramid_pool(net: Net, x: Tensor, out: int, name: str, *, serial: bool) -> Tensor:
-    """5x5, 9x9 and 13x13 maxima side by side; serial: the same from 5x5 ones in a row (SPPF)."""
+    """Concatenate 5x5, 9x9 and 13x13 max pools; serial: by repeated 5x5 pools (SPPF)."""
     with net.scope(name):
         x = net.conv_bn_act(x, x.channels // 2, 1, act="silu", name="cv1")
         pooled = [x]
@@ -95,7 +95,7 @@ def yolo_v5(net: Net, x: Tensor, focus: bool = True) -> dict[str, Tensor]:
 
 @architecture(size=416)
 def nanodet(net: Net, x: Tensor) -> dict[str, Tensor]:
-    """ShuffleNet v2 behind LeakyRelu, a pyramid joined by bilinear Resize and Add, depthwise heads."""
+    """Build NanoDet: ShuffleNet v2 with LeakyRelu, a pyramid with bilinear Resize and Add, depthwise heads."""
     x = net.max_pool(net.conv_bn_act(x, net.scaled(24), 3, stride=2, act="leaky", name="conv1"), 3, 2, 1)
     features = []
     for stage, (out, depth) in enumerate(((116, 4), (232, 8), (464, 4))):

@@ -1,4 +1,4 @@
-"""The generator of a DCGAN (Radford et al. 2016): 100 numbers become a picture by transposed convolutions."""
+"""Generator of a DCGAN (Radford et al. 2016): transposed convolutions from 100 numbers to a picture."""
 from __future__ import annotations
 
 from benchmarks.zoo.architecture import network

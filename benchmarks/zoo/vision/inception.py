@@ -52,7 +52,7 @@ def googlenet_lrn(net: Net, x: Tensor) -> Tensor:
 
 @architecture(size=299)
 def inception_v3(net: Net, x: Tensor) -> Tensor:
-    """One block of each kind of the paper (two of B): 5x5, factorised 1x7 and 7x1, split 1x3 and 3x1 branches."""
+    """Build Inception v3 with one block of each kind of the paper, and two of kind B."""
     def conv(x: Tensor, out: int, kernel: Kernel, name: str, stride: int = 1, pads: int | None = None) -> Tensor:
         return net.conv_bn_act(x, net.scaled(out), kernel, stride=stride, pads=pads, name=name)
 
@@ -93,7 +93,7 @@ def inception_v3(net: Net, x: Tensor) -> Tensor:
 
 @architecture(size=224)
 def densenet(net: Net, x: Tensor, depths: tuple[int, ...] = (6, 12, 24, 16)) -> Tensor:
-    """DenseNet-121: BN-ReLU-1x1-BN-ReLU-3x3, concatenated to everything before; BN does not fold into Concat."""
+    """Build DenseNet-121: BN-ReLU-1x1-BN-ReLU-3x3, concatenated to all before; BN does not fold into Concat."""
     growth = net.scaled(32)
     x = net.max_pool(net.conv_bn_act(x, 2 * growth, 7, stride=2, name="conv0"), 3, 2, 1)
     for stage, depth in enumerate(depths):

@@ -78,7 +78,7 @@ def _proposed(net: Net, x: Tensor, side: int, count: int) -> Tensor:
 
 
 def _pooled(net: Net, x: Tensor, boxes: Tensor, size: int, side: int) -> Tensor:
-    """RoiAlign of each box, all of the one picture."""
+    """Add RoiAlign of each box on the one picture."""
     rows = net.op("Gather", net.op("Shape", boxes, shape=()), net.integers(0), shape=())
     which = net.op("Expand", net.integers(0), rows, shape=())
     return net.op("RoiAlign", x, boxes, which, shape=(x.channels, size, size), mode="avg", output_height=size,
@@ -86,7 +86,7 @@ def _pooled(net: Net, x: Tensor, boxes: Tensor, size: int, side: int) -> Tensor:
 
 
 def _moved(net: Net, boxes: Tensor, offsets: Tensor) -> Tensor:
-    """Corners moved by shares of ten pixels: the second stage corrects the first."""
+    """Move the corners of boxes by the second stage's offsets, in units of ten pixels."""
     return net.add(boxes, net.mul(net.act(offsets, "tanh"), net.scalar(10.0)))
 
 

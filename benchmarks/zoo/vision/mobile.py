@@ -49,7 +49,7 @@ def mobilenet_v1(net: Net, x: Tensor) -> Tensor:
 
 @architecture(size=224)
 def mobilenet_v2(net: Net, x: Tensor) -> Tensor:
-    """ReLU6 as Clip; flattened by a chain of shape operators, as old exporters do."""
+    """Build MobileNetV2 with ReLU6 as Clip, and flattened by a chain of shape operators as in old exports."""
     x = net.conv_bn_act(x, net.scaled(32), 3, stride=2, act="relu6", name="features.0")
     index = 1
     for expansion, out, depth, stride in ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1),
@@ -100,19 +100,19 @@ def _efficientnet(net: Net, x: Tensor, act: str, excited: bool) -> Tensor:
 
 @architecture(size=224)
 def efficientnet_b0(net: Net, x: Tensor) -> Tensor:
-    """SiLU and squeeze-and-excite."""
+    """Build EfficientNet-B0: SiLU and squeeze-and-excite."""
     return _efficientnet(net, x, "silu", excited=True)
 
 
 @architecture(size=224)
 def efficientnet_lite0(net: Net, x: Tensor) -> Tensor:
-    """Made for integers: ReLU6, no squeeze-and-excite."""
+    """Build EfficientNet-Lite0, made for integers: ReLU6, no squeeze-and-excite."""
     return _efficientnet(net, x, "relu6", excited=False)
 
 
 @architecture(size=224)
 def efficientnet_v2(net: Net, x: Tensor) -> Tensor:
-    """Tan and Le 2021, shortened: fused blocks (3x3, then 1x1) before the depthwise ones; pooled by ReduceMean."""
+    """Build a short EfficientNetV2 (Tan and Le 2021): fused blocks before depthwise ones, pooled by ReduceMean."""
     x = net.conv_bn_act(x, net.scaled(24), 3, stride=2, act="silu", name="features.0")
     for index, (out, stride) in enumerate(((48, 2), (48, 1), (64, 2), (64, 1))):
         with net.scope(f"features.{index + 1}"):
@@ -149,7 +149,7 @@ def shufflenet_v1(net: Net, x: Tensor, groups: int = 4) -> Tensor:
 
 
 def shufflenet_unit(net: Net, x: Tensor, out: int, stride: int, act: str = "relu", by_slices: bool = False) -> Tensor:
-    """v2's: half of the channels pass by; Concat and a shuffle of two groups mix the halves."""
+    """Add a ShuffleNet v2 unit: half of the channels bypass it; Concat and a shuffle mix the halves."""
     half = out // 2
     if stride == 1:
         passed, y = ((net.slice(x, 1, 0, half), net.slice(x, 1, half)) if by_slices else net.split(x, 2))
@@ -164,7 +164,7 @@ def shufflenet_unit(net: Net, x: Tensor, out: int, stride: int, act: str = "relu
 
 @architecture(size=224)
 def shufflenet_v2(net: Net, x: Tensor, by_slices: bool = False) -> Tensor:
-    """`by_slices`: the halves are taken by Slice instead of Split."""
+    """Build ShuffleNet v2. by_slices: halves are taken by Slice instead of Split."""
     x = net.max_pool(net.conv_bn_act(x, net.scaled(24), 3, stride=2, name="conv1"), 3, 2, 1)
     for stage, (out, depth) in enumerate(((116, 4), (232, 8), (464, 4))):
         for block in range(depth):

@@ -1,4 +1,4 @@
-"""Small networks, each around one thing that breaks compilers."""
+"""Small networks, each with one construct that is hard for compilers."""
 from __future__ import annotations
 
 from benchmarks.zoo.architecture import architecture
@@ -10,7 +10,7 @@ ACTIVATIONS = ("relu", "relu6", "leaky", "prelu", "sigmoid", "tanh", "elu", "sil
 
 @architecture(size=64)
 def explicit_pads(net: Net, x: Tensor) -> Tensor:
-    """TensorFlow's "SAME" at stride 2: an asymmetric Pad before convolutions and pools that pad nothing."""
+    """Build TensorFlow's "SAME" at stride 2: an asymmetric Pad before convolutions and pools without pads."""
     x = net.conv_bn_act(net.pad(x, (0, 0, 1, 1)), net.scaled(32), 3, stride=2, pads=0, act="relu6", name="conv0")
     x = net.conv_bn_act(net.pad(x, (0, 0, 1, 1)), x.channels, 3, stride=2, pads=0, groups=x.channels, act="relu6",
                         name="depthwise")
@@ -22,7 +22,7 @@ def explicit_pads(net: Net, x: Tensor) -> Tensor:
 
 @architecture(size=32)
 def odd_channels(net: Net, x: Tensor) -> Tensor:
-    """Channel counts that are multiples of nothing; `width` does not apply."""
+    """Build layers with odd channel counts; `width` does not apply."""
     for index, (out, kernel, stride) in enumerate(((7, 3, 1), (13, 5, 2), (33, 1, 1), (17, 3, 2), (65, 3, 1))):
         x = net.conv_bn_act(x, out, kernel, stride=stride, name=f"conv{index}")
     x = net.conv_bn_act(x, 130, 3, groups=13, name="grouped") if x.channels % 13 == 0 else x
@@ -40,7 +40,7 @@ def activations(net: Net, x: Tensor, kinds: tuple[str, ...] = ACTIVATIONS) -> Te
 
 @architecture(size=32)
 def pointwise(net: Net, x: Tensor) -> Tensor:
-    """Scale and shift by constants of several shapes, both operand orders, a value with several readers."""
+    """Build scales and shifts by constants of several shapes, in both operand orders, with shared values."""
     x = net.conv(x, net.scaled(16), 3, bias=True, name="conv0")
     per_channel = net.constant(net.draw(x.channels, 1, 1), "scale")
     scaled = net.add(net.mul(x, per_channel), net.scalar(0.5))
@@ -56,7 +56,7 @@ def pointwise(net: Net, x: Tensor) -> Tensor:
 
 @architecture(size=32)
 def shared_readers(net: Net, x: Tensor) -> dict[str, Tensor]:
-    """Siblings that may be merged and ones that may not; an inner tensor that is an output too; a twin; no-ops."""
+    """Build siblings that may and may not be merged, an inner tensor that is an output, a duplicate, and no-ops."""
     x = net.conv_bn_act(x, net.scaled(32), 3, stride=2, name="stem")
     siblings = [net.conv_bn_act(x, net.scaled(out), 1, act=act, name=f"sibling{index}")
                 for index, (out, act) in enumerate(((32, "relu"), (16, "relu6"), (64, None)))]
@@ -71,7 +71,7 @@ def shared_readers(net: Net, x: Tensor) -> dict[str, Tensor]:
 
 @architecture(size=32)
 def views(net: Net, x: Tensor) -> Tensor:
-    """Concat of a tensor with itself and of one that others read too, Slice of a slice, Split, nested Concat."""
+    """Build Concat of a tensor with itself and with shared tensors, Slice of a slice, Split, nested Concat."""
     x = net.conv_bn_act(x, net.scaled(32, 8), 3, name="stem")
     a, b = net.split(net.conv_bn_act(x, x.channels, 1, name="conv0"), 2)
     inner = net.slice(net.slice(x, 1, 4), 1, 0, x.channels // 2)
@@ -87,7 +87,7 @@ def views(net: Net, x: Tensor) -> Tensor:
 
 @architecture(size=32)
 def layout_traps(net: Net, x: Tensor) -> Tensor:
-    """Flatten of an image, which depends on the layout, before Gemm; MatMul and Add as a layer; LRN, Softmax."""
+    """Build a layout-dependent Flatten before Gemm, MatMul and Add as a layer, LRN and Softmax."""
     x = net.max_pool(net.lrn(net.conv_bn_act(x, net.scaled(16), 5, stride=2, name="conv0")), 3, 2, 1)
     x = net.conv_bn_act(x, net.scaled(24), 3, stride=2, name="conv1")
     x = net.act(net.linear(net.flatten_by_shape(x), net.scaled(64), name="fc0"), "relu")

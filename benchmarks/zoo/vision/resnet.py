@@ -82,13 +82,13 @@ def resnet34(net: Net, x: Tensor, depths: tuple[int, ...] = (3, 4, 6, 3)) -> Ten
 
 @architecture(size=224)
 def resnet50(net: Net, x: Tensor, depths: tuple[int, ...] = (3, 4, 6, 3)) -> Tensor:
-    """v1.5, as PyTorch has it: the 3x3 convolution strides."""
+    """Build ResNet-50 v1.5 as in PyTorch: the 3x3 convolution has the stride."""
     return _bottlenecks(net, x, depths)
 
 
 @architecture(size=224)
 def resnet50_d(net: Net, x: Tensor, depths: tuple[int, ...] = (3, 4, 6, 3)) -> Tensor:
-    """He et al. 2019: the shortcut averages 2x2 pixels before its 1x1."""
+    """Build ResNet-50-D (He et al. 2019): the shortcut averages 2x2 pixels before its 1x1."""
     return _bottlenecks(net, x, depths, pooled_shortcut=True)
 
 
@@ -99,7 +99,7 @@ def resnext50(net: Net, x: Tensor, depths: tuple[int, ...] = (3, 4, 6, 3), group
 
 @architecture(size=224)
 def preact_resnet18(net: Net, x: Tensor) -> Tensor:
-    """He et al. 2016b: BN and ReLU stand before each convolution, so that BN folds forward or not at all."""
+    """Build a pre-activation ResNet-18 (He et al. 2016b), where BN and ReLU precede each convolution."""
     x = net.conv(x, net.scaled(64), 3, stride=2, name="conv1")
     for stage, depth in enumerate((2, 2, 2, 2)):
         for block in range(depth):

@@ -55,7 +55,7 @@ def ssd_mobilenet(net: Net, x: Tensor, nms: bool = True, blocks: Sequence[int] =
 
 
 def _head(net: Net, x: Tensor, anchors: int, kernel: int, stride: int, name: str) -> tuple[Tensor, Tensor]:
-    """Offsets [anchors, 4] and scores [anchors, classes] of all places."""
+    """Return offsets [anchors, 4] and scores [anchors, classes] of all positions."""
     rows, cols = windows(x.shape, kernel, stride, kernel // 2)
     found = []
     for values, part in ((4, "location"), (net.classes, "score")):
@@ -80,7 +80,7 @@ def _detections(net: Net, locations: Sequence[Tensor], scores: Sequence[Tensor],
 
 
 def _anchors(net: Net, count: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """Boxes [count, (x, y, width, height)] all over a picture of extent 1."""
+    """Return boxes [count, (x, y, width, height)] that cover a picture of extent 1."""
     random = np.random.default_rng(count)
     return np.concatenate([random.uniform(0.1, 0.9, (count, 2)), random.uniform(0.05, 0.6, (count, 2))],
                           1).astype(np.float32)
@@ -88,7 +88,7 @@ def _anchors(net: Net, count: int) -> np.ndarray[tuple[int, int], np.dtype[np.fl
 
 def decoded(net: Net, offsets: Tensor, anchors: np.ndarray[tuple[int, int], np.dtype[np.float32]], centre: float,
             size: float) -> Tensor:
-    """Boxes as corners: centres moved by shares of the anchors, sizes by powers of e."""
+    """Decode boxes to corners: centres shifted by shares of the anchors, sizes scaled by exponentials."""
     places, extents = anchors[None, :, :2], anchors[None, :, 2:]
     half = (*offsets.shape[:-1], 2)
     moved = net.mul(net.slice(offsets, 2, 0, 2), net.constant(centre * extents))

@@ -47,7 +47,7 @@ def alexnet(net: Net, x: Tensor) -> Tensor:
 
 @architecture(size=224)
 def squeezenet(net: Net, x: Tensor) -> Tensor:
-    """Version 1.1: fire modules, a convolution as the classifier, Softmax."""
+    """Build SqueezeNet 1.1: fire modules, a convolution as the classifier, Softmax."""
     def fire(x: Tensor, squeezed: int, expanded: int, index: int) -> Tensor:
         with net.scope(f"features.{index}"):
             s = net.act(net.conv(x, net.scaled(squeezed), 1, bias=True, name="squeeze"), "relu")
