@@ -1,4 +1,4 @@
-"""Runs a problem on tensors that end at an unreadable page, and checks that nothing is written beside its outputs."""
+"""Runner of problems on tensors that end at an unreadable page, with a check for writes beside outputs."""
 from __future__ import annotations
 
 import ctypes
@@ -23,7 +23,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def guarded(size: int, slack: int = 0) -> Array:
-    """uint8[size + slack], zero, directly before a page that cannot be touched (where the system lets us)."""
+    """Return zeros uint8[size + slack] directly before a page that cannot be accessed, if the system supports it."""
     page = mmap.PAGESIZE
     pages = -(-(size + slack) // page) * page
     raw = np.frombuffer(mmap.mmap(-1, pages + page), np.uint8)
@@ -34,7 +34,7 @@ def guarded(size: int, slack: int = 0) -> Array:
 
 
 def extent(view: View, batch: int) -> int:
-    """Bytes from a view's address to its last element's end."""
+    """Return the bytes from a view's address to the end of its last element."""
     return view.size + (batch - 1) * view.item + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
 
 
@@ -61,7 +61,7 @@ def random_array(random: np.random.Generator, dtype: str, shape: tuple[int, ...]
 
 
 class Runner(Protocol):
-    """A backend's way to run one problem. A backend is in the suite when it has a line in RUNNERS (runners.py)."""
+    """Backend's way to run one problem. A line in RUNNERS (runners.py) puts a backend into the suite."""
     @property
     def name(self) -> str: ...
 
@@ -70,11 +70,11 @@ class Runner(Protocol):
         """Return the elements of a vector, as lowering asks for them."""
 
     def ways(self, problem: Problem) -> list[Any]:
-        """All that the backend has to solve a problem, each to be run in its place."""
+        """Return all kernels of the backend for a problem, each of which is run."""
 
     def execute(self, problem: Any, inputs: list[Array], outputs: list[Array], constants: dict[str, Any], batch: int,
                 **options: Any) -> None:
-        """Run a problem on tensors in memory, each from its first byte on. options: the backend's own."""
+        """Run a problem on tensors in memory, from their first bytes on. options: options of the backend."""
 
 
 def run(problem: Any, runner: Runner, inputs: list[Array], constants: dict[str, Any], slack: int = 0,

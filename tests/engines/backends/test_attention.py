@@ -41,7 +41,7 @@ class Shape:
 
 
 def split_heads(dtype, tokens, heads, depth):
-    """[heads, tokens, depth] inside [tokens, heads * depth], itself a third of a wider tensor."""
+    """Return a view [heads, tokens, depth] of [tokens, heads * depth], itself a third of a wider tensor."""
     whole = dense_view(dtype, (tokens, 3, heads, depth))
     token, _, head, element = whole.strides
     return View(dtype, (heads, tokens, depth), (head, token, element), whole.item)

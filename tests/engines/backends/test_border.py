@@ -1,4 +1,4 @@
-"""The halo around images, written anew."""
+"""Rewriting of the halos around images."""
 from __future__ import annotations
 
 import numpy as np

@@ -74,7 +74,7 @@ EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def problem(shape, precision, stored="", residual=True):
-    """(spec, inputs, constants) with sums that land around the middle of u8."""
+    """Return (spec, inputs, constants) with sums around the middle of u8."""
     random = np.random.default_rng(0)
     k = shape.cin // shape.groups * math.prod(shape.taps)
     scale = (0.005 if precision == "int8" else 10) / k**0.5
@@ -149,7 +149,7 @@ def test_rows_that_are_rounded_by_the_same_blocks_are_multiplied_as_integers(row
 
 
 def test_a_nan_behind_an_odd_run_stays_out():
-    """A pair of bfloat16 would reach the next group: its weight there is zero, but NaN times zero is NaN."""
+    """A pair of bfloat16 would reach into the next group, where the weight is zero, but NaN times zero is NaN."""
     spec, (x, *others), constants = problem(Shape(1, 3, 10, 32, groups=2), "bf16", stored="float32")
     expected, = run(spec, CpuRunner(AVX512_BF16), [x, *others], constants)
     x[..., 5] = 0x7FC0
@@ -184,7 +184,7 @@ def test_both_layouts_of_weights_give_the_same_result(shape, kernel):
 
 @BOTH_LAYOUTS
 def test_channels_whose_weights_are_all_zero_give_their_bias(kernel):
-    """Paired weights have no step then."""
+    """Paired weights have no step for such channels."""
     spec, inputs, constants = problem(SHAPES["1x1 of one long row"], "int8")
     constants["weights"][:16] = 0
     check(kernel(spec), CpuRunner(AVX2), inputs, constants, slack=15)
@@ -233,7 +233,7 @@ def test_dot_products_leave_out_rows_of_taps_in_a_border_of_zeros(shape, border,
 
 @pytest.mark.parametrize("name", ["both sides in one tile", "a padded 1x1, strided"])
 def test_what_lies_in_the_border_is_not_looked_at(name):
-    """The control: with other bytes there, only the taps that were left out can make the result right."""
+    """As a control, other bytes in the border make the result right only if their taps are skipped."""
     shape, border = BORDERED[name]
     spec, (x, *others), constants = problem(shape, "int8")
     spec, tile = replace(spec, border=border), Tile(1, 7, 2, skip=True)
@@ -272,7 +272,7 @@ def test_any_batch_of_a_matrix_product_is_cut_into_tiles_of_its_bits(runner):
 @EVERY_ISA
 @pytest.mark.parametrize("precision", ["int8", "fp32", "bf16"])
 def test_rows_of_a_batch_fill_tiles_whatever_their_number(precision, cpu):
-    """Full tiles, tails of any size, several blocks; a tile is never taller than the batch that it is for."""
+    """There are full tiles, tails of any size and several blocks; no tile is taller than its batch."""
     spec, inputs, constants = problem(SHAPES["gemm of one row an item"], precision)
     many = kernels_for(spec, 13)[0]
     tallest = max(many.tactics(cpu.isa), key=lambda tile: tile.cols)

@@ -101,7 +101,7 @@ def test_every_tactic_of_float32_adds_in_the_order_of_the_reference(stride, dila
 
 
 def test_two_vectors_of_one_row_cost_less_than_one_vector_of_two_rows():
-    """One vector alone is half of what an interleaving makes."""
+    """A single vector uses only half of an interleaved pair."""
     kernel = kernel_of(depthwise(128, (5, 5), outputs=(14, 28), residual=False)[0])
     assert kernel.cost(AVX2, DepthwiseTile(1, 14, 2)) < kernel.cost(AVX2, DepthwiseTile(2, 14, 1))
 

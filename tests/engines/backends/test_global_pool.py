@@ -47,7 +47,7 @@ def test_a_wrong_divisor_is_caught():
 
 @EVERY_WIDTH
 def test_a_long_sum_of_floats_rounds_no_more_than_its_runs(runner):
-    """One after the other, so many would be a thousandth off."""
+    """A sequential sum of so many floats would be off by a thousandth."""
     pixels = (1 << 17) + 77
     spec = GlobalPool(dense_view("float32", (pixels, 8)), dense_view("float32", (8,)), (), EpilogueProgram((), 0, 0),
                       "sum")

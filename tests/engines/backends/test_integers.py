@@ -17,7 +17,7 @@ ARGUMENTS = {"copy": 1, "not": 1, "negate": 1, "invert": 1, "absolute": 1, "wher
 
 
 def draw(view, seed=0, wide=False):
-    """Any number of the dtype; `wide`: of more bits than a float holds."""
+    """Draw any number of the dtype; `wide`: with more bits than a float holds."""
     random = np.random.default_rng(seed)
     shape = (ITEMS, *(n if stride else 1 for n, stride in zip(view.shape, view.strides, strict=True)))
     array = random_array(random, view.dtype, shape)

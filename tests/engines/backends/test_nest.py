@@ -1,4 +1,4 @@
-"""Nests on every backend, by every cut of their loops, against what their programs mean in NumPy."""
+"""Nests on every backend, with every partition of their loops, compared with their programs in NumPy."""
 import math
 
 import numpy as np
@@ -72,7 +72,7 @@ def test_every_dtype_is_read_and_written_as_numpy_casts_it(runner):
 @EVERY_ISA_WIDTH
 @pytest.mark.parametrize("kind", ["f32", "f64", "i32", "u64", "i1"])
 def test_every_reduction_by_every_cut_of_the_loops(kind, cpu):
-    """y[i, j] of x[i, k, j] and z[k], of which some are equal: lanes along each loop, with tails."""
+    """y[i, j] reduces x[i, k, j] and z[k] with some equal values; lanes run along each loop, with tails."""
     w = Writer((5, 11), (3, 19))
     x, z = w.read(0, kind), w.read(1, kind)
     term = x.binary("xor" if kind == "i1" else "max", z)
@@ -104,7 +104,7 @@ def test_a_result_that_needs_two_passes_is_stored_inside_the_second(runner):
 
 @EVERY_WIDTH
 def test_a_cycle_repeats_until_no_lane_passes_its_test(runner):
-    """Double each x until it is not below 90, and count how often."""
+    """Each x is doubled until it is at least 90, and the steps are counted."""
     w = Writer((3, 21))
     doubled, count = w.repeat_while(
         [w.read(0, "f32").unary("abs") + 1, w.constant(0, "i64")],
@@ -136,7 +136,7 @@ def test_a_reduction_takes_what_cycles_end_at(runner):
 
 @EVERY_WIDTH
 def test_picks_by_loops_by_tensors_and_by_the_item(runner):
-    """Lanes that go forwards, backwards, in steps, and wherever an index says."""
+    """Lanes read forwards, backwards, with a stride, and by an index tensor."""
     shape, table = (3, 17), dense_view("float32", (9, 40))
     w = Writer(shape)
     i, j = w.index(0), w.index(1)
@@ -151,7 +151,7 @@ def test_picks_by_loops_by_tensors_and_by_the_item(runner):
 @EVERY_ISA_WIDTH
 @pytest.mark.parametrize("shape", [(5, 3, 37), (9001, 1, 5), (3, 2, 3001)], ids=str)
 def test_what_does_not_depend_on_a_loop_may_be_computed_before_it(shape, cpu):
-    """y[i, j, k] = table[i, place[k]] * weight[k], with i or j within the loop that has the lanes."""
+    """y[i, j, k] is table[i, place[k]] * weight[k], with i or j inside the loop over lanes."""
     table = dense_view("float32", (shape[0], 40))
     w = Writer(shape)
     place = w.read(1, "i64").within(40)
@@ -170,7 +170,7 @@ def test_what_does_not_depend_on_a_loop_may_be_computed_before_it(shape, cpu):
 @EVERY_WIDTH
 @pytest.mark.parametrize("combined", ["", "add", "mul", "max", "min"])
 def test_updates_that_meet_in_an_element_are_made_in_order(combined, runner):
-    """y[i, place[i, k], j] of updates [i, k, j]: i and j are apart, k is not."""
+    """In y[i, place[i, k], j] updates of different i and j never collide, those of different k may."""
     x, updates = gapped("float32", (3, 5, 19)), dense_view("float32", (3, 7, 19))
     places = View("int32", (3, 7, 19), (28, 4, 0), 84)
     w = Writer((3, 7, 19))

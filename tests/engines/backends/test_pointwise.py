@@ -18,7 +18,7 @@ BATCH = 2
 
 
 def inputs_of(spec):
-    """Random tensors [BATCH, *shape], repeated along axes of stride 0."""
+    """Return random tensors [BATCH, *shape], repeated along axes of stride 0."""
     random = np.random.default_rng(0)
     arrays = []
     for view in spec.sources:

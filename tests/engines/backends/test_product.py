@@ -78,7 +78,7 @@ def test_a_product_of_bytes_equals_its_reference_bit_for_bit(shape, runner):
 @pytest.mark.parametrize("zeros", [("uint8", "uint8"), ("uint8", ""), ("", "int8"), ("", "")], ids=str)
 @EVERY_SHAPE
 def test_a_product_with_zero_points_in_memory_is_exact(shape, zeros, cpu):
-    """Sums are beyond what a float32 holds."""
+    """The sums exceed the integers that float32 represents."""
     exact_integers(shape, zeros, cpu)
 
 
@@ -107,7 +107,7 @@ def exact_integers(shape, zeros, cpu):
 
 
 def number(dtype):
-    """One for all items."""
+    """Return a view of one number for all items."""
     return View(dtype, (1,), (1,), 0)
 
 

@@ -1,4 +1,4 @@
-"""Recurrent cells: as their reference on every machine, bit for bit where the products are of integers."""
+"""Recurrent cells equal their reference on every machine, bit for bit for integer products."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -115,7 +115,7 @@ def test_whole_products_are_exact(attrs, precision, runner):
 @EVERY_BACKEND
 @pytest.mark.parametrize("attrs", [{}, {"activations": ("Relu", "Softsign", "Relu")}], ids=["lstm", "of relu"])
 def test_a_state_that_is_rounded_by_its_own_range_is_multiplied_exactly(attrs, runner):
-    """Relu's states are beyond 1, and never negative; first states are rounded like others."""
+    """States after Relu exceed 1 and are never negative; initial states are rounded like others."""
     case = Case(node_of(direction="bidirectional", **attrs), 37, "int8", batch=11, states=True, rounds=True)
     check(case.spec, runner, case.inputs, case.constants, pieces=2)
     zeros = Case(node_of(), 5, "int8", rounds=True, lengths=True)
@@ -125,7 +125,7 @@ def test_a_state_that_is_rounded_by_its_own_range_is_multiplied_exactly(attrs, r
 @EVERY_BACKEND
 @pytest.mark.parametrize("hidden, large, crowded", [(37, [0, 1, 22, 23, 35], [1, 23, 35]), (40, [], [])])
 def test_a_rounded_state_of_bytes_is_multiplied_exactly_whatever_its_neighbours_weights(hidden, large, crowded, runner):
-    """A few that add up to more than 128, of either sign; none."""
+    """Weights include neighbours that add up to more than 128, of either sign, and none."""
     case = Case(node_of(direction="bidirectional"), hidden, "int8", batch=9, states=True, rounds=True)
     weights = np.clip(case.constants["weights"], -64, 64)
     weights[:, :, large], weights[:, ::3, large] = -128, 127
@@ -263,7 +263,7 @@ def test_whole_weights_are_as_fine_as_their_sums_allow(precision, sizes, error):
 
 
 def test_weights_that_leave_the_second_level_of_cache_have_8_bits():
-    """An LSTM of 128 units keeps 16; from there on, bytes are what takes the time."""
+    """An LSTM of 128 units keeps 16 bits; for larger ones memory traffic dominates."""
     assert [integer_precision(np.zeros((2, 4 * hidden, hidden))) for hidden in (128, 256)] == ["int16", "int8"]
     case = Case(node_of(), 32, "int8")
     assert case.constants["weights"].dtype == np.int8

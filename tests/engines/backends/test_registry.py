@@ -1,4 +1,4 @@
-"""Backends are found by the names of their targets, and imported when they are chosen."""
+"""Backends are found by target names, and imported when they are chosen."""
 from __future__ import annotations
 
 import subprocess

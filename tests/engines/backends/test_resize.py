@@ -19,7 +19,7 @@ def nearest(outputs, inputs):
 
 
 def linear(outputs, inputs):
-    """Half-pixel centres, clamped to the edge."""
+    """Return taps and weights of linear interpolation with half-pixel centres, clamped to the edge."""
     places = np.clip((np.arange(outputs) + 0.5) * inputs / outputs - 0.5, 0, inputs - 1)
     matrix = np.maximum(0, 1 - np.abs(places[:, None] - np.arange(inputs))).astype(np.float32)
     return taps_of(matrix)

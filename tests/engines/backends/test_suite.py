@@ -15,7 +15,7 @@ VIEW = gapped("uint8", (3, 4))
 
 
 class Smearing(NumpyRunner):
-    """Right, but that it also changes the byte behind a row of its output, or of its input."""
+    """Runner with right results that also changes the byte behind a row of its output, or of its input."""
 
     def __init__(self, of_inputs: bool) -> None:
         self.of_inputs = of_inputs

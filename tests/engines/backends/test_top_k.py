@@ -20,7 +20,7 @@ def spec_of(shape, k, largest=True):
 
 
 def draw(shape, kinds):
-    """Random numbers of which only so many differ."""
+    """Draw random numbers with `kinds` distinct values."""
     return np.random.default_rng(0).integers(-kinds, kinds, (ITEMS, *shape)).astype(np.float32) / 8
 
 

@@ -1,4 +1,4 @@
-"""Small models with open extents, as exporters write them, and what ONNX Runtime makes of them."""
+"""Small models with dynamic shapes in the forms of exporters, and ONNX Runtime's results for them."""
 from __future__ import annotations
 
 from typing import Any
@@ -13,7 +13,7 @@ from tests.engines.compiler.small_models import small_model
 
 
 def node(op: str, inputs: str, outputs: str, **attrs: Any) -> onnx.NodeProto:
-    """Named by what it makes; "-" is an absent input."""
+    """Return a node named after its output; "-" is an absent input."""
     names = ["" if name == "-" else name for name in inputs.split()]
     return helper.make_node(op, names, outputs.split(), name=f"make {outputs}", **attrs)
 
@@ -23,7 +23,7 @@ def random(*shape: int, seed: int = 3) -> Array:
 
 
 def picture_net(batch: str = "N") -> onnx.ModelProto:
-    """Convolutions on pictures of any height and width, resized to the input's own by shape arithmetic."""
+    """Return convolutions on pictures of any size, resized to the input's size by shape arithmetic."""
     return small_model(
         [node("Conv", "x w", "c", pads=[1, 1, 1, 1], strides=[2, 2]), node("Relu", "c", "r"),
          node("Conv", "r v", "d", pads=[1, 1, 1, 1]), node("Shape", "x", "s"), node("Slice", "s two four zero", "hw"),
@@ -86,7 +86,7 @@ def recurrent_net() -> onnx.ModelProto:
 
 
 def pairs_net() -> onnx.ModelProto:
-    """Two open extents and no batch: every row of one input beside every row of the other."""
+    """Return a model of two dynamic extents without a batch: each row of one input paired with each of the other."""
     return small_model([node("Transpose", "b", "t", perm=[1, 0]), node("MatMul", "a t", "y")],
                        {"a": ["rows", 6], "b": ["columns", 6]}, ["y"])
 

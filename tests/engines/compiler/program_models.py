@@ -1,4 +1,4 @@
-"""Small models that are no single graph: loops, branches by data, sequences, extents that only data tell."""
+"""Small models that are not a single graph: loops, data-dependent branches and shapes, sequences."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -196,7 +196,7 @@ def chosen_patches() -> onnx.ModelProto:
 
 
 def detector() -> onnx.ModelProto:
-    """Boxes and scores of two classes from features; the best ones, and their boxes."""
+    """Return a detector: boxes and scores of two classes, and the boxes that NonMaxSuppression selects."""
     return small_model(
         [node("MatMul", "x w", "raw"), node("Sigmoid", "raw", "boxes"), node("MatMul", "x v", "logits"),
          node("Sigmoid", "logits", "likely"), node("Transpose", "likely", "scores", perm=[0, 2, 1]),

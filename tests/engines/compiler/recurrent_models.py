@@ -17,7 +17,7 @@ GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 
 class Writer:
-    """Nodes of one output each, called after their operators."""
+    """Builder of nodes with one output each, named after their operators."""
 
     def __init__(self, opset: int = 17) -> None:
         self.random = np.random.default_rng(0)
@@ -134,7 +134,7 @@ def commands(batch: str | int = "N", layers: int = 2) -> onnx.ModelProto:
 
 
 def signals(batch: str | int = "N") -> onnx.ModelProto:
-    """Convolutions over time, with a shortcut and a depthwise one, then a GRU of both directions over what is left."""
+    """Return convolutions over time with a shortcut and a depthwise one, then a bidirectional GRU."""
     w = Writer()
 
     def conv(x: str, cin: int, out: int, kernel: int, stride: int = 1, group: int = 1) -> str:
@@ -182,7 +182,7 @@ def both_ways(batch: str | int = "N", hidden: int = 12) -> onnx.ModelProto:
 
 
 def states(op: str, batch: str | int = "N", hidden: int = 13, **attrs: Any) -> onnx.ModelProto:
-    """Two layers, the second of which goes on from the states of the first; all of its outputs."""
+    """Return two layers, the second starting from the first one's states; all states are outputs."""
     w, count = Writer(), 2
     x = w("Transpose", "x", perm=[1, 0, 2])
     first = w.layer(op, x, 6, hidden, direction="bidirectional", **attrs)
@@ -192,7 +192,7 @@ def states(op: str, batch: str | int = "N", hidden: int = 13, **attrs: Any) -> o
 
 
 def learned(batch: str | int = "N", hidden: int = 14) -> onnx.ModelProto:
-    """First states that were learned: the same for every item."""
+    """Return a layer with learned initial states, equal for all items."""
     w = Writer()
     batch_of = w("Gather", w("Shape", "x"), w.constant(np.array([0], np.int64)), axis=0)
     shape = w("Concat", w.integers(2), batch_of, w.integers(hidden), axis=0)
@@ -229,6 +229,6 @@ MODELS: Mapping[str, Callable[..., onnx.ModelProto]] = {
 
 
 def sequences_for(model: onnx.ModelProto, items: int, seed: int = 0) -> NDArray[np.float32]:
-    """Items for a model; a fixed batch wins over `items`."""
+    """Return items for a model; a fixed batch overrides `items`."""
     batch, *shape = (d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim)
     return np.random.default_rng(seed).standard_normal((batch or items, *shape)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Random Resize nodes, and how far a result is from ONNX Runtime's."""
+"""Random Resize nodes, and their deviation from ONNX Runtime."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ REFUSED = (Fail, InvalidArgument, NotImplemented, RuntimeException)
 
 @dataclass(frozen=True)
 class Case:
-    """A model of one Resize, and its input."""
+    """Model of one Resize, and its input."""
     model: onnx.ModelProto
     x: NDArray[Any]
     family: str
@@ -154,7 +154,7 @@ def by_kernels(case: Case) -> NDArray[Any]:
 
 
 def fault(case: Case, made: NDArray[Any], right: NDArray[Any]) -> str:
-    """Return how `made` is wrong, or ""."""
+    """Return the fault of a result, or ""."""
     if made.shape != right.shape or made.dtype != right.dtype:
         return f"{made.dtype} {made.shape} for {right.dtype} {right.shape}: {case}"
     if case.family == "nearest" or made.dtype.kind != "f":

@@ -27,7 +27,7 @@ def small_model(nodes: Sequence[onnx.NodeProto], inputs: Inputs, outputs: Sequen
 
 
 def node(op: str, inputs: str, outputs: str, **attrs: Any) -> onnx.NodeProto:
-    """Named as its operator, in small letters."""
+    """Return a node named after its operator in lower case."""
     return helper.make_node(op, inputs.split(), outputs.split(), name=op.lower(), **attrs)
 
 

@@ -1,4 +1,4 @@
-"""Attention as exporters write it, against ONNX Runtime: one kernel, nothing copied before it or after it."""
+"""Attention in the forms of exporters, compared with ONNX Runtime: one kernel, without copies around it."""
 from __future__ import annotations
 
 import math
@@ -30,7 +30,7 @@ TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 3e-2}       # of the largest va
 
 @dataclass(frozen=True)
 class Case:
-    """A layer of self-attention from x [batch, tokens, width] to the same, written in one of the ways exporters do."""
+    """Layer of self-attention x [batch, tokens, width], in one of the forms of exporters."""
     tokens: int = 19
     heads: int = 3
     depth: int = 10
@@ -45,7 +45,7 @@ class Case:
 
 
 class Writer:
-    """A small ONNX graph in the making."""
+    """Builder of a small ONNX graph."""
 
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -139,7 +139,7 @@ def feeds_for(case: Case, batch: int, seed: int = 1) -> dict[str, Any]:
 
 
 def built(model: onnx.ModelProto, folder: Path, calibration: Any = None, **options: Any) -> Engine:
-    """calibration: inputs to watch an int8 build on."""
+    """Build an engine. calibration: inputs for INT8."""
     onnx.save(model, folder / "model.onnx")
     source = None
     if calibration:
@@ -183,7 +183,7 @@ def test_attention_is_one_kernel_that_answers_as_onnx_runtime_does(name: str, pr
 
 
 def one_item_model(keys_of: str) -> onnx.ModelProto:
-    """Tokens first and no batch, as of torch's MultiheadAttention; keys_of: "x", "one head" or "learned queries"."""
+    """Return attention with tokens first and no batch, as in torch's MultiheadAttention."""
     w, (tokens, heads, depth) = Writer(), (21, 4, 6)
     width = heads * depth
     split = w.constant([tokens, heads, depth], np.int64)
@@ -217,7 +217,7 @@ def test_attention_without_a_batch_is_one_kernel_too(keys_of: str, tmp_path: Pat
 
 
 def windows_model(batch: str | int, shifted: bool) -> onnx.ModelProto:
-    """Attention in four windows of 4x4 tokens (Liu et al. 2021, Swin), its leading axes merged as exporters do."""
+    """Return attention in four windows of 4x4 tokens (Swin, Liu et al. 2021), with merged leading axes."""
     w, (side, heads, depth) = Writer(), (4, 3, 8)
     width, tokens = heads * depth, side * side
 
@@ -276,7 +276,7 @@ def test_quantised_attention_computes_in_int8_and_exports_what_it_is(name: str, 
 
 
 def test_the_scores_are_not_read_from_outside(tmp_path: Path) -> None:
-    """A graph output of the weights: attention stays in its parts, and a note says why."""
+    """If the scores are a graph output, attention is not fused, and a note has the reason."""
     model = attention_model(Case())
     softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
     model.graph.output.append(helper.make_tensor_value_info(softmax.output[0], FLOAT, None))

@@ -1,4 +1,4 @@
-"""An If whose condition data decide is computed both ways where its branches are small; others stay what they are."""
+"""An If with a data-dependent condition computes both branches if they are small."""
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""build_engine: models in each form, what the cache answers, and what is refused before any work."""
+"""Tests of build_engine: forms of models, cache hits, and early refusals."""
 from __future__ import annotations
 
 import subprocess

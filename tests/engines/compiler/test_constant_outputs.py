@@ -1,4 +1,4 @@
-"""Outputs that no node computes: constants, inputs passed through, scalars."""
+"""Graph outputs that no node computes: constants, inputs, scalars."""
 from __future__ import annotations
 
 from pathlib import Path

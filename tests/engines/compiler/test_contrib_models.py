@@ -1,4 +1,4 @@
-"""Models as ONNX Runtime's optimiser leaves them: compiled as a whole, and right."""
+"""Models from ONNX Runtime's optimiser are compiled completely and correctly."""
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
@@ -11,7 +11,7 @@ RNG = np.random.default_rng(11)
 
 
 class Layer:
-    """A transformer's first layer: nodes, and their constants, which are drawn."""
+    """First layer of a transformer: nodes and random constants."""
 
     def __init__(self):
         self.nodes, self.constants = [], {}

@@ -1,4 +1,4 @@
-"""Inputs whose values decide about shapes and branches: one plan, any values, as ONNX Runtime has it."""
+"""Inputs whose values decide shapes and branches: one plan serves all values, with ONNX Runtime's results."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.engines.compiler.small_models import small_model
 
 
 def with_input(model: onnx.ModelProto, name: str, kind: int, shape: list[int | str]) -> onnx.ModelProto:
-    """small_model's inputs are floats; this is one of another type."""
+    """Return the model with an input of another type than float."""
     model.graph.input.append(helper.make_tensor_value_info(name, kind, shape))
     return model
 
@@ -35,7 +35,7 @@ def resizer() -> onnx.ModelProto:
 
 
 def branching() -> onnx.ModelProto:
-    """Another product at a sampling rate of 8000 than at others."""
+    """Return a model with another product at a sampling rate of 8000 than at others."""
     def branch(name: str, weights: str) -> onnx.GraphProto:
         return helper.make_graph([node("MatMul", f"x {weights}", name)], name, [],
                                  [helper.make_tensor_value_info(name, TensorProto.FLOAT, None)])

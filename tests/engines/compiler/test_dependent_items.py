@@ -1,4 +1,4 @@
-"""A symbolic leading extent that is no batch of independent items: right, or refused with a reason; never sliced."""
+"""A symbolic leading extent that is not a batch of independent items is never run in slices."""
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper

@@ -1,4 +1,4 @@
-"""Tensors of no elements: an extent of 0 is an extent like any other, and never the batch."""
+"""Tensors with an extent of 0, which is never taken for the batch."""
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The engine cache: what a key depends on, and builders that meet."""
+"""Tests of the engine cache: its keys, and concurrent builders."""
 from __future__ import annotations
 
 import os
@@ -159,7 +159,7 @@ def test_the_plan_that_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_is_dropped_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
-    """Two processes share a folder, of which one has room for a single plan."""
+    """Two processes share a cache folder, one with a limit of a single plan."""
     reader, writer = EngineCache(tmp_path), EngineCache(tmp_path, 1.5 * stored_bytes(tmp_path / "measure") / (1 << 30))
     stop, seen = threading.Event(), []
 

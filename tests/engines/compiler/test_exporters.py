@@ -1,4 +1,4 @@
-"""Turns of phrase of today's exporters, each a small model: compiled without a fallback, equal to ONNX's reference."""
+"""Constructs of today's exporters, as small models: compiled without a fallback, equal to ONNX's reference."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -198,7 +198,7 @@ def test_tensorflow_takes_the_pixel_in_whose_middle_a_nearest_neighbour_lies(tmp
 
 
 def test_a_layer_norm_as_keras_computes_it_reduces_beside_the_batch(tmp_path: Path) -> None:
-    """The items are the channels of one picture: their axis is not the leading one."""
+    """The normalised rows are the channels of one picture, so the batch is not the leading axis."""
     case = ("float[N,6] x", "float[N,6] y", 13, """
         shape = Constant<value = int64[4] {1,-1,6,1}>()  lines = Reshape(x, shape)
         mean = ReduceMean<axes = [0,2,3]>(lines)  centred = Sub(lines, mean)

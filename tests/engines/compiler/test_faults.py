@@ -1,4 +1,4 @@
-"""An exception that nobody foresaw ends as one line that names the node; errors that are meant stay what they are."""
+"""An unexpected exception becomes one line that names the node; intended errors stay unchanged."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Rows of each item, looked up in a tensor that was flattened with the batch, as end-to-end detectors do."""
+"""Lookups of each item's rows in a tensor flattened with the batch, as in end-to-end detectors."""
 import numpy as np
 from onnx import parser
 from onnxruntime import InferenceSession

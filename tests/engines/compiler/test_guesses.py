@@ -1,4 +1,4 @@
-"""Guesses of open extents: likely ones, and those that the model itself asks for."""
+"""Guesses of dynamic extents: likely ones, and those that the model requires."""
 import numpy as np
 import onnx
 import pytest
@@ -33,7 +33,7 @@ def test_channels_become_those_of_a_convolutions_weights() -> None:
 
 
 def test_an_axis_becomes_as_long_as_indices_reach_and_as_weights_ask() -> None:
-    """200 columns are read of it, but with 12 more of them it is as long as the weights, 262."""
+    """Indices reach column 200, but the weights need 262 with the 12 that are added."""
     graph = (f"g (float[n, f] x) => (float[n, 1] y) <float[262, 1] w = {{{', '.join(['1.0'] * 262)}}}, "
              "int64[2] at = {199, 0}> "
              "{ a = Gather<axis = 1>(x, at) b = Concat<axis = 1>(a, a, a, a, a, a, x) y = MatMul(b, w) }")
@@ -72,7 +72,7 @@ def test_a_model_that_leaves_all_its_extents_open_is_built_without_being_told_an
 
 
 def test_bands_become_those_that_a_convolution_leaves_for_a_product() -> None:
-    """Time leads and is no batch: it must reach over a window, and the bands behind two windows must be 27."""
+    """Time is the leading axis and no batch: it must cover a window, and two windows must leave 27 bands."""
     weights = (f"float[4, 1, 3, 3] w = {{{', '.join(['0.1'] * 36)}}}, "
                f"float[2, 4, 1, 27] v = {{{', '.join(['0.1'] * 216)}}}, "
                "int64[2] front = {0, 1}, int64[2] one = {0, 3}")

@@ -1,4 +1,4 @@
-"""Models that hold float16 or bfloat16, built in every precision: inside they are float32, outside what they were."""
+"""Models in float16 or bfloat16 are built in every precision: float32 inside, their own types outside."""
 from __future__ import annotations
 
 from pathlib import Path

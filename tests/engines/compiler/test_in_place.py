@@ -1,4 +1,4 @@
-"""Tactics judged inside the network: every rival computes the same, the fastest is taken and kept in the cache."""
+"""Tactics timed inside the network: candidates compute the same, the fastest is chosen and cached."""
 from __future__ import annotations
 
 import math
@@ -140,7 +140,7 @@ def test_times_in_one_network_say_nothing_about_another(graph: Graph, cache: Tim
 
 def test_what_is_faster_inside_the_network_is_taken_though_it_is_slower_alone(
         graph: Graph, cache: TimingCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last of each problem's rivals is said to take half as long as the others, without doubt."""
+    """The stand-in gives the last candidate of each problem half the time of the others."""
     said: list[Trial] = []
 
     def times(trial: Trial, items: int, progress: Any = None) -> list[Estimate]:
@@ -158,7 +158,7 @@ def test_what_is_faster_inside_the_network_is_taken_though_it_is_slower_alone(
 
 
 def test_the_speed_of_a_run_is_not_that_of_its_steps() -> None:
-    """Steps 1 and 2 do the same for one call; every run that takes 1 happens to be twice as slow."""
+    """Steps 1 and 2 are alternatives for one call; every run with step 1 happens to be twice as slow."""
     runs = [{0: 3.0 * speed, 1 + (speed == 1.0): 5.0 * speed, 3: 7.0 * speed} for speed in [2.0, 1.0] * 8]
     cost = typical(runs)
     assert cost[1].value == pytest.approx(cost[2].value)
@@ -178,7 +178,7 @@ def test_a_time_that_scatters_is_less_sure() -> None:
 
 
 def test_who_reads_many_weights_has_rivals_that_are_far_slower_alone() -> None:
-    """Winograd's weights are four times as many: where they come from memory, the direct kernel may be faster."""
+    """Winograd's weights are four times as large: from memory, the direct kernel may be faster."""
     def rivals(cin: int, us_direct: float) -> set[type]:
         x, y = dense_view("uint8", (16, 16, cin)), dense_view("uint8", (14, 14, cin))
         problem = Contraction(x, y, (), EpilogueProgram(), "int8", (3, 3), border=Halo(1, 1, 1, 1), bounded=True)
@@ -198,7 +198,7 @@ def test_who_reads_many_weights_has_rivals_that_are_far_slower_alone() -> None:
 
 def test_a_trial_packs_no_more_constants_than_it_may(graph: Graph, times_alone: TimingCache, trials: list[Trial],
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tactic is a rival here; without any bytes to spare, only those that read what the one taken reads."""
+    """Every tactic is a candidate here; without spare bytes, only those with the chosen packing remain."""
     monkeypatch.setattr(tuner, "NEAR", math.inf)
     for room in (1 << 30, 0):
         monkeypatch.setattr(in_place, "MOST_BYTES", room)

@@ -1,4 +1,4 @@
-"""Norms of channels in models: one kernel where they stand alone, right wherever they stand."""
+"""Norms of channels: a single kernel if they stand alone, right anywhere."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Steps that run item by item give the bytes that they give step by step."""
+"""Item-major runs give the same bytes as steps run one by one."""
 from __future__ import annotations
 
 import math

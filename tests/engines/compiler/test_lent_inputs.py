@@ -1,4 +1,4 @@
-"""Contexts of compiled plans whose inputs lie where their callers have them."""
+"""Zero-copy inputs of contexts of compiled plans."""
 from __future__ import annotations
 
 import numpy as np
@@ -23,7 +23,7 @@ def ending_at(place: int, value: float) -> Array:
 
 
 def test_what_one_run_was_lent_is_not_read_by_the_next_one() -> None:
-    """`b` ends with its page, so it is copied; `a` was lent before that showed."""
+    """`b` ends with its page, so it is copied, though `a` was already redirected."""
     model = small_model([node("Relu", "a", "ra"), node("Relu", "b", "rb"), node("Concat", "ra rb", "y", axis=1)],
                         {"a": ["n", *SHAPE], "b": ["n", *SHAPE]}, ["y"])
     context = build_engine(model, cache=False, timing=False, max_batch=4).engine().create_context()

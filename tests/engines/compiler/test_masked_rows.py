@@ -1,4 +1,4 @@
-"""Rows of scores that a mask hides wholly: the softmax of equal numbers, however the mask is written."""
+"""Completely masked rows of scores: the softmax of equal numbers, in every form of the mask."""
 from __future__ import annotations
 
 from collections.abc import Callable

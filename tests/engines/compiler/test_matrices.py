@@ -1,4 +1,4 @@
-"""MatMul by constant weights, against ONNX Runtime: its rows are rows of the kernel, wherever the model has them."""
+"""MatMul with constant weights, compared with ONNX Runtime; its rows are rows of the kernel on any axes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def answers(model: onnx.ModelProto, shape: tuple[int, ...], folder: Path, precis
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("shape", [(35, DEPTH), (5, 7, DEPTH), (35, 1, DEPTH)], ids=str)
 def test_rows_of_a_fixed_extent_are_rows_of_the_kernel(shape: tuple[int, ...], precision: str, tmp_path: Path) -> None:
-    """35 rows would be 35 of the grid, were each an item by itself."""
+    """If each row were an item, the grid would have 35 rows."""
     steps = products(answers(layers(shape), shape, tmp_path, precision, max_batch=None))
     assert steps and all(step.rows_per_item == 0 and step.rows < 20 for step in steps)
 
@@ -77,7 +77,7 @@ def test_a_vector_is_one_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ones, precision", [(70_000, "fp32"), (60_000, "int8")])
 def test_int8_is_for_sums_that_an_integer_holds(ones: int, precision: str, tmp_path: Path) -> None:
-    """70,000 times 255 * 127 is beyond 2**31; with 10,000 of the weights negative, the sums stay below it."""
+    """70,000 * 255 * 127 exceeds 2**31; with 10,000 negative weights the sums stay below it."""
     weights = np.ones((70_000, 2), np.float32)
     weights[ones:] = -1
     graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "deep",
@@ -100,7 +100,7 @@ def test_rows_of_a_batch_are_those_that_it_has(precision: str, tmp_path: Path) -
 @pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 128, 1), (6, 64, 8), (7, 100, 2), (1, 33, 300)])
 def test_every_number_of_items_is_computed_whatever_tiles_their_rows_are_cut_into(
         rows: int, depth: int, columns: int) -> None:
-    """Tiles of the batch's rows have up to 24 of them; what is left is known when it runs only."""
+    """Tiles have up to 24 rows of the batch; the tail is known at run time only."""
     random = np.random.default_rng(2)
     weights = random.standard_normal((depth, columns)).astype(np.float32)
     model = small_model([helper.make_node("MatMul", ["x", "w"], ["y"])], {"x": ["N", rows, depth]}, ["y"],

@@ -33,7 +33,7 @@ MODELS = ("mobilenet_v2", "nanodet", "resnet18", "unet")
 
 
 def memory_of(model: onnx.ModelProto, precision: str) -> tuple[tuple[Buffer, ...], tuple[Fill, ...], int]:
-    """Return the buffers, fills and number of steps of a model's plan for this machine, of which no kernel is compiled.
+    """Return the buffers, fills and number of steps of a model's plan, without compiling kernels.
 
     Ranges are those of one picture.
     """
@@ -47,7 +47,7 @@ def memory_of(model: onnx.ModelProto, precision: str) -> tuple[tuple[Buffer, ...
 
 
 def alive(buffers: tuple[Buffer, ...], steps: int) -> int:
-    """Bytes of the buffers that are alive at once, at most."""
+    """Return the largest number of bytes of simultaneously live buffers."""
     return max(sum(b.bytes for b in buffers if b.first <= step <= b.last) for step in range(steps))
 
 
@@ -60,7 +60,7 @@ def test_a_context_takes_less_than_twice_what_is_alive_at_once(name: str, precis
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 def test_the_memory_of_a_plan_is_that_of_its_lowered_graph(precision: str, tmp_path: Path) -> None:
-    """Buffers and fills above are those that a build gives a plan."""
+    """The other tests' memory_of gives the buffers and fills of a real build."""
     model = TINY["mobilenet_v2"](size=96)
     machine = compiled(model, tmp_path, precision=precision).plan.machine
     assert memory_of(model, precision) == (machine.buffers, machine.fills, len(machine.steps))

@@ -1,4 +1,4 @@
-"""Models of one node that nests compile: every step a kernel, and the results those of the reference."""
+"""Models of one node compiled to nests: every step is a kernel, with the reference's results."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A node and its inputs. open: how many of them have the items of a batch as their leading axis."""
+    """Node and its inputs. open: number of inputs with a leading batch axis."""
     node: onnx.NodeProto
     inputs: tuple[Array, ...]
     open: int = 0
@@ -219,7 +219,7 @@ def test_a_forest_is_one_kernel_and_right() -> None:
 
 
 def test_long_ranges_are_kernels_and_right() -> None:
-    """Longer than constants may be."""
+    """The range is longer than constants may be."""
     nodes, inputs, constants, feeds = [], [], [], {}
     for dtype, ends in {"float32": (0.5, 7000.5, 0.1), "int32": (70000, -70000, -2)}.items():
         names = [f"{dtype}_{end}" for end in ("start", "limit", "delta")]

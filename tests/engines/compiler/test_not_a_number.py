@@ -24,7 +24,7 @@ ROWS = {"Softmax": node("Softmax", "x", "Softmax"), "LogSoftmax": node("LogSoftm
 
 
 def model() -> onnx.ModelProto:
-    """Every formula; some of doubles, too: those of "wide"."""
+    """Return a model of every formula; those in IN_FLOAT64 also on doubles."""
     nodes = [node("Cast", name, f"wide{name}", to=TensorProto.DOUBLE) for name in ("x", "other", "low", "high")]
     for name in IN_FLOAT64:
         one = POINTWISE[name]

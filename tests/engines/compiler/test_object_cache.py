@@ -1,4 +1,4 @@
-"""Builds with an object cache: the same plans, and only what changed is compiled."""
+"""An object cache gives equal plans, and compiles only changed kernels."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -22,7 +22,7 @@ TEXT = "define i64 @f(i64 %x) {\n  ret i64 %x\n}\n"
 
 
 def model(*widths: int) -> bytes:
-    """Matrix products one behind the other, from each width to the next."""
+    """Return a chain of matrix products, from each width to the next."""
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", width])
             for name, width in (("x", widths[0]), (f"t{len(widths) - 1}", widths[-1])))
     shapes = list(zip(widths, widths[1:], strict=False))

@@ -1,4 +1,4 @@
-"""Models whose extents are open: one plan, any shapes, and each specialisation is what a build for its shapes is."""
+"""Models with dynamic shapes: one plan for all shapes, with specialisations equal to builds for their shapes."""
 from __future__ import annotations
 
 import logging
@@ -261,7 +261,7 @@ def test_profiles_are_compiled_at_once_and_bound_what_is_accepted() -> None:
 
 
 def test_profiles_of_a_model_whose_batch_cannot_be_open_bound_the_number_of_items_too() -> None:
-    """Each item meets all others."""
+    """Each item depends on all others."""
     crossed = small_model([node("Transpose", "x", "t", perm=[1, 0]), node("MatMul", "x t", "y")],
                           {"x": ["n", "T"]}, ["y"], {})
     engine = opened(crossed, profiles=({"x": ((1, 2), (2, 5), (4, 9))},))
@@ -443,7 +443,7 @@ def test_specialisations_are_kept_on_the_disk(tmp_path: Path, monkeypatch: pytes
 
 
 def test_contexts_of_many_shapes_take_the_memory_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values that another shape left there change no result, and no later run writes to a result that is kept."""
+    """Values left by another shape change no result, and later runs do not overwrite kept results."""
     monkeypatch.setattr(policy_module, "IDLE_BYTES", 0)
     engine = OpenEngine(plan := built(attention_net()).plan, lambda: Specialiser(plan), policy=Policy("off"))
     context = engine.create_context()

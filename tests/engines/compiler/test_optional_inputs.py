@@ -1,4 +1,4 @@
-"""Inputs with a value in the model, which a run may leave out."""
+"""Inputs with a default value, which a run may omit."""
 from __future__ import annotations
 
 from pathlib import Path

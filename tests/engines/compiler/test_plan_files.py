@@ -34,7 +34,7 @@ PAIRED = ("int8", "avx2")       # weights lie beside their places in the sum, wh
 
 @architecture(size=48)
 def heavy(net: Net, x: Tensor) -> Tensor:
-    """Nearly all of it is weights: of full and narrow panels, of a matrix product, depthwise ones, and Winograd's."""
+    """Return a model that is mostly weights: full and narrow panels, a matrix product, depthwise and Winograd."""
     x = net.conv_bn_act(x, 256, 3, stride=4, name="stem")
     x = net.conv_bn_act(x, 256, 3, groups=256, name="depthwise")
     x = net.conv_bn_act(x, 80, 3, name="winograd")
@@ -44,7 +44,7 @@ def heavy(net: Net, x: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def plan_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Plan]:
-    """(precision, target) -> the plan of the heavy model; made once."""
+    """Return the plan of the heavy model by (precision, target), built once."""
     folder, model = tmp_path_factory.mktemp("heavy"), heavy()
     return cache(lambda precision, target="": compiled(model, folder, precision=precision, target=target).plan)
 
@@ -139,7 +139,7 @@ def test_what_takes_more_room_where_it_is_read_is_made_when_the_plan_is_loaded(
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 def test_made_constants_are_what_packing_means_bit_for_bit(plan_of: Callable[..., Plan], tmp_path: Path, precision: str,
                                                            threads: int) -> None:
-    """Return the expanded constants of the plan read again, cut into pieces. Tile registers need none."""
+    """Expanded constants of the reread plan equal the packing; plans for tile registers have none."""
     target = best_isa(frozenset(name for name in detect().features if not name.startswith("amx_"))).name
     read, _ = written(plan_of(precision, target), tmp_path)
     constants = np.frombuffer(read.machine.constants, np.uint8)

@@ -1,4 +1,4 @@
-"""MatMul of two run-time tensors, against ONNX Runtime: a kernel, its Transposes seen through, what follows fused."""
+"""MatMul of two run-time tensors, compared with ONNX Runtime: one kernel, with Transposes and epilogues fused."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 def product_model(a: tuple[Any, ...], b: tuple[Any, ...], a_perm: Any, b_perm: Any) -> onnx.ModelProto:
-    """relu(a b * 2 + a constant per column); a and b are inputs after a Sigmoid, so that they have a producer."""
+    """Return relu(a b * 2 + a constant per column); a and b follow a Sigmoid, so that they have a producer."""
     nodes, names = [], []
     for name, perm in (("a", a_perm), ("b", b_perm)):
         nodes.append(helper.make_node("Sigmoid", [name], [f"{name}.made"]))

@@ -1,4 +1,4 @@
-"""Models that are no single graph run as programs, and give what ONNX Runtime gives."""
+"""Models that are not a single graph run as programs, with ONNX Runtime's results."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -113,7 +113,7 @@ def test_weights_that_a_loop_carries_are_constants_of_its_body() -> None:
     (models.running_sum(), True), (models.exchanged(), True), (models.scanned(), True), (models.grown(), False)])
 def test_a_body_that_is_one_segment_is_repeated_in_place(
         model: onnx.ModelProto, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless what it carries grows."""
+    """States that grow cannot be kept in place."""
     found, run = [], InPlace.run
 
     def spied(*given: Any) -> bool:
@@ -126,7 +126,7 @@ def test_a_body_that_is_one_segment_is_repeated_in_place(
 
 
 def test_states_that_are_stacked_as_they_come_keep_their_type() -> None:
-    """bfloat16, which in memory is an integer, and is read behind the Loop."""
+    """The type is bfloat16, which is an integer in memory, and is read after the Loop."""
     x = np.arange(20, dtype=np.float32).reshape(4, 5)
     sums = built(models.halves()).engine().run({"x": x})["all"]
     np.testing.assert_array_equal(sums, np.cumsum(x, axis=0) - x)
@@ -202,7 +202,7 @@ def test_values_are_dropped_when_nobody_needs_them() -> None:
 
 
 def test_what_follows_from_shapes_alone_is_no_program() -> None:
-    """Exporters write indices of all elements so."""
+    """Exporters write the indices of all elements this way."""
     model = small_model([node("Shape", "x", "shape"), node("ConstantOfShape", "shape", "ones"),
                          node("NonZero", "ones", "all"), node("Transpose", "all", "places", perm=[1, 0]),
                          node("GatherND", "x places", "y")],
@@ -214,7 +214,7 @@ def test_what_follows_from_shapes_alone_is_no_program() -> None:
 
 
 def test_a_node_that_no_segment_can_have_is_left_to_the_host() -> None:
-    """A mask of run-time size decides about a shape: only the compiler finds that out."""
+    """A mask of run-time size decides a shape, which only the compiler finds out."""
     model = small_model([node("Cast", "x", "i", to=models.INT64), node("Reshape", "v i", "r"), node("Exp", "r", "y")],
                         {"x": ["n"], "v": [6, 4]}, ["y"])
     build = built(model)

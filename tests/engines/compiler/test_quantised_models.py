@@ -1,4 +1,4 @@
-"""Models that come quantised run on the integer kernels that our own calibration would have given them."""
+"""Quantised models run on the same integer kernels as after our own calibration."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -209,7 +209,7 @@ def test_weights_of_four_bits_stay_two_a_byte(zeros: bool, bias: bool) -> None:
 
 
 def products_of_few_bits(depth: int, zeros: bool, level: int) -> onnx.ModelProto:
-    """Two by weights of four bits, of the same rows."""
+    """Return two products of the same rows with 4-bit weights."""
     random, blocks = np.random.default_rng(0), -(-depth // 32)
     constants: Arrays = {"s": random.uniform(0.1, 1, 48 * blocks).astype(np.float32)}
     constants |= {"p": random.integers(0, 256, (48, -(-blocks // 2))).astype(np.uint8)} if zeros else {}
@@ -317,7 +317,7 @@ def test_integers_of_16_bits_that_a_model_ends_with_are_made_by_kernels() -> Non
 @pytest.mark.parametrize("target", ["", "portable", "numpy"])
 @pytest.mark.parametrize("scale", [np.float32(0.5), np.float32([0.5, 2, 0.25, 1, 0.5, 0.5])], ids=["one", "of columns"])
 def test_bytes_that_a_model_ends_with_are_made_by_one_kernel(scale: Any, target: str) -> None:
-    """Halves are rounded to even, and what is no number is 0."""
+    """Ties round to even, and NaN becomes 0."""
     zero = np.full(scale.shape, 10, np.uint8)
     model = small_model([node("QuantizeLinear", "x scale zero", "y", **({"axis": 1} if scale.ndim else {}))],
                         {"x": ["N", 6]}, ["y"], {"zero": zero, "scale": scale})
@@ -329,7 +329,7 @@ def test_bytes_that_a_model_ends_with_are_made_by_one_kernel(scale: Any, target:
 
 
 def test_a_range_of_nearly_all_numbers_takes_nothing_from_the_bias() -> None:
-    """Padding by the least float32 was taken into the range."""
+    """Padding with the lowest float32 used to enter the range."""
     model = layer({"scale": np.float32(1.3e36), "zero": np.uint8(255), "bias": -np.arange(8, dtype=np.float32),
                    "fine": np.float32(0.05)}, node("Add", "m bias", "n"), *pair("n", "y", "fine"))
     _, made, wanted = rounded(model)
@@ -427,7 +427,7 @@ def scaled(**numbers: tuple[float, Any]) -> Arrays:
 
 
 def assert_same_steps(made: NDArray[Any], wanted: NDArray[Any], step: float) -> None:
-    """All but one number in a hundred are the same, and that is the next: a sum in the middle between two steps."""
+    """Assert that at most one number in a hundred differs, and by one step: sums midway between two steps may."""
     apart = np.rint((made - wanted) / step)
     assert made.shape == wanted.shape and np.abs(apart).max() <= 1 and np.mean(apart != 0) < 0.01
 
@@ -563,7 +563,7 @@ def test_the_range_is_that_of_all_items_on_the_reference_too() -> None:
 
 
 def test_integers_of_a_range_of_the_moment_are_those_of_onnx_bit_for_bit() -> None:
-    """A scale that is off by its last bit takes other integers where steps are halves: half of these numbers are."""
+    """A scale that is off by its last bit rounds ties differently, and half of these numbers are ties."""
     nodes = [onnx.helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"], "q")]
     model = small_model(nodes, {"x": [40, 16]}, ["q", "s", "z"], {})
     engine, random = build_engine(model, cache=False, timing=False).engine(), np.random.default_rng(0)
@@ -618,7 +618,7 @@ def test_sums_that_are_read_as_integers_are_those_of_int8_where_float32_has_them
 
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
 def test_an_lstm_that_rounds_its_states_multiplies_integers(direction: str) -> None:
-    """Numbers that kernels and reference round apart are a step of a state apart."""
+    """Results differ by a step of the state where kernel and reference round differently."""
     count, size, hidden = 1 + (direction == "bidirectional"), 6, 9
     scales = [np.full(count, 0.01, np.float32), np.zeros(count, np.int8)] * 2
     random = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""Tensors of types that numpy lacks: floats of eight bits and fewer, integers of four and two."""
+"""Tensors of types that NumPy lacks: floats of up to 8 bits, integers of 4 and 2 bits."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Engines of recurrent networks answer what ONNX Runtime answers, and no step of theirs runs on the reference."""
+"""Engines of recurrent networks give ONNX Runtime's results, without a step on the reference."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -29,7 +29,7 @@ TOLERANCE = 2e-5        # of the largest value: float32 sums in another order, f
 
 
 def oracle(name: str, model: onnx.ModelProto, x: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
-    """ONNX Runtime's answer; it does not know layout 1, so there ours, node by node."""
+    """Return ONNX Runtime's outputs, or for layout 1, which it lacks, those of our reference."""
     return run(graph_from_onnx(model), {"x": x}) if name == "batch major" else run_onnx(model, {"x": x})
 
 
@@ -120,7 +120,7 @@ def test_items_have_steps_of_their_own_number(tmp_path: Path) -> None:
 
 
 def computed(w: Writer, *shape: int) -> str:
-    """Weights that follow from x."""
+    """Return a layer whose weights depend on x."""
     return str(w("Add", w.draw(*shape, scale=0.4), w("ReduceMean", "x", axes=[0, 1, 2], keepdims=1)))
 
 

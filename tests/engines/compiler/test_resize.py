@@ -88,7 +88,7 @@ def test_kernels_take_the_same_pixels(coordinates: str, mode: str, shape: tuple[
 
 @pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
 def test_corners_are_aligned_where_the_length_is_no_integer(mode: str) -> None:
-    """9 x 13 by 1.5 is 13 x 19, of 13.5 x 19.5."""
+    """9 x 13 scaled by 1.5 is 13.5 x 19.5, which becomes 13 x 19."""
     model = resize_model((9, 13), (1.5, 1.5), mode=mode, coordinate_transformation_mode="align_corners")
     x = np.random.default_rng(1).standard_normal((1, 2, 9, 13)).astype(np.float32)
     made = build_engine(model, timing=False, cache=False).engine(threads=1).run({"x": x})["y"]

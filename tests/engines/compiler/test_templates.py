@@ -1,4 +1,4 @@
-"""Templates: the plan that a function of extents makes is the one that is made for these extents alone."""
+"""A template gives for any extents the plan that a build for these extents gives."""
 from __future__ import annotations
 
 import dataclasses
@@ -36,7 +36,7 @@ from tests.engines.compiler.small_models import small_model
 
 
 def mixer() -> onnx.ModelProto:
-    """Rows that are told where they stand, by a table that the model computes of how many there are."""
+    """Return a mixer whose position table depends on the number of rows."""
     return small_model(
         [node("Shape", "x", "s"), node("Gather", "s one", "n"), node("Range", "zero n one", "at"),
          node("Cast", "at", "place", to=1), node("Unsqueeze", "place last", "column"), node("Mul", "x w", "scaled"),
@@ -47,7 +47,7 @@ def mixer() -> onnx.ModelProto:
 
 
 def causal() -> onnx.ModelProto:
-    """Attention to what came before, by a mask that the model computes of how many rows there are."""
+    """Return causal attention whose mask is computed from the number of rows."""
     return small_model(
         [node("Shape", "x", "s"), node("Gather", "s one", "n"), node("Range", "zero n one", "at"),
          node("Unsqueeze", "at last", "column"), node("Unsqueeze", "at first", "row"),
@@ -125,7 +125,7 @@ def test_a_shape_for_which_the_guards_do_not_hold_gets_a_template_of_its_own() -
 
 
 def grouped_queries() -> onnx.ModelProto:
-    """One step of a decoder whose past and present grow, with rotary embeddings."""
+    """Return a decoder step with a growing past, grouped queries and rotary embeddings."""
     angles = np.arange(300)[:, None] * 0.3 ** np.arange(8)
     model = small_model(
         [node("ReduceSum", "mask one", "sum", keepdims=0), node("Sub", "sum one", "less"),
@@ -163,7 +163,7 @@ def test_a_decoder_with_grouped_queries_has_a_template_of_its_steps_and_one_of_i
 
 
 def test_what_is_for_one_shape_only_is_made_for_it_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """The trace is given up at sizes that are computed in floats, and after some that gave nothing, it is not tried."""
+    """Tracing stops at sizes computed in floats, and is not tried again after several failures."""
     model = small_model(
         [node("Shape", "x", "s"), node("Cast", "s", "floats", to=1), node("Mul", "floats factor", "larger"),
          node("Cast", "larger", "size", to=7), node("Resize", "x - - size", "y", mode="nearest")],
@@ -209,7 +209,7 @@ def test_a_small_shape_is_served_though_there_is_no_memory_for_so_many_items_of_
 
 
 def test_a_constant_that_cannot_be_computed_leaves_the_word_to_the_model() -> None:
-    """The table has 512 rows."""
+    """Longer inputs than the table's 512 rows are refused by the model itself."""
     templates = Specialiser(built(growing_net()))
     assert templates.general({"P": 500}) and templates.general({"P": 511})
     with pytest.raises(ModelError, match="the indices are in 512"):
@@ -235,7 +235,7 @@ def test_the_template_of_least_use_goes_first() -> None:
 
 
 def test_indices_that_follow_from_extents_are_checked_where_nothing_is_computed_of_them() -> None:
-    """Rows of an input, of which there are 64, by their numbers."""
+    """The indices select rows of an input with 64 rows."""
     every = small_model(
         [node("Shape", "x", "s"), node("Gather", "s one", "n"), node("Range", "zero n one", "at"),
          node("Gather", "rows at", "g"), node("Relu", "g", "y")],

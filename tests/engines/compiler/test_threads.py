@@ -28,7 +28,7 @@ MODELS = [("resnet50", "int8"), ("mobilenet_v2", "int8"), ("shufflenet_v2", "int
 
 
 class Chunks:
-    """The chunks of a plan's only span over an arena of garbage, to be run one by one in any order."""
+    """Chunks of a plan's only span over an arena of garbage, run one by one in any order."""
 
     def __init__(self, plan: Plan, x: Array) -> None:
         self.program = LoadedPlan(plan)

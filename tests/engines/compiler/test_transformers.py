@@ -1,4 +1,4 @@
-"""Engines of transformers answer what ONNX Runtime answers, however an exporter wrote them."""
+"""Engines of transformers give ONNX Runtime's results in all forms of exporters."""
 from __future__ import annotations
 
 from pathlib import Path

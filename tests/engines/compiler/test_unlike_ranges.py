@@ -1,4 +1,4 @@
-"""INT8 models that join tensors of unlike ranges: each part of an output by itself, and on every target."""
+"""INT8 models that join tensors of different ranges, with the error of each part of an output."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ LEAST_DB = 25       # of a part of an output; one scale for unlike parts leaves 
 
 
 class Net:
-    """A model that grows node by node; each is called after its first result."""
+    """Builder of a model, whose nodes are named after their first outputs."""
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(5)
@@ -54,7 +54,7 @@ class Net:
 
 
 def detector(tail: str) -> onnx.ModelProto:
-    """Boxes of up to some hundred pixels, scores and keypoints with confidences, joined as exporters do."""
+    """Return boxes of up to some hundred pixels, scores, and keypoints with confidences, joined as by exporters."""
     net = Net()
     net.conv("x", "a", 3, 16, kernel=3, strides=[2, 2])
     net.conv("a", "b", 16, 16, kernel=3, strides=[2, 2])
@@ -119,7 +119,7 @@ def skip() -> onnx.ModelProto:
 
 
 def shuffle() -> onnx.ModelProto:
-    """Halves of unlike ranges, their channels shuffled, and one of them read by itself."""
+    """Return two tensors of different ranges with shuffled channels, one of which is also read alone."""
     net = Net()
     net.conv("x", "a", 3, 16, kernel=3)
     net.conv("a", "small", 16, 8)
@@ -184,7 +184,7 @@ def data(items: int, seed: int) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class Ranges:
-    """The largest and smallest values that the reference sees: a calibration without a compiler."""
+    """Recorder of the reference's minimum and maximum values: calibration without a compiler."""
     ranges: Mapping[str, tuple[float, float]]
     cache: str = ""
 

@@ -1,4 +1,4 @@
-"""Loops and Scans of a few steps become these steps; others stay what they are."""
+"""Loops and Scans of few steps are unrolled; others stay."""
 from __future__ import annotations
 
 import numpy as np
@@ -79,7 +79,7 @@ def test_the_steps_one_after_the_other_give_what_the_loop_gave(name: str) -> Non
 
 
 def test_tensors_with_names_that_are_made_for_steps_keep_their_values() -> None:
-    """number, going and y.0.number are such names; d is stacked twice."""
+    """The names number, going and y.0.number are also generated; d is stacked twice."""
     body = region("body", [
         node("Identity", "c", "goes_on"), node("Mul", "a a", "number"), node("Tanh", "a", "going"),
         node("Cast", "i", "f", to=1), node("Add", "number f", "g"), node("Add", "g going", "b"),

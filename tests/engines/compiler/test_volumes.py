@@ -1,4 +1,4 @@
-"""Convolutions and pools over volumes run on the kernels of images, in every precision and for any batch."""
+"""Convolutions and pools over volumes run on the kernels of images, in every precision and batch size."""
 from __future__ import annotations
 
 from collections.abc import Sequence

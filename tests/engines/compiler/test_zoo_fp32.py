@@ -1,4 +1,4 @@
-"""Float32 engines of the zoo answer what ONNX Runtime answers."""
+"""Float32 engines of the zoo give ONNX Runtime's results."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The compiler's graphs of the zoo before any kernel: each stage, run by the reference, answers as ONNX Runtime."""
+"""Each graph stage of the zoo's models, run by the reference, gives ONNX Runtime's results."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""INT8 engines of the zoo are close to their float models, and made of the kernels that one would write by hand."""
+"""INT8 engines of the zoo are close to their float models, and use the expected kernels."""
 from __future__ import annotations
 
 from pathlib import Path

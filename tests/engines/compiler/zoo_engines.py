@@ -1,4 +1,4 @@
-"""Engines of the zoo's models, built without timing so that a test takes a moment and the tactic is always the same."""
+"""Engines of the zoo's models, built without timing: fast and with reproducible tactics."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs a problem as a GPU does, by its PTX on the CPU: every tensor is an allocation of its own."""
+"""Runner of a problem on a GPU, emulated on the CPU by its PTX; each tensor is an allocation of its own."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ ALIGNED = 256       # of every tensor, unless a test says otherwise
 
 @dataclass(frozen=True)
 class Way:
-    """A kernel by one of its tactics."""
+    """Kernel with one of its tactics."""
     kernel: GpuKernel[Any]
     tactic: Any
 
@@ -63,7 +63,7 @@ def emulated(gpu: Gpu) -> GpuDriver:
 
 @dataclass(frozen=True)
 class GpuRunner:
-    """The kernels of an architecture. `open` gives the GPU that they run on, the emulated one as a rule."""
+    """Runner on one architecture. `open` returns the GPU, by default the emulated one."""
     gpu: Gpu
     open: Callable[[Gpu], GpuDriver] = emulated
     lanes: int = 32
@@ -77,7 +77,7 @@ class GpuRunner:
 
     def execute(self, problem: Problem | Way, inputs: list[Array], outputs: list[Array], constants: dict[str, Any],
                 batch: int, pieces: int = 1, aligned: int = ALIGNED, text: str = "") -> None:
-        """pieces: a launch is one. aligned: how far from an address of the GPU's own each tensor begins."""
+        """Run the problem; a launch is one piece. aligned: alignment of each tensor's address in bytes."""
         way, device = way_of(problem, self.gpu, aligned), self.open(self.gpu)
         grid, tensors = way.kernel.grid(way.tactic), [*inputs, *outputs]
         with ScopedResources(device) as held:
@@ -107,6 +107,6 @@ def at_hand() -> GpuRunner:
 
 
 def every_way(problem: Problem, gpu: Gpu) -> list[Way]:
-    """All tactics that the tuner may take."""
+    """Return all tactics that the tuner may choose."""
     way = way_of(problem, gpu)
     return [replace(way, tactic=tactic) for tactic in way.kernel.tactics()]

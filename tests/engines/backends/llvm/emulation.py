@@ -21,7 +21,7 @@ from engines.codegen.types import FLOAT, I8, I16, I32, vector
 
 
 class _Definition:
-    """The text of `define result @emulated...(a, b, ...)`: its body is written by the builder that kernels use."""
+    """Text of `define result @emulated...(a, b, ...)`, whose body is written by the kernels' own builder."""
 
     def __init__(self, intrinsic: str, result: str, *types: str) -> None:
         self._head = f"define internal {result} @{intrinsic.replace('llvm.', 'emulated.', 1)}"
@@ -42,7 +42,7 @@ def _lanes(type_: str) -> int:
 
 
 def _every(f: Function, value: Value, step: int, first: int, cast: str, element: str) -> Value:
-    """Elements first, first + step, ... widened."""
+    """Return elements first, first + step, ... widened to `type_`."""
     picked = f.shuffle(value, None, range(first, _lanes(value.type), step), "picked")
     return f.cast(cast, picked, vector(_lanes(picked.type), element), "wide")
 
@@ -57,7 +57,7 @@ def _dot4(name: str, lanes: int, unsigned: bool) -> str:
 
 
 def _pmadd(name: str, lanes: int) -> str:
-    """a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] of int16, in int32; the sum wraps."""
+    """Return code for a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] of int16 in int32; the sum wraps."""
     d = _Definition(name, vector(lanes, I32), vector(2 * lanes, I16), vector(2 * lanes, I16))
     a, b = d.arguments
     even, odd = (_every(d.f, a, 2, e, "sext", I32) * _every(d.f, b, 2, e, "sext", I32) for e in (0, 1))
@@ -76,7 +76,7 @@ def _dot2(name: str, lanes: int) -> str:
 
 
 def _pmadd_bytes(name: str, lanes: int) -> str:
-    """a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] of u8 and s8, saturated to int16."""
+    """Return code for a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] of u8 and s8, saturated to int16."""
     d = _Definition(name, vector(lanes, I16), vector(2 * lanes, I8), vector(2 * lanes, I8))
     a, b = d.arguments
     even, odd = (_every(d.f, a, 2, e, "zext", I32) * _every(d.f, b, 2, e, "sext", I32) for e in (0, 1))
@@ -84,7 +84,7 @@ def _pmadd_bytes(name: str, lanes: int) -> str:
 
 
 def _sign_bytes(name: str, lanes: int) -> str:
-    """a[i] where b[i] > 0, 0 where it is 0, else -a[i]; -(-128) wraps."""
+    """Return code for a[i] if b[i] > 0, 0 if it is 0, else -a[i]; -(-128) wraps."""
     d = _Definition(name, vector(lanes, I8), vector(lanes, I8), vector(lanes, I8))
     a, b = d.arguments
     other = d.f.select(b.compare("slt", 0), a.like(0) - a, a.like(0))
@@ -92,7 +92,7 @@ def _sign_bytes(name: str, lanes: int) -> str:
 
 
 def _shuffle_bytes(name: str, lanes: int) -> str:
-    """a[the low 4 bits of b[i], in i's 128-bit part], or 0 where b[i] < 0."""
+    """Return code for a[low 4 bits of b[i], in i's 128-bit lane], or 0 if b[i] < 0."""
     bytes_ = vector(lanes, I8)
     d = _Definition(name, bytes_, bytes_, bytes_)
     a, b = d.arguments
@@ -114,7 +114,7 @@ def _saturated(value: Value, narrow: str, low: int, high: int) -> Value:
 
 
 def _pack(name: str, lanes: int, wide: str, narrow: str, low: int, high: int) -> str:
-    """Saturated; inside each 128-bit part: that part of a, then that part of b."""
+    """Return code that saturates and packs a and b per 128-bit lane, first a, then b."""
     d = _Definition(name, vector(2 * lanes, narrow), vector(lanes, wide), vector(lanes, wide))
     halves = [_saturated(value, narrow, low, high) for value in d.arguments]
     part = 128 // int(wide[1:])
@@ -139,7 +139,7 @@ def _dot_bfloat(name: str, lanes: int) -> str:
 
 
 def _to_bfloat(name: str, lanes: int) -> str:
-    """float32 -> bfloat16, halves to even; of what is denormal the sign is left, and what is no number stays none."""
+    """Return code that rounds float32 to bfloat16, ties to even; denormals become signed zeros, NaN stays NaN."""
     d = _Definition(name, vector(lanes, "bfloat"), vector(lanes, FLOAT))
     x, = d.arguments
     bits = d.f.cast("bitcast", x, vector(lanes, I32), "bits")

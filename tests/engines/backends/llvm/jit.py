@@ -1,4 +1,4 @@
-"""Kernels as assembly text, and called in this process: natively, or for a machine that we lack by emulation.py."""
+"""Kernels as assembly text, and as functions of this process, native or emulated (emulation.py)."""
 from __future__ import annotations
 
 import re
@@ -58,14 +58,14 @@ def assembly(ir: str, isa: Isa, emulate: bool = False) -> str:
 
 
 def spills(text: str) -> int:
-    """Vector accesses to the stack in an assembly text: a register tile that does not fit."""
+    """Return the vector accesses to the stack in an assembly text, which show that a register tile spills."""
     x86 = r"[xyz]mm.*\(%r[sb]p|\(%r[sb]p.*[xyz]mm"
     arm = r"\b(?:ldr|str|ldp|stp|ldur|stur)\s+q.*\[(?:sp|x29)"
     return sum(bool(re.search(f"{x86}|{arm}", line)) for line in text.splitlines())
 
 
 class LoadedKernel:
-    """A kernel in this process. It lives as long as this object."""
+    """Kernel loaded into this process while the object lives."""
 
     def __init__(self, ir: str, name: str, isa: Isa, emulate: bool = False) -> None:
         self._code = LoadedCode([compile_cached(ir, *_machine(isa, emulate), opt=_level(ir, emulate))])
@@ -73,6 +73,6 @@ class LoadedKernel:
 
     def __call__(self, operands: Sequence[NDArray[Any]], rows: tuple[int, int],
                  columns: tuple[int, int] = (0, 1)) -> None:
-        """operands: arrays whose first element is what the kernel's operand points at; rows, columns: [begin, end)."""
+        """Call the kernel. operands: arrays whose first elements the operands point at; rows, columns: [begin, end)."""
         table = np.array([array.ctypes.data for array in operands], np.uintp)
         self._call(table.ctypes.data, *rows, *columns)

@@ -1,4 +1,4 @@
-"""Runs kernels as a CPU does, cut into pieces; instruction sets that this machine lacks are emulated."""
+"""Runner of kernels on the CPU, split into pieces; missing instruction sets are emulated."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def loaded(kernel: Kernel[Any], isa: Isa, tactic: Any, native: bool) -> LoadedKe
 
 @dataclass(frozen=True)
 class CpuRunner:
-    """The kernels of an instruction set."""
+    """Runner on one instruction set."""
     isa: Isa
 
     @property

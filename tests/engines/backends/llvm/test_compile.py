@@ -23,7 +23,7 @@ PLAIN = EpilogueProgram((), 0, 0)
 
 
 def calls(text):
-    """Names that an assembly text calls or jumps to (labels begin with a dot)."""
+    """Return the names that an assembly text calls or jumps to (labels begin with a dot)."""
     return set(re.findall(r"^\s+(?:callq?|jmp|bl?)\s+([A-Za-z_]\w*)", text, re.MULTILINE))
 
 
@@ -38,7 +38,7 @@ def every_instruction():
 
 
 def problems():
-    """One of every family, over every dtype."""
+    """Return a problem of every family for every dtype."""
     image, row = dense_view("uint8", (6, 6, 24)), dense_view("float32", (3, 65))
     yield Depthwise(dense_view("uint8", (8, 8, 24)), image, (), PLAIN, "int8", (3, 3))
     yield Pool(image, image, (), PLAIN, "average", (3, 3), (1, 1), (1, 1, 1, 1))

@@ -1,4 +1,4 @@
-"""Modules compiled in other processes are what this one makes of them."""
+"""Modules compiled in other processes equal those compiled in this one."""
 from __future__ import annotations
 
 from pathlib import Path

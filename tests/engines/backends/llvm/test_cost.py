@@ -48,7 +48,7 @@ def test_a_prefetch_pays_where_few_tiles_wait_for_many_weights(
 
 @pytest.mark.parametrize(("k", "narrow"), [(1024, False), (4000, False), (4096, True)])
 def test_rows_that_push_each_other_out_of_the_first_level_make_narrow_tiles_cheaper(k: int, narrow: bool) -> None:
-    """Bytes: rows of 4096 share a set of the first level, of which 14 are more than it holds and 6 are not."""
+    """Rows of 4096 bytes map to one set of the L1 cache, which holds 6 of them, but not 14."""
     solved = DirectContraction(product(384, k, 1024))
     assert (solved.cost(AVX512_VNNI, solved.tile(1, 6, 4)) < solved.cost(AVX512_VNNI, solved.tile(1, 14, 2))) == narrow
 

@@ -1,4 +1,4 @@
-"""The taps of a depthwise window in steps: each once, and as many to a step as there is room for."""
+"""Partition of a depthwise window's taps into steps: each tap once, and as few steps as possible."""
 from collections import Counter
 from itertools import product
 

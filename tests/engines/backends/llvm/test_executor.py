@@ -1,4 +1,4 @@
-"""The executor's text."""
+"""Tests of the executor's LLVM IR."""
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""Kernels that are told their numbers: what is asked of these while a kernel is written becomes a guard."""
+"""Dynamic kernels: questions about their numbers while a kernel is written become guards."""
 from __future__ import annotations
 
 from dataclasses import replace

@@ -122,7 +122,7 @@ def test_sums_may_be_stored_as_floats(name: str) -> None:
 
 
 def test_bfloat_blocks_do_not_read_behind_their_run() -> None:
-    """An infinity there would make a NaN of a zero weight."""
+    """An infinity behind the run times a zero weight would be NaN."""
     spec, (x, *others), constants = problem(Shape(1, 20, 80, 32, groups=2), "bf16", stored="float32")
     kernel = MatrixUnitContraction(spec)
     expected, = run(kernel, CPU, [x, *others], constants)

@@ -1,4 +1,4 @@
-"""Weights paired to sums of 16 bits: none is lost, none can overflow."""
+"""Pairing of weights for 16-bit sums: no weight is lost, and no sum overflows."""
 import numpy as np
 import pytest
 
@@ -61,7 +61,7 @@ def test_weights_that_are_zero_in_all_channels_take_no_step():
 
 
 def test_an_element_that_fits_with_one_other_only_finds_it():
-    """Pairs that are made without looking at the rarest partners first leave it alone."""
+    """A greedy pairing that does not start with the elements of fewest partners leaves it alone."""
     weights = np.full((1, LANES, 1, WINDOW), 60, np.int8)
     weights[..., 3], weights[..., 12] = 100, 20
     assert steps_of(weights) == WINDOW // STEP

@@ -1,4 +1,4 @@
-"""The kernels that measure a core's peaks: that they do what they are measured for, and nothing else."""
+"""Kernels that measure peak rates contain only the instructions that they measure."""
 from __future__ import annotations
 
 import itertools

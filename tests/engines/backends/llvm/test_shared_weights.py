@@ -90,7 +90,7 @@ def head(sizes: tuple[int, ...], channels: int = 16) -> tuple[Any, int]:
 
 
 def test_a_head_on_images_of_five_sizes_has_its_weights_in_two_layouts_at_most() -> None:
-    """Winograd's, and those of the sizes that it is too slow for."""
+    """One layout is Winograd's, the other is for sizes at which Winograd is too slow."""
     model, nbytes = head((64, 32, 16, 8, 4))
     machine = built(model).machine
     assert len(machine.constants) - TAIL < 2.5 * nbytes
@@ -118,7 +118,7 @@ def test_an_lstm_that_several_inputs_share_has_its_weights_once() -> None:
 
 
 def test_a_common_layout_is_taken_within_the_tolerance_only() -> None:
-    """Problems "a" and "b" share weights; layouts are the kernels' packings."""
+    """Problems "a" and "b" share weights; a layout is a kernel's packing."""
     class Kernel:
         def packing(self, tactic: Any) -> Any:
             return tactic[0]

@@ -10,7 +10,7 @@ from tests.engines.compiler.small_models import small_model
 
 
 def test_what_the_first_plan_does_not_have_is_packed_once_for_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 rows take a tile that is narrower than the one of 128."""
+    """At 8 rows the tile is narrower than at 128."""
     model = small_model([node("MatMul", "x w", "y")], {"x": ["N", "T", 64]}, ["y"], {"w": random(64, 40)})
     plan = build_engine(model, cache=False, timing=False, target="avx2").plan
     packed, pack = [], PackedConstants._pack
@@ -25,7 +25,7 @@ def test_what_the_first_plan_does_not_have_is_packed_once_for_all_others(monkeyp
 
 
 def test_what_depends_on_where_pixels_lie_is_packed_for_each_width() -> None:
-    """Pairs of taps are found by their distance in memory."""
+    """Pairs of taps are chosen by their distance in memory."""
     model = small_model([node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "q s z", "d"),
                          node("QuantizeLinear", "w s", "k"), node("DequantizeLinear", "k s", "v"),
                          node("Conv", "d v", "y", pads=[1, 1, 1, 1])], {"x": ["N", 4, "H", "W"]}, ["y"],

@@ -75,7 +75,7 @@ def test_a_tile_that_was_timed_without_prefetch_only_tells_of_the_same_tile_with
 
 @pytest.mark.parametrize("spec, sizes", [(conv(1, 64, 64), {1, 8}), (conv(7, 64, 64), {1})])
 def test_kernels_cut_by_batch_are_timed_with_one_item_and_with_many(spec, sizes, monkeypatch):
-    """The clock says how many rows of the grid were run."""
+    """The stand-in clock returns the number of grid rows that ran."""
     cache, isa = TimingCache(), best_isa(detect().features)
     monkeypatch.setattr(candidate_times, "measure", lambda calls: {tactic: 1.0 for tactic in calls})
     constants = {"weights": np.zeros((64, 64, 1, 1), np.int8), "program": []}
@@ -90,7 +90,7 @@ def test_kernels_cut_by_batch_are_timed_with_one_item_and_with_many(spec, sizes,
 
 
 def test_each_batch_counts_alike_however_long_it_takes():
-    """One row in a third of the time outweighs a tenth more of many."""
+    """A third of the time at one row outweighs a tenth more time at many rows."""
     ratios = mean_ratios({"few": (1.0, 110.0), "many": (3.0, 100.0)})
     assert ratios["few"] < ratios["many"]
     ratios = mean_ratios({"few": (1.0, 310.0), "many": (2.0, 100.0)})
@@ -115,7 +115,7 @@ def test_the_hopeless_are_not_timed_but_in_a_survey(monkeypatch):
 
 
 def kernels_of_costs(*costs):
-    """Candidates of one kernel, and what each costs."""
+    """Return candidates of one kernel with these costs."""
     kernel = DirectContraction(conv(14, 64, 64))
     some = [Candidate(kernel, Tile(1, cols + 1, 2)) for cols in range(len(costs))]
     return some, dict(zip(some, costs, strict=True))

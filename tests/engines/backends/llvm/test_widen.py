@@ -1,4 +1,4 @@
-"""Weights kept in fewer bytes than kernels read, and made wider when a plan is loaded."""
+"""Weights stored in fewer bytes than kernels read, and widened when a plan is loaded."""
 import numpy as np
 import pytest
 

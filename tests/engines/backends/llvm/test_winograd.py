@@ -62,7 +62,7 @@ def test_float32_agrees_with_the_reference(shape, isa):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_bytes_and_weights_are_exact(sign):
-    """Every product at its limit: what leaves int16 or the bound would show."""
+    """All products are at their limits, so that an overflow of int16 would show."""
     spec, inputs, constants = problem((4, 4, 112, 8), "int8", residual=False)
     inputs = [np.full_like(x, 255) for x in inputs]
     constants = {"program": [np.float32(1 / 255 / 128 / 1008 * 255)[None], *constants["program"][1:]],
@@ -96,7 +96,7 @@ def test_weights_are_asked_for_ahead_the_sooner_the_more_there_are(channels, ask
 
 @pytest.mark.parametrize("channels, fits", [(114, True), (115, False)])
 def test_the_bound_on_sums_is_known_from_the_weights(channels, fits):
-    """Within it is what comes back from 32 bits after 6 of them were lost to the scales."""
+    """A sum within the bound is restored from 32 bits after the scales took 6 of them."""
     weights = np.full((2, channels, 3, 3), -128, np.int8)
     weights[0] = 0
     assert bounded(weights) == (255 * 128 * 9 * channels < 1 << 25) == fits
@@ -137,7 +137,7 @@ def test_the_kernel_that_makes_the_weights_equals_its_meaning_bit_for_bit(shape,
 
 @pytest.mark.parametrize("isa", [AVX2, AVX512_VNNI], ids=lambda isa: isa.name)
 def test_made_weights_are_those_of_the_paper(isa):
-    """G g G' of every cout, where the kernel's panels have it."""
+    """Expanded weights are G g G' for every output channel, in the kernel's panel order."""
     spec, _, constants = problem((8, 8, 32, 40), "int8")
     kernel = WinogradContraction(spec)
     tactic = kernel.tactics(isa)[0]

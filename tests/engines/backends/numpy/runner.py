@@ -1,4 +1,4 @@
-"""Runs a problem as a NumPy plan does: on tensors where they lie."""
+"""Runner of a problem as a NumPy plan runs it, on tensors in place."""
 from __future__ import annotations
 
 from typing import Any
@@ -11,7 +11,7 @@ from engines.lowering.problems.problem import Array, Problem
 
 
 class NumpyRunner:
-    """Each tensor in a buffer of its own."""
+    """Runner with a buffer for each tensor."""
     name, lanes = "numpy", 1
 
     def ways(self, problem: Problem) -> list[Problem]:
@@ -19,7 +19,7 @@ class NumpyRunner:
 
     def execute(self, problem: Problem, inputs: list[Array], outputs: list[Array], constants: dict[str, Any],
                 batch: int, pieces: int = 1) -> None:
-        """pieces: a NumPy step is one call."""
+        """Run the problem; a NumPy step is one piece."""
         memory = [*inputs, *outputs]
         placed = [Placement(i, 0, view, BATCH) for i, view in enumerate((*problem.inputs, *problem.outputs))]
         call = ProblemCall(Node("Test", (), ("y",)), problem, tuple(placed[:len(inputs)]), tuple(placed[len(inputs):]),

@@ -1,4 +1,4 @@
-"""Plans that NumPy runs: they are built without a compiler, and give what the kernels give."""
+"""NumPy plans are built without a compiler, and give the kernels' results."""
 from __future__ import annotations
 
 import subprocess
@@ -50,7 +50,7 @@ def test_a_float_graph_agrees_with_onnx_runtime(name: str, tmp_path: Path) -> No
 
 
 def test_items_of_batches_of_any_size_do_not_meet(tmp_path: Path) -> None:
-    """Halos, here of zero points, are written for as many items as a context has seen."""
+    """Halos, here of zero points, are written for as many items as the context has run."""
     model = TINY["explicit_pads"]()
     context = Engine(compiled(model, tmp_path, precision="int8", target="numpy").plan).create_context()
     x = images_for(model, 4, seed=1)

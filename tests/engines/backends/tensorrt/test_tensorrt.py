@@ -37,7 +37,7 @@ from tests.zoo import TINY
 
 
 def test_quantised_activations_become_symmetric_with_the_same_range() -> None:
-    """Bytes of -2 to 8 with a zero point of 51; weights stay as they are."""
+    """Bytes cover -2 to 8 with zero point 51; weights stay unchanged."""
     tables = {"s": np.float32(10 / 255), "z": np.uint8(51), "w": np.array([[3, -5]], np.int8), "t": np.float32(0.5),
               "n": np.int8(0)}
     nodes = [helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
@@ -91,7 +91,7 @@ def test_tensorrt_rtx_builds_a_resnet_ahead_of_time(precision: str, tmp_path: Pa
 
 
 class Doubling:
-    """A stand-in for TensorRT, whose only engine gives twice its input."""
+    """Stand-in for TensorRT, whose only engine doubles its input."""
     __version__ = "10.1"
     ILogger = type("ILogger", (), {})
 

@@ -91,7 +91,7 @@ def test_a_range_of_rows_waits_for_every_range_that_writes_what_it_reads() -> No
 
 
 def test_items_that_share_weights_do_not_make_a_step_long_enough_to_be_shared() -> None:
-    """5 us are no work for two, four times 5 us are."""
+    """A step of 5 us is too short for two workers; four times 5 us are not."""
     plan = mix_plan([(0, 0)], [1])
     step = plan.machine.steps[0]
     alone, together = (make_schedule(program, program.segments[0], 4, 2, [5.0], 1.0) for program in (

@@ -1,4 +1,4 @@
-"""Constants that kernels make of others when a plan is made ready to run."""
+"""Constants that kernels expand from others when a plan is loaded."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ X = np.zeros((1, 2, 4), np.int32)
 
 @cache
 def thrice_object() -> bytes:
-    """made[column, row] += 3 * kept[column, row] + 1: memory is zeros at first, so a place made twice is wrong."""
+    """Return code for made[column, row] += 3 * kept[column, row] + 1: a repeated chunk gives a wrong result."""
     module = Module()
     f, (kept, made), (row_begin, row_end, column_begin, column_end) = begin_kernel(module, "thrice", 2)
     for column in f.range("column", column_begin, column_end):

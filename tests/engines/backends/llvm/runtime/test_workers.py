@@ -1,4 +1,4 @@
-"""Several threads on one request: whatever the system does to them, every byte is that of one thread."""
+"""Several threads on one request give the bytes of one thread, however they are scheduled."""
 from __future__ import annotations
 
 import math
@@ -70,7 +70,7 @@ def run_lent(execution: ParallelExecution, plan: Plan, x: Array) -> tuple[dict[s
 
 @pytest.fixture
 def busy_neighbour() -> Iterator[None]:
-    """Another process that works in bursts of 0.7 ms on every core, so that threads lose theirs in mid-chunk."""
+    """Run a process on every core that works in bursts of 0.7 ms, so that threads are preempted within chunks."""
     program = ("import time\nwhile True:\n end = time.perf_counter() + 7e-4\n while time.perf_counter() < end: pass\n"
                " time.sleep(7e-4)")
     children = [subprocess.Popen([sys.executable, "-c", program]) for _ in os.sched_getaffinity(0)]
@@ -133,7 +133,7 @@ def test_helpers_stay_where_they_are_pinned_and_otherwise_off_the_callers_cpu() 
 
 
 def test_what_sends_the_helpers_home_keeps_the_code_that_it_runs() -> None:
-    """A pool that is garbage: its helpers, the last to hold the program, may be gone before `stop_helpers` returns."""
+    """Helpers of a collected pool hold the last reference to the code, and may end before `stop_helpers` returns."""
     plan, _, _ = random_plan(np.random.default_rng(7))
     program = LoadedPlan(plan)
     execution = ParallelExecution(ParallelProgram(program, workers=2))
@@ -246,7 +246,7 @@ def test_the_halo_of_an_input_is_written_before_the_input_and_never_again() -> N
 
 
 def test_a_request_ends_when_its_last_chunk_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two chunks of a millisecond; the helper begins later than the caller, so the caller is done first."""
+    """There are two chunks of a millisecond; the helper starts later, so the caller finishes first."""
     monkeypatch.setattr(chunks, "CHUNK_US", 1e6)
     plan = mix_plan([(0, 0)], [1], ROWS, COLUMNS)
     plan = plan.with_machine(code=(mix_object("mix", ROWS, COLUMNS, repeats=5000), executor()))
