@@ -12,7 +12,7 @@ LEAST_SECS = 1e-7       # of a step, for a schedule: what the clock cannot tell 
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny chunks that count as late at once: most of what a bad day brings, all the time."""
+    """Use tiny chunks that count as late at once, which provokes every rare interleaving of threads."""
     def measured(*args: Any, **options: Any) -> list[float]:
         return [max(secs, LEAST_SECS) for secs in time_steps(*args, **options)]
 

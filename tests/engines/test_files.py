@@ -1,4 +1,4 @@
-"""atomic_write: the old file or the new one, whole, and nothing else in the folder."""
+"""atomic_write leaves either the old file or the complete new one, and no other files."""
 import resource
 from pathlib import Path
 

@@ -27,7 +27,7 @@ ISA = best_isa(host_features())
 
 @cache
 def mix_object(name: str, rows: int, columns: int, repeats: int = 1) -> bytes:
-    """repeats: compute every element so often, to take longer."""
+    """Compile mix. repeats: number of times that each element is computed, to take longer."""
     module = Module()
     f, (a, b, y), (row_begin, row_end, column_begin, column_end) = begin_kernel(module, name, 3)
     for row in f.range("row", row_begin, row_end):
@@ -44,7 +44,7 @@ def mix_object(name: str, rows: int, columns: int, repeats: int = 1) -> bytes:
 
 @cache
 def add_one_object(name: str) -> bytes:
-    """y[r, c] = x[r, c] + constant, rows of 4 int32 in a tensor with a halo of one column on each side."""
+    """Compile y[r, c] = x[r, c] + constant for rows of 4 int32 with a halo of one column on each side."""
     module = Module()
     f, (x, constant, y), (row_begin, row_end, column_begin, column_end) = begin_kernel(module, name, 3)
     for row in f.range("row", row_begin, row_end):

@@ -1,4 +1,4 @@
-"""Models of one node that is not of ONNX's default domain, and ONNX Runtime's answer to them."""
+"""Models of one node outside ONNX's default domain, and ONNX Runtime's results for them."""
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""An If whose condition is known is the branch that it takes."""
+"""An If with a known condition is replaced by the branch that it takes."""
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
@@ -38,7 +38,7 @@ def choice(then, other, **more):
 
 @pytest.mark.parametrize("on, expected", [(True, [-1, 2, -3, 4]), (False, [2, -4, 6, -8])])
 def test_the_branch_of_a_known_condition_is_a_part_of_the_graph(on, expected):
-    """A branch reads what is around it, and has constants of its own."""
+    """The branch reads tensors of the outer graph, and has its own constants."""
     proto = model([choice(branch([node("Neg", "x", "a")], "a"), branch([node("Mul", "x two", "b")], "b",
                                                                      {"two": np.float32(2)}))])
     np.testing.assert_array_equal(made(proto, on)["y"], [expected])

@@ -93,7 +93,7 @@ def test_a_function_that_calls_itself_is_refused() -> None:
 
 
 def test_a_shape_of_negative_extents_is_refused() -> None:
-    """NumPy takes -3 for "as many as there are"."""
+    """NumPy's reshape would infer an extent of -3."""
     model = malformed([("Add", ["x", "c"], ["y"], {})], c=np.ones(3, np.float32))
     model.graph.initializer[0].dims[0] = -3
     with pytest.raises(ModelError, match=r"tensor 'c' cannot be read: its shape \[-3\]"):

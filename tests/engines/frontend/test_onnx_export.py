@@ -82,7 +82,7 @@ def test_quantised_weights_are_integers_with_a_scale_for_each_channel():
 
 
 def test_attention_whose_keys_came_transposed_is_exported_under_names_of_its_own() -> None:
-    """The pass turns such keys under a name of the attention's; so does the export."""
+    """The pass that transposes such keys and the export must choose different names."""
     model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
         m (float[N,2,4,8] q, float[N,2,8,4] k, float[N,2,4,8] v) => (float[N,2,4,8] z)
         { scores = MatMul(q, k)  weights = Softmax<axis = -1>(scores)  y = MatMul(weights, v)
@@ -208,7 +208,7 @@ def test_attributes_that_say_the_default_are_not_written():
 
 
 def test_a_concat_of_equally_quantised_tensors_joins_integers():
-    """OpenVINO 2026.4 crashes on a Concat in float that is quantised, and once more with the Relu behind it."""
+    """OpenVINO 2026.4 crashes on a float Concat that is quantised, and on one followed by a Relu."""
     x = RANDOM.standard_normal((2, 8, 6, 6)).astype(np.float32)
     joined = parsed(JOINED)
     joined.graph.initializer.append(onnx.numpy_helper.from_array(
@@ -223,7 +223,7 @@ def test_a_concat_of_equally_quantised_tensors_joins_integers():
 
 
 def test_a_shuffle_of_channels_is_written_as_one_and_not_as_a_gather():
-    """OpenVINO 2026.4 computes a convolution behind a Gather of channels wrongly."""
+    """OpenVINO 2026.4 computes a convolution after a Gather of channels wrongly."""
     graph = optimise(simplify(graph_from_onnx(parsed(SHUFFLE))))
     assert "Gather" in {node.op for node in graph.nodes}
     model = onnx_from_graph(graph)
@@ -235,7 +235,7 @@ def test_a_shuffle_of_channels_is_written_as_one_and_not_as_a_gather():
 @pytest.mark.parametrize("indices", [
     [1, 0, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [0, 4, 1, 5, 2, 6, 3], [0, 2, 4, 6, 1, 3, 5]])
 def test_a_gather_of_other_channels_stays_one_and_works_channels_first(indices):
-    """MaxPool around it makes its input one that lies channels first."""
+    """A neighbouring MaxPool makes its input channels first."""
     model = parsed("p = MaxPool<kernel_shape = [2,2]>(x)  g = Gather<axis = 1>(p, indices)  "
                    "y = MaxPool<kernel_shape = [2,2]>(g)")
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(indices, np.int64), "indices"))

@@ -1,4 +1,4 @@
-"""Importing models: batch, shapes, chains of shape arithmetic, and what is refused."""
+"""Tests of the importer: batch, shapes, shape arithmetic, and refused models."""
 import re
 
 import numpy as np
@@ -47,7 +47,7 @@ def test_a_target_may_multiply_the_batch():
 
 @pytest.mark.parametrize("things", [5, 100])
 def test_how_many_pairs_there_are_follows_from_a_matrix_of_all_of_them_however_large(things):
-    """PyTorch writes tril_indices so: 100 things are 10,000 elements, more than are computed where nobody asks."""
+    """PyTorch exports tril_indices this way: 100 rows make 10,000 elements, above the limit for folding."""
     nodes = [node("Shape", "x", "s"), node("Concat", "s s", "square", axis=0),
              node("ConstantOfShape", "square", "zeros"), node("Add", "zeros one", "ones"),
              node("Trilu", "ones below", "lower", upper=0), node("NonZero", "lower", "at"), node("Gather", "x at", "y")]
@@ -66,7 +66,7 @@ def test_whether_a_value_is_known_is_asked_of_each_tensor_once(sums):
 
 
 def test_a_cut_that_ends_beyond_any_batch_leaves_the_batch_whole():
-    """tf2onnx writes 10**9 for the end of every axis."""
+    """tf2onnx writes 10**9 as the end of every axis."""
     cut = {"starts": [0, 1], "ends": [10**9, 10**9]}
     graph = graph_from_onnx(model([node("Slice", "x starts ends", "y")], ["N", 4], constants=cut))
     assert graph.shape("y") == ("batch", 3)
@@ -81,7 +81,7 @@ def test_every_way_to_write_an_unknown_leading_extent_is_the_batch(extent):
 
 @pytest.mark.parametrize("nameless", ["?", "-1", "None", "*"])
 def test_a_name_that_stands_for_anything_is_no_symbol(nameless):
-    """Two of them are not one extent."""
+    """Two extents with such a name may differ."""
     relu = model([node("Relu", "x", "y")], [nameless, 3, nameless, nameless])
     assert graph_from_onnx(relu, shapes={"x": (None, 3, 48, 192)}).shape("y") == ("batch", 3, 48, 192)
 
@@ -239,7 +239,7 @@ def test_a_number_that_the_declared_type_does_not_have_is_refused(dtype, shape, 
 
 
 def test_nodes_out_of_order_are_put_in_order_and_a_circle_is_refused():
-    """A branch reads what comes later in the file, too."""
+    """A branch may read tensors that are defined later in the file, too."""
     inner = helper.make_graph([node("Add", "u one", "v"), node("Abs", "b", "u")], "then", [],
                               [helper.make_tensor_value_info("v", FLOAT, None)])
     other = helper.make_graph([node("Neg", "b", "w")], "else", [], [helper.make_tensor_value_info("w", FLOAT, None)])
@@ -338,7 +338,7 @@ def test_an_output_that_is_listed_twice_is_one():
 
 
 def test_what_keeps_its_proportions_has_one_scale_though_its_extents_are_rounded():
-    """5 rows by 4/3 are 7, each 3/4 of a row of the image, not 5/7. So in ONNX Runtime, and written again."""
+    """5 rows times 4/3 are 7, with a step of 3/4 row, not 5/7, as in ONNX Runtime; the export keeps it."""
     resize = helper.make_node("Resize", ["x", "", "", "size"], ["y"], mode="linear", axes=[2, 3],
                               keep_aspect_ratio_policy="not_larger")
     proto = model([resize], [1, 1, 5, 9], opset=19, constants={"size": np.array([8, 12])})
@@ -354,7 +354,7 @@ def test_what_keeps_its_proportions_has_one_scale_though_its_extents_are_rounded
 @pytest.mark.parametrize(("axis", "size", "policy", "shape"), [
     (3, 12, "not_larger", (1, 2, 5, 12)), (2, 2, "not_smaller", (1, 2, 2, 9)), (2, 3, "not_larger", (1, 2, 3, 9))])
 def test_what_keeps_the_proportions_of_one_axis_leaves_the_other(axis, size, policy, shape):
-    """Written again, too."""
+    """The export keeps it, too."""
     resize = helper.make_node("Resize", ["x", "", "", "size"], ["y"], mode="linear", axes=[axis],
                               keep_aspect_ratio_policy=policy)
     proto = model([resize], [1, 2, 5, 9], opset=19, constants={"size": np.array([size])})

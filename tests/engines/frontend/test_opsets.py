@@ -1,4 +1,4 @@
-"""Models of older opsets are read as they are; one that the onnx package does not know is refused."""
+"""Models of older opsets are imported; opsets newer than the onnx package are refused."""
 import numpy as np
 import onnx
 import pytest

@@ -1,4 +1,4 @@
-"""Every node must be one that ONNX knows in the opset of its model: attributes, counts, types."""
+"""Nodes must match the schema of their opset: attributes, number of inputs and outputs, types."""
 import numpy as np
 import onnx
 import pytest
@@ -11,7 +11,7 @@ SHAPE = [1, 4, 6, 6]
 
 
 def imported(op, inputs="x", outputs="y", opset=20, dtypes=None, **attrs):
-    """One node; x is float32, constants w3 [4, 4, 3] and w1 [4] are there, and inputs of other dtypes."""
+    """Import a model of one node; x is float32, w3 [4, 4, 3] and w1 [4] are constants."""
     node = helper.make_node(op, inputs.split(" "), [name for name in outputs.split(" ") if name], name="n", **attrs)
     given = {"x": TensorProto.FLOAT} | (dtypes or {})
     graph = helper.make_graph(

@@ -1,4 +1,4 @@
-"""Operators that are written out by others, where onnx.backend.test does not go: against onnx's own reference."""
+"""Operators lowered to others, where onnx.backend.test has no tests, compared with onnx's reference."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Arrays of equal content have one key, whatever memory they lie in, and what was found of one holds for the other."""
+"""Arrays of equal content have equal keys, and share cached results, whatever memory they are in."""
 import ml_dtypes
 import numpy as np
 import pytest

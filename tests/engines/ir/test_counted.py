@@ -1,4 +1,4 @@
-"""Numbers that are counted: what holds for one extent holds for every other at which the guards answer alike."""
+"""Symbolic integers: a result at one extent holds for every extent at which the guards hold."""
 from __future__ import annotations
 
 import math

@@ -1,4 +1,4 @@
-"""bfloat16 by its bits agrees with ml_dtypes; what numpy lacks is bits; which tensors kernels compute on as float32."""
+"""bfloat16 stored as bits agrees with ml_dtypes, and rare types are stored as bits."""
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Node.with_body: a Fused node reads what its parts read and none of them makes."""
+"""Node.with_body: a Fused node's inputs are the inputs of its body that no part produces."""
 from engines.ir.graph import Node
 
 CONV = Node("Conv", ("x", "w", ""), ("t",), {"group": 1}, "conv", ("a",))

@@ -1,4 +1,4 @@
-"""Weights that were dequantised give back the integers and scales that they were made of."""
+"""Dequantised weights give back the integers and scales that they were made of."""
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Polynomials in canonical form."""
+"""Tests of polynomials in canonical form."""
 from __future__ import annotations
 
 import itertools

@@ -1,4 +1,4 @@
-"""Graphs survive JSON."""
+"""Graphs are unchanged by conversion to JSON and back."""
 import json
 
 import numpy as np

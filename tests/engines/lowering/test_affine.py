@@ -1,4 +1,4 @@
-"""Programs are written with as few instructions as their meaning allows."""
+"""Epilogue programs have no redundant instructions."""
 import numpy as np
 import pytest
 
@@ -13,7 +13,7 @@ ACC, OTHER = np.linspace(-400, 400, 65, dtype=np.float32), np.linspace(0, 255, 6
 
 
 def written(body, operands=0):
-    """body(writer, x, *operands), requantised; x = 0.01 * accumulator + 0.3. The ops, and what ACC and OTHER become."""
+    """Return the instructions of body(writer, x, *operands), requantised, for x = 0.01 * ACC + 0.3, and its value."""
     builder = ProgramBuilder(accumulator=True)
     writer = AffineWriter(builder)
     others = [Affine.of(builder.operand(), 0.02, -0.5) for _ in range(operands)]
@@ -50,7 +50,7 @@ def test_an_instruction_is_written_once():
 
 @pytest.mark.parametrize("bound, ops", [(6.0, ["mul"]), (5.99, ["mul"]), (5.98, ["mul", "min"])])
 def test_a_clip_that_rounds_to_the_end_of_the_range_is_left_to_the_store(bound, ops):
-    """254.5 rounds to the even 254: only what is above it ends at 255 with or without the clip."""
+    """254.5 rounds to the even 254; larger values end at 255 with or without the clip."""
     scale = np.nextafter(np.float64(6 / 255), 1)        # 6 / scale is less than 255
     builder = ProgramBuilder(accumulator=True)
     writer = AffineWriter(builder)
@@ -61,7 +61,7 @@ def test_a_clip_that_rounds_to_the_end_of_the_range_is_left_to_the_store(bound, 
 
 @pytest.mark.parametrize("coarse, constants", [(False, [-np.inf]), (True, [-np.finfo(np.float32).max])])
 def test_an_infinity_stays_one_unless_a_byte_is_made_of_it(coarse, constants):
-    """A mask of minus infinity hides a key; the least float32 only makes all that are hidden alike."""
+    """A mask of -inf hides a key, while the lowest float32 only makes all hidden keys equal."""
     builder = ProgramBuilder(accumulator=False)
     writer = AffineWriter(builder, coarse)
     writer.settle(write_node(writer, Node("Where", ("c", "a", "b"), ("y",)), [

@@ -1,4 +1,4 @@
-"""2**x: bit for bit as its meaning, and as near the truth as it says."""
+"""2**x equals its reference bit for bit, and has the documented accuracy."""
 import numpy as np
 import pytest
 

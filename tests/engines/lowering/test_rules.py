@@ -1,4 +1,4 @@
-"""Nodes become kernels that compute what the operators' references say, in float and quantised."""
+"""Lowered nodes compute the references' results, in float and quantised."""
 from __future__ import annotations
 
 from typing import Any
@@ -134,7 +134,7 @@ def test_a_float_node_is_compiled(case: Any, runner: Runner) -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_quantised_node_is_compiled(case: Any) -> None:
-    """Within half a step of the real result, and a hair for the arithmetic in float32."""
+    """Results are within half a step of the real ones, plus float32 rounding."""
     graph = graph_of(case, quantised=True)
     x = np.random.default_rng(1).integers(0, 256, (ITEMS, *case[1])).astype(np.uint8)
     quant = graph.types["y"].quant
@@ -149,12 +149,12 @@ def test_a_quantised_node_is_compiled(case: Any) -> None:
 @pytest.mark.parametrize("case, calls", [("transposed", 2), ("transposed, one channel", 2),
                                          ("transposed, few channels", 2), ("transposed, overlapping", 6)])
 def test_the_phases_of_columns_are_one_kernel_unless_zeros_cost_more(case: str, calls: int) -> None:
-    """Overlapping, three phases that read one or two pixels differ in what they read at the border."""
+    """The three phases overlap and read one or two pixels, and differ in their border."""
     assert len(lower(graph_of(CASES[case], quantised=False), AVX512_VNNI.lanes).calls) == calls
 
 
 def gather(data: Any, index: Any, axis: int) -> Graph:
-    """Gather of either a constant matrix or a constant index."""
+    """Return a Gather with either a constant matrix or a constant index."""
     constants = {name: array for name, array in (("data", data), ("index", index)) if isinstance(array, np.ndarray)}
     name = "index" if isinstance(data, np.ndarray) else "data"
     kind = index if isinstance(data, np.ndarray) else data
@@ -215,7 +215,7 @@ def test_what_no_kernel_computes_says_why() -> None:
 
 
 def test_a_reshape_between_tensors_with_gaps_is_seen_in_their_common_parts() -> None:
-    """A gray image without halo becomes NHWC with one, quantised on the way."""
+    """A grey image without halo becomes NHWC with one, and is quantised on the way."""
     weights = np.ones((4, 1, 3, 3), np.float32)
     view = Node("Reshape", ("x",), ("image",), {"shape": (BATCH, 5, 7, 1)})
     conv = Node("Conv", ("image", "w"), ("y",), {"kernel_shape": (3, 3), "pads": (1, 1, 1, 1), "channels_last": 1})

@@ -1,4 +1,4 @@
-"""The object cache: what is kept and evicted, which entries and folders are refused, which cache a build uses."""
+"""Tests of the object cache: storage, eviction, refused entries and folders, and selection by a build."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""Casts to the types that numpy lacks give what ONNX's own reference gives, to the last bit."""
+"""Casts to types that NumPy lacks give the bits of ONNX's reference."""
 import ml_dtypes
 import numpy as np
 import pytest

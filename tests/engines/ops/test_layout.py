@@ -1,4 +1,4 @@
-"""Operators on images say the same in both layouts."""
+"""Operators on images give equal results in both layouts."""
 import numpy as np
 import pytest
 

@@ -1,4 +1,4 @@
-"""QuantizeLinear and DequantizeLinear give what ONNX's own reference gives, to the last bit."""
+"""QuantizeLinear and DequantizeLinear give the bits of ONNX's reference."""
 from __future__ import annotations
 
 from typing import Any
@@ -39,7 +39,7 @@ def assert_same(proto: onnx.ModelProto, x: NDArray[Any]) -> None:
 
 
 def halves(scale: NDArray[Any], low: int, high: int) -> NDArray[Any]:
-    """Real numbers around the borders between two integers, and far beyond them, a row for each scale."""
+    """Return numbers around the midpoints between integers and far outside the range, in a row for each scale."""
     borders = np.unique(np.concatenate([RANDOM.integers(low - 40, high + 40, 300), [low, high, -1, 0, 1]])) + 0.5
     exact = (borders.astype(np.float32) * scale.astype(np.float32)[:, None]).astype(scale.dtype)
     return np.concatenate([exact, np.nextafter(exact, np.asarray(np.inf, scale.dtype)),
@@ -58,7 +58,7 @@ def test_halves_are_rounded_to_even_before_the_zero_point_is_added(stored: str, 
 
 
 def test_float16_is_divided_in_float32_as_onnx_runtime_does() -> None:
-    """ONNX leaves that open before opset 23; its reference divides in float16, which moves some values by a step."""
+    """Before opset 23 ONNX leaves it open; its reference divides in float16, which moves some values by a step."""
     scale = SCALES.astype(np.float16)
     with np.errstate(over="ignore"):
         x = halves(scale, 0, 255)

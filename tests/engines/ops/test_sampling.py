@@ -1,4 +1,4 @@
-"""Samples and regions of images, and draws of categories, are what ONNX Runtime takes."""
+"""Operators that sample images, regions and categories give ONNX Runtime's results."""
 import os
 
 import numpy as np

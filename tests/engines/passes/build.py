@@ -92,7 +92,7 @@ def ops(graph: Graph) -> list[str]:
 
 
 def same(before: Graph, after: Graph, **tolerance: float) -> Graph:
-    """`after`, checked: a graph that computes what `before` does, with types that are true."""
+    """Assert that `after` computes what `before` does with correct types, and return it."""
     verify(after)
     fed = feeds(before)
     wanted, got = reference.run(before, fed), reference.run(after, fed)
@@ -104,7 +104,7 @@ def same(before: Graph, after: Graph, **tolerance: float) -> Graph:
 
 
 def check_types(graph: Graph) -> None:
-    """Every node's outputs have the types that its operator infers."""
+    """Assert that every node's outputs have the types that its operator infers."""
     for node in graph.nodes:
         for part in node.body or (node,):
             inputs = [graph.types[i] if i else None for i in part.inputs]
@@ -114,7 +114,7 @@ def check_types(graph: Graph) -> None:
 
 
 def keeps(run: Callable[[Graph], Graph], graph: Graph) -> Graph:
-    """run(graph), checked to compute the same and to leave its argument as it was."""
+    """Return run(graph), after checks that it computes the same and leaves its argument unchanged."""
     before = str(graph)
     after = same(graph, run(graph))
     assert str(graph) == before

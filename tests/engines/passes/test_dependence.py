@@ -1,4 +1,4 @@
-"""May a batch be cut into slices and merged with others? Where an item follows from others, it must not."""
+"""Models whose items depend on each other must not be run in slices or merged batches."""
 import numpy as np
 import pytest
 

@@ -33,7 +33,7 @@ FLOAT = onnx.TensorProto.FLOAT
 
 
 class Writer:
-    """An ONNX graph in the making."""
+    """Builder of an ONNX graph."""
 
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []

@@ -1,4 +1,4 @@
-"""The memory planner: its rules, on random plans."""
+"""Tests of the memory planner's rules on random plans."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from engines.plan.plan import Buffer, Fill, TensorView
 
 
 def random_buffers(rng: np.random.Generator) -> tuple[list[Buffer], list[Fill]]:
-    """Chains of steps with residuals, some with halos of a few geometries."""
+    """Return buffers of chains of steps with residuals, some with halos."""
     steps = int(rng.integers(2, 40))
     buffers = [Buffer("in", int(rng.integers(1, 50_000)), -1, int(rng.integers(0, steps)))]
     fills = []
@@ -28,7 +28,7 @@ def random_buffers(rng: np.random.Generator) -> tuple[list[Buffer], list[Fill]]:
 
 
 def conflicts(buffers: Sequence[Buffer], fills: Sequence[Fill], layout: Layout) -> list[tuple[str, str]]:
-    """Pairs of buffers that overlap in memory and must not."""
+    """Return the pairs of buffers that overlap in memory and must not."""
     halo = {f.view.buffer: (f.value, f.halo, f.view.shape) for f in fills}
     end = max(b.last for b in buffers)
     # An input keeps its memory to the end.

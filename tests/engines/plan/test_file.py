@@ -1,4 +1,4 @@
-"""Plan files: what is written is read, and nothing else is taken for a plan."""
+"""A plan file is read as it was written, and other files are refused."""
 from __future__ import annotations
 
 import json
@@ -46,7 +46,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def sections(path: Path) -> dict[str, tuple[int, int]]:
-    """Name -> (offset, bytes), header and manifest included."""
+    """Return name -> (offset, bytes), including header and manifest."""
     data = path.read_bytes()
     offset, size = (int.from_bytes(data[at:at + 8], "little") for at in (16, 24))
     records = json.loads(zlib.decompress(data[offset:offset + size]))["sections"]
@@ -55,7 +55,7 @@ def sections(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def read_all(path: Path) -> Plan:
-    """Every section, those that wait to be asked for included."""
+    """Read every section, including those read on demand."""
     plan = read_plan(path)
     dict(plan.graph), dict(plan.weights)
     return plan

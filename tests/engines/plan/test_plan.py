@@ -1,4 +1,4 @@
-"""A plan that contradicts itself is found out before it runs."""
+"""A plan with contradictions is refused before it runs."""
 from __future__ import annotations
 
 from dataclasses import replace

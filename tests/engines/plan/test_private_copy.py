@@ -80,7 +80,7 @@ def test_a_plan_that_is_copied_over_written_in_place_or_emptied_runs_on_unchange
 
 @pytest.fixture
 def while_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Callable[[], object]], None]]:
-    """Do something to the file between two of the reads that copy it."""
+    """Call a function between two of the reads that copy the file."""
     def arrange(at: int, change: Callable[[], object]) -> None:
         reads = iter(range(at + 1))
 

@@ -1,4 +1,4 @@
-"""Models whose inputs are strings, as exports of scikit-learn begin."""
+"""Models with string inputs, as exported from scikit-learn."""
 from collections.abc import Sequence
 
 import onnx
@@ -8,7 +8,7 @@ COLOURS, SIZES = ["green", "red"], ["large", "medium", "small"]
 
 
 def columns(categories: Sequence[Sequence[str]] = (COLOURS, SIZES), zeros: int = 0) -> onnx.ModelProto:
-    """OneHotEncoder of the columns of x [n, columns]; zeros 0: of other strings than these an error."""
+    """Return a OneHotEncoder of the columns of x [n, columns]; with zeros=0 unknown strings are errors."""
     nodes = []
     for place, words in enumerate(categories):
         nodes += [helper.make_node("ArrayFeatureExtractor", ["x", f"place{place}"], [f"column{place}"],

@@ -1,4 +1,4 @@
-"""Programs of strings are fed strings that their encoders know, wherever there are no data."""
+"""Trial runs of programs feed strings that the encoders know."""
 from __future__ import annotations
 
 import importlib.util

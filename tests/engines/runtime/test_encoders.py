@@ -1,4 +1,4 @@
-"""Encoders of strings are what ONNX Runtime computes."""
+"""String encoders give ONNX Runtime's results."""
 import math
 
 import numpy as np

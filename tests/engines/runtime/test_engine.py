@@ -1,4 +1,4 @@
-"""Engines and contexts, of one thread and of several, on plans made by hand."""
+"""Tests of engines and contexts of one and several threads, on handwritten plans."""
 from __future__ import annotations
 
 import gc

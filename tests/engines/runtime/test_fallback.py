@@ -1,4 +1,4 @@
-"""Steps on the reference: what they see, what they store, and how they stand among native steps."""
+"""Fallback steps among native ones: what they read and store."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -72,7 +72,7 @@ def test_a_fallback_that_cannot_be_read_is_found_at_load() -> None:
 
 
 def failing_plan(node: Node, inputs: tuple[TensorView | str, ...], **changes: Any) -> Plan:
-    """negated_plan with another node, of constants w [6, 10] and s []."""
+    """Return negated_plan() with another node, with constants w [6, 10] and s []."""
     plan = negated_plan()
     fallback = plan.machine.steps[1].fallback
     assert fallback is not None

@@ -1,4 +1,4 @@
-"""Programs that are run by hand."""
+"""Tests of handwritten programs."""
 import numpy as np
 
 from engines.ir.graph import Node
@@ -22,7 +22,7 @@ def test_an_output_that_the_model_does_not_have_is_no_absent_input_of_what_follo
 
 
 def test_what_an_operator_makes_beside_or_without_what_the_model_names_moves_nothing():
-    """Unique makes four outputs, NonZero one."""
+    """Unique has four outputs, NonZero one."""
     region = Region(("x",), ("none", "y", "z"), (
         instruction("Unique", ("x",), ("y",)),
         instruction("NonZero", ("x",), ("all", "none", *"abcdef")),

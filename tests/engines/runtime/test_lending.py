@@ -1,4 +1,4 @@
-"""Large inputs and outputs are not copied: steps work in the caller's arrays. On plans made by hand."""
+"""Zero-copy inputs and outputs: steps work in the caller's large arrays, on handwritten plans."""
 from __future__ import annotations
 
 import importlib.util
@@ -36,7 +36,7 @@ def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def some_input(items: int, seed: int = 0) -> Array:
-    """Far from the end of a page."""
+    """Return an input far from the end of a page."""
     memory = np.empty(2 * PAGE, np.uint8)
     x = memory[-memory.ctypes.data % PAGE:][:items * 240].view(np.int32).reshape(items, 6, 10)
     x[...] = np.random.default_rng(seed).integers(-1000, 1000, x.shape, np.int32)

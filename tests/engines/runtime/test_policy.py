@@ -22,7 +22,7 @@ def test_no_more_is_remembered_than_there_is_room_for() -> None:
 
 
 class _Shape:
-    """Compared and freed as engines are."""
+    """Stand-in for an engine, compared and freed by identity."""
 
 
 def test_idle_memory_of_the_shapes_used_longest_ago_is_freed() -> None:

@@ -1,4 +1,4 @@
-"""Serving a plan must not need the onnx package."""
+"""Serving a plan must not import the onnx package."""
 import subprocess
 import sys
 

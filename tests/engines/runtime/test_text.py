@@ -1,4 +1,4 @@
-"""Texts are taken apart as ONNX Runtime does."""
+"""Texts are tokenised as by ONNX Runtime."""
 import numpy as np
 import pytest
 from onnx import helper
@@ -18,7 +18,7 @@ KINDS = [
 
 
 def tokens(x, **attrs):
-    """Ours, and ONNX Runtime's."""
+    """Return our tokens and ONNX Runtime's."""
     attrs = {"mark": 0, "mincharnum": 1, "pad_value": "#", **attrs}
     model = model_of("Tokenizer", [x], **attrs)
     return tokenizer(attrs)(x)[0], onnx_runtime(model, feeds_of(model, [x]))["o0"]

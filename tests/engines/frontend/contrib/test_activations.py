@@ -1,4 +1,4 @@
-"""ONNX Runtime's activations, alone and behind a bias."""
+"""Tests of ONNX Runtime's activations, alone and after a bias."""
 import math
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""ONNX Runtime's attentions, in the forms that exporters and its optimiser write."""
+"""Tests of ONNX Runtime's attention operators, in the forms of exporters and its optimiser."""
 import numpy as np
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings and the attention of decoders."""
+"""Tests of rotary embeddings and grouped-query attention."""
 import numpy as np
 import pytest
 
@@ -22,7 +22,7 @@ def test_a_rotary_embedding_is_what_onnx_runtime_computes(shape, places, attrs):
 
 
 def group_query(new, lengths, room=0, packed=False, total=None, **more):
-    """lengths: of the items, with the new tokens."""
+    """Return the inputs of GroupQueryAttention. lengths: tokens of each item, including the new ones."""
     items = len(lengths)
     widths = (HEADS * DEPTH, SHARED * DEPTH, SHARED * DEPTH)
     given = [normal(items, new, width) for width in widths]

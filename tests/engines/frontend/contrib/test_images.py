@@ -1,4 +1,4 @@
-"""Samples of images, as ONNX Runtime takes them."""
+"""Tests of ONNX Runtime's operators that sample images."""
 import numpy as np
 import pytest
 

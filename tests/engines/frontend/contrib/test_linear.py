@@ -1,4 +1,4 @@
-"""Products and convolutions with what ONNX Runtime fused into them."""
+"""Tests of ONNX Runtime's fused products and convolutions."""
 import numpy as np
 import pytest
 
@@ -83,7 +83,7 @@ def test_an_unknown_metric_is_refused():
 
 
 def packed(elements, bits):
-    """Rows of elements as bytes, the first in the lowest bits."""
+    """Pack rows of elements into bytes, the first element in the lowest bits."""
     each = 8 // bits
     rows = np.pad(elements, ((0, 0), (0, -elements.shape[1] % each))).reshape(len(elements), -1, each)
     return (rows << np.arange(0, 8, bits)).sum(-1).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""ONNX Runtime's norms of sums."""
+"""Tests of ONNX Runtime's fused norms."""
 import numpy as np
 import pytest
 

@@ -1,4 +1,4 @@
-"""Scalers, encoders and the like are what ONNX Runtime computes."""
+"""Scalers, encoders and other feature operators give ONNX Runtime's results."""
 import math
 
 import numpy as np

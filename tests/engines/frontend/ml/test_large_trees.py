@@ -1,4 +1,4 @@
-"""Ensembles of millions of nodes: what is kept for each node while they are imported."""
+"""Tests of the memory per node while ensembles of millions of nodes are imported."""
 from __future__ import annotations
 
 from typing import Any
@@ -15,7 +15,7 @@ from engines.frontend.operators.ml.trees import _NodeIndex
 
 
 def classifier(trees: int) -> onnx.NodeProto:
-    """Trees of one split each."""
+    """Return an ensemble of trees with one split each."""
     count = range(trees)
     lists: dict[str, Any] = {
         "nodes_treeids": [tree for tree in count for _ in range(3)], "nodes_nodeids": [0, 1, 2] * trees,
@@ -51,7 +51,7 @@ def test_a_node_that_is_missing_is_named(tree: int, number: int) -> None:
 
 
 def test_the_model_is_read_without_a_second_copy_by_way_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """make_graph and make_model copied each node twice, once by serialising it: 2.8 GB for a model of 194 MB."""
+    """make_graph and make_model copied each node twice: 2.8 GB for a model of 194 MB."""
     graph = helper.make_graph([classifier(3)], "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 1])],
                               [helper.make_tensor_value_info("p", TensorProto.FLOAT, ["N", 2])])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)],

@@ -1,4 +1,4 @@
-"""Linear models are what ONNX Runtime computes."""
+"""Linear models give ONNX Runtime's results."""
 import numpy as np
 import onnx
 import pytest

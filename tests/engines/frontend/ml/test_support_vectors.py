@@ -1,4 +1,4 @@
-"""Support vectors are what ONNX Runtime computes."""
+"""Support vector machines give ONNX Runtime's results."""
 from itertools import combinations
 
 import numpy as np
@@ -28,7 +28,7 @@ def test_support_vectors_may_be_summed_up():
 
 
 def machine(classes, kernel="RBF", proba=False, **more):
-    """One for each two classes, of two support vectors a class or three."""
+    """Return attributes of an SVM for each pair of classes, with two or three support vectors per class."""
     each, pairs = [2 + i % 2 for i in range(classes)], len([*combinations(range(classes), 2)])
     platt = {"prob_a": (-1 - normal(pairs) ** 2).tolist(), "prob_b": normal(pairs).tolist()} if proba else {}
     return {"classlabels_ints": LABELS[:classes], "vectors_per_class": each, "kernel_type": kernel,

@@ -1,4 +1,4 @@
-"""Ensembles of trees are what ONNX Runtime computes."""
+"""Tree ensembles give ONNX Runtime's results."""
 import math
 import random
 
@@ -24,7 +24,7 @@ LEQ, LT, GTE, GT, EQ, NEQ = (f"BRANCH_{mode}" for mode in ("LEQ", "LT", "GTE", "
 
 
 def forest(modes=(LEQ,), targets=1, prefix="target", trees=4, depth=3, missing=False, ids=None, positive=False, seed=3):
-    """Attributes of trees that are drawn; leaves weigh on some targets, `ids` if given."""
+    """Return attributes of random trees whose leaves have weights for some targets, those in `ids` if given."""
     rng = random.Random(seed)
     nodes = []          # (tree, number, column, mode, threshold, true, false, missing)
     leaves = []         # (tree, number, id, weight)
@@ -68,7 +68,7 @@ def test_every_comparison_and_what_is_missing(modes, missing):
 
 
 def test_nothing_but_infinity_is_less_than_the_least_number():
-    """XGBoost writes it for a column that is there or not."""
+    """XGBoost writes this split for a column that may be missing."""
     least = np.finfo(np.float32).min
     trees = {"nodes_treeids": [0] * 3, "nodes_nodeids": [0, 1, 2], "nodes_featureids": [0] * 3,
              "nodes_modes": [LT, "LEAF", "LEAF"], "nodes_values": [float(least), 0.0, 0.0],
@@ -92,7 +92,7 @@ def test_trees_predict_numbers(aggregate, targets, base):
 
 @pytest.mark.parametrize("aggregate, depths", [("SUM", [2, 9]), ("AVERAGE", [2, 9]), ("MIN", [9]), ("MAX", [9])])
 def test_trees_of_unlike_depths_take_no_more_steps_than_they_need(aggregate, depths):
-    """Each is walked for as many steps as the deepest of its forest has: where they are added up there are two."""
+    """Trees are grouped by depth, here in two groups, and each group is walked as many steps as its deepest tree."""
     shallow, deep = (forest(targets=2, trees=trees, depth=depth, ids=[0, 1]) for trees, depth in ((120, 2), (3, 9)))
     trees = {name: [*values, *((120 + tree for tree in deep[name]) if name.endswith("treeids") else deep[name])]
              for name, values in shallow.items()}
@@ -141,7 +141,7 @@ def test_trees_tell_one_of_two_classes_by_one_score(transform, positive, ids, ba
 
 @pytest.mark.parametrize("transform", ["NONE", "LOGISTIC", "SOFTMAX"])
 def test_of_two_scores_the_larger_one_is_the_answer(transform):
-    """ONNX Runtime takes the second one if it is above 0, and has 0 and 1 for the classes."""
+    """ONNX Runtime instead chooses the second one if it is above 0, and returns 0 or 1 as the class."""
     attrs = {"classlabels_int64s": [4, 7], "post_transform": transform, **ML}
     x, trees = rows(), forest(targets=2, prefix="class", ids=[0, 1])
     model = model_of("TreeEnsembleClassifier", [x], (), 2, **attrs, **trees)
@@ -189,7 +189,7 @@ def test_an_engine_runs_trees_on_many_rows(height):
 @pytest.mark.parametrize("aggregate", ["SUM", "AVERAGE", "MIN", "MAX"])
 @pytest.mark.parametrize(("trees", "written"), [(23, 256), (32, 256), (1, 256), (23, 15)])
 def test_an_engine_steps_through_trees_some_at_once(aggregate, trees, written, monkeypatch):
-    """The last ones may be fewer, and so are they of trees of many steps."""
+    """The last group of trees may be smaller, also for trees of many steps."""
     monkeypatch.setattr("engines.lowering.rules.nests.trees.WRITTEN", written)
     x = normal(5, COLUMNS)
     attrs = forest(targets=2, trees=trees, ids=[0, 1], positive=True, seed=8)
@@ -309,7 +309,7 @@ def test_inner_nodes_and_leaves_may_be_apart(aggregate):
 
 
 def test_doubles_are_compared_as_doubles():
-    """The rows of 1 and of the next number above it part at a threshold of 1."""
+    """A threshold of 1 separates 1 from the next larger double."""
     rows = np.array([[1, 0, 0], [np.nextafter(1.0, 2.0), 0, 0]])
     tables = {name: numpy_helper.from_array(numpy_helper.to_array(value).astype(np.float64))
               for name, value in ensemble().items() if name in ("nodes_splits", "leaf_weights")}

@@ -43,7 +43,7 @@ def test_pointwise_nodes_without_a_layer_are_one_node_among_themselves() -> None
 
 
 def test_a_node_is_in_one_group_only() -> None:
-    """The readers of two values meet in the same nodes: they go with the value that comes first."""
+    """Readers of two values lead to common nodes, which join the group of the first value."""
     net = Build()
     first = net("Neg", net.input("a", 4))
     gate = net("Sigmoid", first)

@@ -83,7 +83,7 @@ def test_samples_are_taken_of_an_image_as_it_lies(channels: int) -> None:
 
 
 def test_what_is_sampled_as_it_was_made_with_its_channels_last_is_not_turned() -> None:
-    """The values of an attention at places are: [items, pixels, channels]."""
+    """Deformable attention samples values [items, pixels, channels]."""
     net = Build()
     values, grid = net.input("x", 42, 20), net.input("grid", 4, 5, 2)
     image = net("Reshape", net("Transpose", values, perm=(0, 2, 1)), shape=("batch", 20, 7, 6))

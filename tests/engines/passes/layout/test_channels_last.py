@@ -1,4 +1,4 @@
-"""Operators that work along axes follow images into channels last, their axes renumbered, and out of it again."""
+"""Operators along axes follow images into channels last and out of it, with renumbered axes."""
 from __future__ import annotations
 
 from typing import Any

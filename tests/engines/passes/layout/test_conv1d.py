@@ -1,4 +1,4 @@
-"""Signals become images of one row: the same function, and nothing between a layer and what fuses with it."""
+"""1-D convolutions become those of one-row images, without nodes between a layer and its epilogue."""
 import numpy as np
 import pytest
 

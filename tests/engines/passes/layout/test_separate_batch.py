@@ -1,4 +1,4 @@
-"""Axes that exporters merge with the batch are taken apart, and what is computed stays the same."""
+"""Axes that exporters merge with the batch are separated, with unchanged results."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tests.engines.passes.build import Build, keeps, ops
 
 
 def windows(net: Build) -> str:
-    """[N, 4, 6, 5] cut into two windows of an item: [2 N, 4, 3, 5]."""
+    """Split [N, 4, 6, 5] into two windows per item, [2 N, 4, 3, 5]."""
     x = net.input("x", 4, 6, 5)
     x = net("Transpose", net("Reshape", x, shape=(BATCH, 4, 2, 3, 5)), perm=(0, 2, 1, 3, 4))
     return str(net("Reshape", x, shape=(f"2*{BATCH}", 4, 3, 5)))
@@ -69,7 +69,7 @@ def test_rows_of_a_linear_layer_are_counted_apart() -> None:
 
 
 def test_steps_before_the_batch_are_counted_before_it() -> None:
-    """PyTorch's attention: [S, N, E] is seen as [S, N * heads, E / heads]."""
+    """PyTorch's attention reshapes [S, N, E] to [S, N * heads, E / heads]."""
     net = Build()
     steps = net("Transpose", net.input("x", 7, 6), perm=(1, 0, 2))
     heads = net("Transpose", net("Reshape", steps, shape=(7, f"2*{BATCH}", 3)), perm=(1, 0, 2))

@@ -1,4 +1,4 @@
-"""Scales of tensors that are moved into one another, in the graph that `quantize` makes of given ranges."""
+"""Scales of tensors that are joined or moved, by `quantize` with given ranges."""
 from __future__ import annotations
 
 import numpy as np
@@ -38,7 +38,7 @@ def with_ranges(graph: Graph, keep_float: tuple[str, ...] = (), **widest: float)
 
 
 def scales(graph: Graph) -> dict[str, int]:
-    """Largest value of each tensor that nodes store in 8 bits, rounded."""
+    """Return the largest value of each tensor stored in 8 bits, rounded."""
     return {name: round(255 * graph.types[name].quant.scale[0]) for node in graph.nodes for name in node.outputs
             if graph.types[name].quant is not None}
 
@@ -66,7 +66,7 @@ def test_a_source_that_only_the_concat_reads_is_written_at_its_scale():
 
 
 def test_scales_stay_fine_through_concats_of_concats():
-    """Each alone is less than 4 times the one before; the last is 9 times the first."""
+    """Each range is less than 4 times the one before, but the last is 9 times the first."""
     nodes = """a = Conv(x, w8)  b = Conv(a, w8)  c1 = Concat<axis = 1>(a, b)  c = Conv(c1, w16)
         c2 = Concat<axis = 1>(c1, c)  d = MaxPool<kernel_shape = [2, 2]>(c2)  e, f, g = Split<axis = 1>(d)
         h = Conv(e, w8)  i = Add(h, f)  y = Conv(i, w8)"""
@@ -77,7 +77,7 @@ def test_scales_stay_fine_through_concats_of_concats():
 @pytest.mark.parametrize("behind", ["", "k = Transpose<perm = [0, 2, 3, 1]>(cc)  y = Relu(k)",
                                     "p, q = Split<axis = 1>(cc)  y = Add(p, q)"])
 def test_results_stay_float(behind):
-    """The first of them is the graph output itself."""
+    """The first result is a graph output."""
     nodes = f"""a = Conv(x, w8)  b = Abs(a)  c = Conv(x, w8)  d = Sigmoid(c)
         {'cc' if behind else 'y'} = Concat<axis = 1>(b, d)  {behind}"""
     graph = with_ranges(graph_of(nodes), b=300, cc=300)

@@ -1,4 +1,4 @@
-"""Equal constants become one, however they lie in memory; others stay apart."""
+"""Equal constants are merged, whatever their memory layout; different ones are not."""
 import numpy as np
 
 from engines.passes.rewriting.common import merge_common

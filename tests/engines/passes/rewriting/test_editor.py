@@ -1,4 +1,4 @@
-"""GraphEditor: what is added, named and replaced is in the next graph; the graph that it began with stays as it was."""
+"""GraphEditor applies its changes to a new graph, and leaves the original one unchanged."""
 import numpy as np
 import pytest
 

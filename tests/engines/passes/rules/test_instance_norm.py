@@ -1,4 +1,4 @@
-"""Norms over images become norms of rows where the channels come first, and means over images elsewhere."""
+"""Instance norms become norms of rows in channels first, and means over images elsewhere."""
 from __future__ import annotations
 
 import numpy as np

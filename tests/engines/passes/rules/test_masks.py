@@ -1,4 +1,4 @@
-"""Masks of attention become few and small nodes."""
+"""Attention masks are simplified to few small nodes."""
 from __future__ import annotations
 
 import numpy as np
@@ -50,7 +50,7 @@ def test_a_lookup_of_pairs_of_which_one_lies_outside_stays() -> None:
 
 
 def pairs(net: Build, offsets: list[int]) -> str:
-    """(n, offset) for each item n: [N, 1, len(offsets), 2]."""
+    """Add (n, offset) for each item n: [N, 1, len(offsets), 2]."""
     items = net("Reshape", places(net, 1, [0]), shape=(BATCH, 1, 1))
     shape = (BATCH, 1, len(offsets))
     both = [net("Expand", items, shape=shape), net("Expand", net.constant(np.array([[offsets]])), shape=shape)]

@@ -1,4 +1,4 @@
-"""Norms are found however they are written, and only where they are what they look like."""
+"""Norms are recognised in every form, and nothing that only resembles one is."""
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Q/DQ pairs become FakeQuantizes behind what computes, and what is left of either becomes arithmetic."""
+"""Q/DQ pairs become FakeQuantize nodes after the computation; single Q or DQ nodes become arithmetic."""
 from __future__ import annotations
 
 from typing import Any
@@ -145,7 +145,7 @@ def test_scales_of_channels_that_others_read_too_stay_a_product() -> None:
 
 
 def bytes_before_a_layer(net: Build, integers: np.dtype[Any], weight: str) -> Graph:
-    """Bytes that nothing quantised, dequantised and moved before a product."""
+    """Return a graph input of bytes that is dequantised and moved before a product."""
     stored = net("Cast", net("Relu", net.input("x", 6, 5)), to=integers.name)
     x = net("DequantizeLinear", stored, net.constant(np.float32(0.1)), net.constant(integers.type(7)))
     return simple(net, net("MatMul", net("Transpose", x, perm=(0, 2, 1)), weight))

@@ -1,4 +1,4 @@
-"""Images whose channels are last in the model are resized as images."""
+"""Images that are channels last in the model are resized as images."""
 import pytest
 
 from engines.passes.pipeline import optimise, simplify

@@ -1,4 +1,4 @@
-"""Rules and passes: each keeps what the graph computes, and refuses where it could not."""
+"""Each rule and pass keeps the results of the graph, and refuses cases in which it could not."""
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Assignments to a part of a tensor become joints, where they are assignments to rows that follow each other."""
+"""Assignments to consecutive rows of a tensor become Concats."""
 from __future__ import annotations
 
 import numpy as np
@@ -10,7 +10,7 @@ from tests.engines.passes.build import Build, keeps, ops
 
 
 def assigned(rows: list[int], **attrs: str) -> Build:
-    """x[:, rows] = new, as an exporter writes it: the axis that is cut first."""
+    """Write x[:, rows] = new as an exporter does, with the sliced axis first."""
     net = Build()
     x, new = (net("Transpose", net.input(name, count), perm=(1, 0)) for name, count in (("x", 5), ("new", len(rows))))
     places = net.constant(np.array(rows)[:, None])
@@ -33,7 +33,7 @@ def test_other_assignments_stay(net: Build) -> None:
 
 
 def columns_of_all(columns: list[int], *rest: int, step: int = 1, **attrs: str) -> Build:
-    """x[:, columns] = new, as PyTorch writes it where the batch is open: by a number for each item, n * step."""
+    """Write x[:, columns] = new as PyTorch does for a dynamic batch, with item offsets n * step."""
     net = Build()
     x, new = net.input("x", 5, *rest), net.input("new", len(columns), *rest)
     net.types["n"] = TensorType(np.dtype(np.int64), (BATCH,))

@@ -1,4 +1,4 @@
-"""Products and sums of rows that are looked up become part of the table, where that grows little."""
+"""Products and sums of looked-up rows are folded into the table if it grows little."""
 from __future__ import annotations
 
 import numpy as np
