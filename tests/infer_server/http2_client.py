@@ -1,4 +1,4 @@
-"""A client of the gRPC port that sends what it is told, frame by frame, and reads only when it is told."""
+"""HTTP/2 client that sends and reads frame by frame, as a test tells it."""
 from __future__ import annotations
 
 import socket
@@ -33,10 +33,10 @@ def headers(path: str, *more: Header, content_type: bytes = b"application/grpc",
 
 
 class Http2Client:
-    """One connection, blocking."""
+    """HTTP/2 connection with blocking calls."""
 
     def __init__(self, port: int, window_bytes: int = 1 << 20, connected: socket.socket | None = None) -> None:
-        """Connect to the port, or use the connection `connected`."""
+        """Connect to the port, or use the socket `connected`."""
         self.socket = connected or socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_SECS)
         self.http2 = client_connection(window_bytes)
         self.events: list[Event] = []
@@ -59,7 +59,7 @@ class Http2Client:
             return
 
     def call(self, path: str, message: bytes | None = b"", *more: Header, pieces: int = 0) -> int:
-        """Send a call; returns its stream. message: None for none at all. pieces: of so many bytes, each sent alone."""
+        """Start a gRPC call; return its stream. message: None sends none. pieces: size in bytes of each DATA frame."""
         stream = self.http2.send_request(headers(path, *more), end_stream=message is None)
         if message is not None:
             data = prefix_of(len(message)) + message
@@ -71,7 +71,7 @@ class Http2Client:
         return stream
 
     def request(self, fields: Sequence[Header], body: bytes = b"", *, ended: bool = True) -> int:
-        """Send a request of HTTP; returns its stream. ended: no more of its body follows."""
+        """Send an HTTP request; return its stream. ended: the request's body is complete."""
         stream = self.http2.send_request(fields, end_stream=ended and not body)
         if body:
             self.http2.send_data(stream, body, end_stream=ended)
@@ -79,7 +79,7 @@ class Http2Client:
         return stream
 
     def read(self, secs: float = TIMEOUT_SECS) -> bool:
-        """Read what comes next, if anything does within that time."""
+        """Read the next frames, if any arrive within this time."""
         self.socket.settimeout(secs)
         try:
             data = self.socket.recv(1 << 20)
@@ -97,7 +97,7 @@ class Http2Client:
         return True
 
     def until(self, *kinds: type[Event], secs: float = TIMEOUT_SECS) -> Event | None:
-        """Read until there is an event of one of these kinds; None: the connection is closed, or the time is over."""
+        """Read until an event of one of these kinds; return None if the connection closes or the time is over."""
         end, at = time.monotonic() + secs, 0
         while True:
             for event in self.events[at:]:
@@ -109,7 +109,7 @@ class Http2Client:
             self.read(left)
 
     def answer(self, stream: int, secs: float = TIMEOUT_SECS) -> tuple[dict[bytes, bytes], bytes]:
-        """Read until a stream has ended: the headers and trailers of its answer, and its data."""
+        """Read until a stream has ended; return the response's headers and trailers, and its data."""
         end = time.monotonic() + secs
         while not any(isinstance(event, StreamClosed) and event.stream_id == stream for event in self.events):
             if self.is_closed or time.monotonic() > end or not self.read(max(0.001, end - time.monotonic())):
@@ -124,7 +124,7 @@ class Http2Client:
         return fields, data
 
     def went_away(self, secs: float = TIMEOUT_SECS) -> tuple[int, bytes] | None:
-        """Read until the server says that it ends the connection: the code and the reason."""
+        """Read until GOAWAY or the connection's end; return the error code and the debug data."""
         found = self.until(GoAwayReceived, ConnectionClosed, secs=secs)
         return (found.error_code, found.debug_data) if isinstance(found, (GoAwayReceived, ConnectionClosed)) else None
 

@@ -1,6 +1,7 @@
-"""A gRPC client that asks and does not read: HTTP/2 by hand, because every library reads.
+"""gRPC client that sends requests and does not read; HTTP/2 by hand, because every library reads.
 
-https://www.rfc-editor.org/rfc/rfc9113 and, for the literal header fields, https://www.rfc-editor.org/rfc/rfc7541#section-6.2.2
+https://www.rfc-editor.org/rfc/rfc9113 and, for the literal header fields,
+https://www.rfc-editor.org/rfc/rfc7541#section-6.2.2
 """
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _INITIAL_WINDOW_SIZE = 4                # the setting
 
 
 class MuteClient:
-    """One connection. Of what comes it reads only while it must: as long as the server lets it send no more."""
+    """Connection that reads only while the server's flow control permits no more data to be sent."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=120)
@@ -29,8 +30,8 @@ class MuteClient:
     def ask(self, path: str, message: bytes, announced: int = 0, **headers: str) -> None:
         """Send a request on a new stream.
 
-        announced: length in the message's prefix, if `message` is only its beginning. headers: grpc_timeout="300m" is
-        the header grpc-timeout.
+        announced: length in the message's prefix, if `message` is incomplete. headers: grpc_timeout="300m" is the
+        header grpc-timeout.
         """
         self._stream += 2
         self._windows[self._stream] = 0
@@ -52,7 +53,7 @@ class MuteClient:
             self._windows[self._stream] -= len(piece)
 
     def read_frame(self) -> tuple[int, int, bytes]:
-        """Return the type, stream and payload of the next frame. Raises EOFError at the end."""
+        """Return the type, stream and payload of the next frame; raise EOFError at the end of the connection."""
         head = self._read(9)
         payload = self._read(int.from_bytes(head[:3], "big"))
         kind, flags, stream = head[3], head[4], int.from_bytes(head[5:], "big")

@@ -1,4 +1,4 @@
-"""Small real engines in numpy, behind the server's seam: what they compute and how long it takes is known.
+"""Small engines in numpy with known results and durations, loaded through the server's engine interface.
 
 A plan is a JSON file, e.g. {"kind": "affine", "shape": [4], "max_batch": 8, "seconds": 0.01}.
 """
@@ -26,7 +26,7 @@ TIMEOUT_SECS = 120          # of whatever a test waits for: what takes so long h
 
 
 class Gate:
-    """Holds executions back while it is closed, so that a test knows what executes and what waits."""
+    """Gate that blocks executions while it is closed, so that a test knows which execute and which wait."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -54,13 +54,13 @@ class Gate:
             self.held_items -= items
 
     def let_one_through(self) -> None:
-        """Let one held execution through; the gate stays closed for the others."""
+        """Let one blocked execution continue; the gate stays closed for the others."""
         with self._changed:
             self._passes += 1
             self._changed.notify_all()
 
     def holds(self, count: int) -> bool:
-        """Return True if `count` executions are held, now or within the time that a test may take."""
+        """Return True if `count` executions are blocked, now or within a test's time limit."""
         with self._changed:
             return self._changed.wait_for(lambda: self._held == count, TIMEOUT_SECS)
 
@@ -114,7 +114,10 @@ class NumpyContext:
 
 @dataclass
 class NumpyEngine:
-    """y = 2x + 1; kind "echo": y = x; kind "two" has a second input x2 and a second output sum = x + x2."""
+    """Engine that computes y = 2x + 1.
+
+    kind "echo": y = x; kind "two" has a second input x2 and a second output sum = x + x2.
+    """
     kind: str = "affine"
     shape: tuple[int, ...] = (4,)
     dtype: str = "float32"
@@ -162,7 +165,7 @@ def load_numpy_engine(path: Path, threads: int, specialise: str = "", gpu: int =
 
 
 def write_model(repository: Path, name: str, version: int = 1, config: str = "", **plan: Any) -> Path:
-    """Put a model into a repository and return its folder; `plan` are the fields of NumpyEngine."""
+    """Write a model into a repository and return its folder; `plan` are the fields of NumpyEngine."""
     folder = repository / name
     (folder / str(version)).mkdir(parents=True, exist_ok=True)
     (folder / str(version) / "model.plan").write_text(json.dumps(plan))

@@ -1,4 +1,4 @@
-"""A server on a thread of the test's process, with real sockets."""
+"""Server on a thread of the test's process, with real sockets."""
 from __future__ import annotations
 
 import asyncio

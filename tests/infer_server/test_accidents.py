@@ -1,4 +1,4 @@
-"""Clients do not notice a full disk, refused threads or a changed clock on the server's machine."""
+"""A full disk, refused threads or a changed clock on the server's machine do not affect clients."""
 from __future__ import annotations
 
 import re
@@ -58,7 +58,7 @@ def test_nothing_is_decided_by_a_clock_that_can_be_set() -> None:
 
 def test_threads_that_the_system_refuses_end_a_load_and_nothing_else(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are refused to the load's workers, to the model's first instance, and to its second."""
+    """Refused are the threads of the load itself, of the model's first instance, or of its second."""
     started, begin = [0], Thread.start
 
     def refused(thread: Thread) -> None:

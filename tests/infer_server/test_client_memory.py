@@ -1,4 +1,4 @@
-"""Clients cut their shared memory short, and write to it, while requests that lie there are served."""
+"""Clients truncate and overwrite their shared memory while requests in it are served."""
 from __future__ import annotations
 
 import os
@@ -58,7 +58,7 @@ def server(request: pytest.FixtureRequest, plan: Path) -> Iterator[RunningServer
 
 
 class Memory:
-    """A region with an image in it."""
+    """Shared-memory region that contains an image."""
 
     def __init__(self, server: RunningServer, protocol: Any, name: str, image: Float32s) -> None:
         self.image, self.name = image, name
@@ -87,7 +87,7 @@ class Memory:
         os.truncate(f"/dev/shm{self.key}", size)
 
     def ask(self) -> Float32s:
-        """Infer with a client of its own, which the HTTP client needs on each thread."""
+        """Infer with a client per thread, as the HTTP client requires."""
         protocol = self._protocol
         tensors = inputs_of(protocol, self.image, self.more)
         tensors[0] = protocol.InferInput("image", list(self.image.shape), "FP32")

@@ -1,4 +1,4 @@
-"""Models with configurations as people have them, served to Triton's client."""
+"""Tests of typical model configurations, through Triton's client."""
 from __future__ import annotations
 
 import re
@@ -221,7 +221,7 @@ def test_check_says_that_a_model_is_called_other_than_its_folder(tmp_path: Path)
 
 
 class Outlines(LocalFolder):
-    """Repository of which only the models' sizes are known."""
+    """Repository that reports only the sizes of models."""
     outlines_models = False
 
 
@@ -235,7 +235,7 @@ def test_a_check_does_not_guess_for_what_device_a_plan_is_that_it_cannot_read(tm
 
 
 def test_check_says_of_an_ensemble_which_step_no_model_serves(tmp_path: Path) -> None:
-    """Messages are those of loading the ensemble, where loading reports the fault."""
+    """The messages are those of loading the ensemble, where loading reports the fault."""
     def ensemble(name: str, step: str) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.pbtxt").write_text(f"""ensemble_scheduling {{ step {{ {step} }} }}

@@ -1,4 +1,4 @@
-"""Tests from an ONNX file to answers over a socket: the compiler's plans, the real command, Triton's client."""
+"""Tests from an ONNX file to responses over a socket: compiled plans, the real command, Triton's client."""
 from __future__ import annotations
 
 import dataclasses
@@ -24,7 +24,7 @@ BUILD_SECS = 120
 
 
 def write_cnn(path: Path) -> None:
-    """Conv, ReLU, pooling, a classifier: [batch, 3, 16, 16] -> [batch, 10]."""
+    """Write a model of Conv, ReLU, pooling and a classifier: [batch, 3, 16, 16] -> [batch, 10]."""
     rng = np.random.default_rng(0)
 
     def weight(name: str, *shape: int) -> onnx.TensorProto:

@@ -16,9 +16,9 @@ from tests.infer_server.serving import serving
 @pytest.mark.parametrize("library", [tritonclient.grpc, tritonclient.http], ids=["gRPC", "HTTP"])
 def test_requests_that_differ_in_their_parameters_have_what_is_kept_of_responses_in_common(
         library: Any, tmp_path: Path) -> None:
-    """Requests of sequences differ in their parameters.
+    """Requests of sequences differ in their parameters, e.g. the sequence id.
 
-    Each of the last 4096 had its own entry, with the outputs of models that had been replaced.
+    Formerly each of the last 4096 requests had a cache entry of its own, with the outputs of models replaced since.
     """
     write_model(tmp_path, "affine")
     tensor = library.InferInput("x", [1, 4], "FP32")

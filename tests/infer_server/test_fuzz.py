@@ -1,4 +1,4 @@
-"""Messages that no client would send are refused, and the server goes on. scripts/fuzz.py has the same at full size."""
+"""Invalid messages are refused, and the server continues. scripts/fuzz.py is the same at full size."""
 from __future__ import annotations
 
 import asyncio

@@ -1,4 +1,4 @@
-"""HTTP/2 that no client speaks harms no other client. scripts/http2_attacks.py has the same at full size."""
+"""Invalid HTTP/2 harms no other client. scripts/http2_attacks.py is the same at full size."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Large inputs are read where requests have them, whatever they came by, and every answer is what the engine says."""
+"""Large inputs are read in the requests' own memory, over each protocol, with the results of the engine."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ Float32s = NDArray[np.float32]
 
 
 def pictures(count: int, seed: int) -> Float32s:
-    """Return pictures of whole numbers, so that every sum is exact."""
+    """Return images of integers, so that every sum is exact."""
     return np.random.default_rng(seed).integers(-8, 8, (count, *SHAPE)).astype(np.float32)
 
 
 def write_plan(path: Path) -> None:
-    """[batch, 3, 80, 80] and [batch, 8], which is too small to be worth it -> [batch, 8]."""
+    """Write a plan from [batch, 3, 80, 80] and [batch, 8], which is too small to be read in place, to [batch, 8]."""
     weight = np.random.default_rng(0).integers(-4, 4, (8, 3, 3, 3)).astype(np.float32)
     graph = helper.make_graph(
         [helper.make_node("Conv", ["image", "w"], ["conv"], kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1]),

@@ -1,4 +1,4 @@
-"""Clients and proxies of others, by the checks of scripts/interop: grpcio, Triton's, grpc-js, and what is installed."""
+"""Runs the checks of scripts/interop: clients and proxies of other projects, as far as they are installed."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def try_peer(peer: Peer, target: Target) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_installed() -> Iterator[None]:
-    """Have tests take grpc-js from where it is, and install nothing."""
+    """Use grpc-js only if it is installed, and install nothing."""
     with pytest.MonkeyPatch.context() as patch:
         found = programs.node_modules
         patch.setattr(programs, "node_modules", lambda install: found(False))

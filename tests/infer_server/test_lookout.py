@@ -13,7 +13,7 @@ SOON_NS, LATE_NS = 100_000, 400_000
 
 
 class Loop:
-    """Has what is called soon called by turn()."""
+    """Event loop whose callbacks are run by turn()."""
 
     def __init__(self) -> None:
         self.soon: list[Callable[[], None]] = []
@@ -34,7 +34,7 @@ class Clock:
 
 
 class Asked:
-    """A client that asks, is answered, and asks again after a while."""
+    """Client that sends its next request some time after the last response."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.clock, self.loop = Clock(patch), Loop()
@@ -42,7 +42,7 @@ class Asked:
         self.lookout.idle()
 
     def after(self, *gaps_ns: int) -> bool:
-        """Return True if the loop keeps polling after the last request is answered."""
+        """Return True if the loop keeps polling after several requests with these gaps before them."""
         for gap_ns in gaps_ns:
             self.clock.ns += gap_ns
             self.loop.turn()

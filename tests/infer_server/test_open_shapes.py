@@ -1,4 +1,4 @@
-"""Models with open extents behind the server: any lengths, over a real socket."""
+"""Tests of models with dynamic shapes behind the server, over a real socket."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
@@ -129,7 +129,7 @@ def test_a_whole_tensor_may_be_empty_and_a_batch_may_not(tmp_path: Path, front: 
 
 
 def test_a_model_may_have_tensors_without_a_batch_beside_those_with_one(tmp_path: Path) -> None:
-    """Requests are whole then, and nobody shares a batch."""
+    """Such a model executes each request alone."""
     model = small_model([node("Mul", "x scale", "m"), node("Add", "m offset", "y"),
                          node("Mul", "scale scale", "squares"), node("Neg", "z", "minus")],
                         {"x": ["N", 4], "scale": [4], "offset": [], "z": ["N"]}, ["y", "minus", "squares"])

@@ -1,4 +1,4 @@
-"""Models that are programs, or whose inputs decide by their values, behind the server."""
+"""Tests of plans that are programs or whose shapes depend on input values, behind the server."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +51,7 @@ WORDS = """max_batch_size: 4 dynamic_batching { }
 
 
 def doubled_words() -> onnx.ModelProto:
-    """Numbers as texts, twice as large."""
+    """Return a model that doubles numbers given as texts."""
     return helper.make_model(helper.make_graph(
         [helper.make_node("Cast", ["words"], ["x"], to=TensorProto.INT32), helper.make_node("Add", ["x", "x"], ["s"]),
          helper.make_node("Cast", ["s"], ["y"], to=TensorProto.STRING)], "doubled",

@@ -1,4 +1,4 @@
-"""Requests of unequal shapes share an execution: ragged inputs, batch inputs of their shapes, and scattered outputs."""
+"""Requests with different shapes share a batch: ragged inputs, batch inputs with their shapes, scattered outputs."""
 from __future__ import annotations
 
 import re

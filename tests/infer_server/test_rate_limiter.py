@@ -124,7 +124,7 @@ class Asking:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, batching: BatchPolicy, *others: Resource) -> None:
-        """others: that the first needs besides."""
+        """Start nothing yet. others: further resources that the first instance needs."""
         self._loop, self._limiter = loop, RateLimiter({})
         self.other = gate(self._limiter, R=1)
         assert self.other.enter()

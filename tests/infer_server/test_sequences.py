@@ -1,4 +1,4 @@
-"""Sequences of requests: each with a state of its own, in order, at one instance."""
+"""Tests of sequences of requests: each has its own state and is executed in order by one instance."""
 from __future__ import annotations
 
 import gc
@@ -192,7 +192,7 @@ def test_iterative_sequences_and_states_are_refused_together() -> None:
 
 
 def test_a_model_with_sequences_is_served_beside_a_warm_up(tmp_path: Path) -> None:
-    """Warm-up samples have control tensors, which no request has: the model is executed on zeros."""
+    """Warm-up samples have control tensors, which no request has; the warm-up executes the model on zeros."""
     write_model(tmp_path, "sum", kind="two", config=SUM.format("direct {}", PATIENT, "") + """
         model_warmup { name: "w" batch_size: 8 inputs { key: "START" value { data_type: TYPE_INT32 dims: 1 } } }""")
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:

@@ -21,7 +21,7 @@ KEY = "/short_batches"
 
 
 class Asked:
-    """Requests, and whether the event loop's thread executed them."""
+    """Sender of requests that records whether the event loop's thread executed them."""
 
     def __init__(self, server: RunningServer, patch: pytest.MonkeyPatch) -> None:
         self.server, self._executed = server, list[int]()
@@ -44,7 +44,10 @@ class Asked:
         return thread == self._loops
 
     def ever_on_the_loop(self, model: str, protocol: Any) -> bool:
-        """Return True if one of several requests is; an instance's thread takes what comes before it waits again."""
+        """Return True if one of several requests is executed on the event loop.
+
+        An instance's thread takes requests that arrive before it waits again.
+        """
         end = time.monotonic() + TIMEOUT_SECS
         while time.monotonic() < end:
             if self.on_the_loop(model, protocol):

@@ -1,4 +1,4 @@
-"""Accidents to one client do not affect the answers of others. scripts/soak runs the same for longer."""
+"""Accidents to one client do not affect the responses to others. scripts/soak runs the same for longer."""
 from __future__ import annotations
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Clients that ask too much, do not read, or send what is no message. scripts/stress.py has the same at full size."""
+"""Clients that send too much, do not read, or send invalid messages. scripts/stress.py is the same at full size."""
 from __future__ import annotations
 
 import asyncio
@@ -140,7 +140,7 @@ def status(channel: grpc.Channel, path: str, data: bytes) -> grpc.StatusCode:
 
 
 class Refusing:
-    """A context that keeps what abort() raises, as gRPC does."""
+    """gRPC context that keeps the exception of abort(), as grpcio does."""
     kept: Exception
 
     def peer(self) -> str:
@@ -155,12 +155,12 @@ class Refusing:
 
 
 class Details:
-    """grpc.HandlerCallDetails."""
+    """Stand-in for grpc.HandlerCallDetails."""
     method = INFER_PATH
 
 
 class Message:
-    """Bytes cannot be watched."""
+    """Message object, since weak references to bytes are impossible."""
 
 
 def test_a_refused_request_is_let_go_of_at_once() -> None:
@@ -205,7 +205,7 @@ def test_an_idle_server_keeps_nothing_of_the_last_request(front: str, tmp_path: 
 
 
 class Looking(Inflight):
-    """Looks next when it has given back what the last look found, however long that took."""
+    """Inflight that checks memory again only when the previous trim has ended, however long that took."""
     looks = 0
 
     def _look(self) -> None:
@@ -249,7 +249,7 @@ def test_memory_that_no_call_tells_of_goes_back_to_the_system(monkeypatch: pytes
 
 
 class Nobody:
-    """A client whose call ends by itself."""
+    """Client whose call ends without a disconnection."""
 
     def peer(self) -> str:
         return ""
@@ -259,7 +259,7 @@ class Nobody:
 
 
 class BrokenReply:
-    """One whose front fails at what a client is to be sent."""
+    """Reply whose frontend fails to send the response."""
     gone = False
     failed: Exception | None = None
 

@@ -1,4 +1,4 @@
-"""The queue, with a clock that stands still until it is moved."""
+"""Tests of the queue, on a clock that moves only when a test moves it."""
 from __future__ import annotations
 
 import asyncio
@@ -191,7 +191,7 @@ def test_a_batch_may_wait_for_company_for_ever(loop: asyncio.AbstractEventLoop) 
 
 
 def test_a_request_has_not_responded_for_longer_than_until_its_execution_ended(loop: asyncio.AbstractEventLoop) -> None:
-    """However late the event loop comes to count it: its first response would have come before the request."""
+    """The event loop may record a response late, so a response time never lies after the execution's end."""
     several, one = request(loop), request(loop)
     several.responded_ns = 5
     assert [several.responding_ns(ended_ns) for ended_ns in (3, 5, 9)] == [0, 0, 4] and one.responding_ns(9) == 0
@@ -237,7 +237,7 @@ def test_what_is_given_up_is_never_taken(loop: asyncio.AbstractEventLoop) -> Non
 
 
 def test_under_overload_with_deadlines_what_is_executed_is_answered_in_time(loop: asyncio.AbstractEventLoop) -> None:
-    """Three times what an instance can do: served first come first served, hardly any would be in time."""
+    """The load is three times the capacity; first come, first served would answer hardly any request in time."""
     queue, clock, _ = batcher()
     batch_ns, patience_ns, due_ns = 100_000_000, 240_000_000, Clock.now_ns
     batches = executed = in_time = 0
@@ -260,7 +260,7 @@ def test_under_overload_with_deadlines_what_is_executed_is_answered_in_time(loop
 
 
 def test_many_requests_are_withdrawn_as_fast_as_they_came(loop: asyncio.AbstractEventLoop) -> None:
-    """A search from the front for each took five seconds; the limit of one second is 20 times what it takes now."""
+    """Searching the queue from its front for each request took five seconds; now all take 1/20 of the limit."""
     queue, clock, _ = batcher(default_timeout_us=1_000_000)
     requests = [request(loop, deadline_ns=clock.now_ns + 10**9 + i) for i in range(20_000)]
     for one in requests:

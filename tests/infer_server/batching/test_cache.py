@@ -1,4 +1,4 @@
-"""Answers from the response cache, as the statistics count them."""
+"""Tests of the statistics of the response cache: hits and misses."""
 from __future__ import annotations
 
 import os

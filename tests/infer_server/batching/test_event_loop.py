@@ -15,12 +15,12 @@ from infer_server.batching.request import AwaitedReply, Request
 
 @pytest.fixture(autouse=True)
 def no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long this process is kept from running between two turns."""
+    """Remove the time limit of the event loop, since this process may be suspended between two turns."""
     monkeypatch.setattr(event_loop, "_LIMIT_NS", 1 << 60)
 
 
 class CountingBatcher(Batcher):
-    """Remembers how many requests waited at each wake-up."""
+    """Batcher that records how many requests waited at each wake-up."""
 
     def __init__(self) -> None:
         super().__init__("m", BatchPolicy(4), QueuePolicy(), lambda requests, error: None)
@@ -38,7 +38,7 @@ class CountingBatcher(Batcher):
 def submissions(turns_between: list[int], most: int = 4, executes: bool = False) -> list[int]:
     """Submit a request after each of these numbers of loop turns; return the queue's length at each wake-up.
 
-    executes: the loop itself executes what is queued.
+    executes: the loop itself executes queued requests.
     """
 
     async def submit_all() -> list[int]:
@@ -75,7 +75,6 @@ def test_requests_far_apart_wake_an_instance_each() -> None:
 
 
 def test_after_requests_that_came_alone_the_next_one_is_waited_for_less() -> None:
-    """After requests that came together the wait is as long as before."""
     alone = [0, *[30] * 3]
     assert submissions([30, 4], most=100) == [2]
     assert submissions([*alone, 30, 4], most=100) == [1, 2, 3, 4, 5, 6]

@@ -35,7 +35,7 @@ def test_rows_arrive_in_their_slots_whatever_the_layout(slots: np.ndarray[Any, A
 
 
 class RecordingExecutor:
-    """Answers with the number of items; remembers which threads it was used by."""
+    """Executor that returns the number of items, and records the threads that call it."""
 
     def __init__(self, computing_ns: int = SHORT_NS, encoding_ns: int = 0) -> None:
         self.threads: list[threading.Thread] = []
@@ -51,7 +51,7 @@ class RecordingExecutor:
 
 
 def instance_of(executor: RecordingExecutor, *items: int, short: ShortBatches | None) -> tuple[Instance, Batcher]:
-    """Return an instance whose thread was not started, and its queue with requests of these numbers of items."""
+    """Return an instance without a running thread, and its queue filled with requests of these sizes in items."""
     batcher = Batcher("m", BatchPolicy(4), QueuePolicy(), lambda requests, error: None)
     for count in items:
         batcher.submit(Request({"x": np.zeros(count)}, count, (), lambda outputs: b"", reply=None))

@@ -1,4 +1,4 @@
-"""Batches that save no time are not made: measured sizes, the policy, and queues simulated on a virtual clock."""
+"""Tests of AdaptiveBatchLimit: batches that save no time are not formed, by measured times and in simulated queues."""
 from __future__ import annotations
 
 import heapq
@@ -28,7 +28,7 @@ def ones(count: int) -> list[Waiting]:
 
 
 def measured(max_batch: int = 8, **ms: float) -> AdaptiveBatchLimit:
-    """Each size three times at time 0: measured(_1=10, _8=50)."""
+    """Return a limit that has three measurements at time 0 for each batch size, e.g. measured(_1=10, _8=50) in ms."""
     paying = AdaptiveBatchLimit(max_batch)
     for items, takes_ms in ms.items():
         for _ in range(3):
@@ -131,7 +131,7 @@ def test_a_neighbouring_size_is_tried_now_and_then() -> None:
 
 
 def test_a_size_that_comes_to_pay_is_found_again() -> None:
-    """A model that was slow beside a busy neighbour."""
+    """The model was slow while another process used the CPU; now every batch size takes the same time."""
     paying, now_ns = measured(_1=2, _2=4, _4=8, _8=16), 0
     for _ in range(40_000):
         now_ns += 3 * MS
@@ -143,7 +143,7 @@ def test_a_size_that_comes_to_pay_is_found_again() -> None:
 
 def simulated(max_batch: int, takes_ms: Callable[[int], float], rate: float, instances: int = 16,
               requests: int = 4000) -> tuple[float, float]:
-    """(99th percentile of latency in ms, items a second) of a queue with the server's policy."""
+    """Return (99th percentile of latency in ms, items/s) of a simulated queue with the server's policy."""
     rng, policy, paying = random.Random(3), BatchPolicy(max_batch), AdaptiveBatchLimit(max_batch, instances)
     events: list[tuple[int, int, int, int]] = []        # (time, order, items that end or 0: a request comes, started)
     at = 0.0
@@ -173,7 +173,7 @@ def simulated(max_batch: int, takes_ms: Callable[[int], float], rate: float, ins
 
 
 def test_batches_that_save_nothing_cost_no_latency() -> None:
-    """16 instances at 85 % load, 200 ms an item: 3.7 times the latency where each takes whatever waits."""
+    """16 instances at 85 % load need 200 ms an item; taking all waiting requests makes latency 3.7 times as high."""
     alone, _ = simulated(1, lambda items: 200.0 * items, rate=68)
     batched, _ = simulated(8, lambda items: 200.0 * items, rate=68)
     assert batched <= 1.15 * alone

@@ -102,7 +102,7 @@ MS = 1_000_000
 
 
 def times(**ms: int) -> BatchTimes:
-    """Measured now, by items: times(_1=10, _8=50)."""
+    """Return measurements taken now, by batch size, e.g. times(_1=10, _8=50) in ms."""
     measured = BatchTimes()
     for items, takes_ms in ms.items():
         measured.add(int(items[1:]), takes_ms * MS, now_ns=0)
@@ -110,7 +110,7 @@ def times(**ms: int) -> BatchTimes:
 
 
 def due(*deadlines_ms: int) -> list[Waiting]:
-    """Return requests with these deadlines in ms."""
+    """Return waiting requests with these deadlines in ms."""
     return [Waiting(deadline_ns=ms * MS) for ms in deadlines_ms]
 
 
@@ -175,7 +175,7 @@ def test_requests_that_do_not_share_a_batch_are_judged_each_by_its_own_size() ->
 
 
 def test_who_has_more_items_than_a_batch_is_not_refused_because_of_others() -> None:
-    """It is executed in pieces (split_requests), alone."""
+    """Such a request is executed alone, in parts (split_requests)."""
     late, large, hasty = Waiting(3, deadline_ns=15 * MS), Waiting(100), Waiting(100, deadline_ns=15 * MS)
     policy, measured = BatchPolicy(4), times(_1=10, _4=40)
     assert chosen([late, large], measured, policy) == BatchChoice([], [late])
@@ -235,7 +235,7 @@ def test_an_estimate_that_nothing_confirms_refuses_nobody_for_ever() -> None:
 
 
 def test_requests_of_any_number_of_items_are_not_remembered_each_by_its_own() -> None:
-    """With max_batch_size 0 or split_requests sizes are unbounded, and ModelStatistics copies all that is kept."""
+    """With max_batch_size 0 or split_requests, sizes are unbounded; ModelStatistics copies all that it records."""
     measured, counted = BatchTimes(), Statistics()
     for items in range(1, 5001):
         measured.add(items, items * MS, 0)

@@ -20,7 +20,7 @@ from infer_server.errors import DeadlineExceededError, InvalidRequestError
 
 
 class Clock:
-    """The time, and the one timer that is set."""
+    """Clock with a single timer."""
 
     def __init__(self) -> None:
         self.ns = self.looks = 0
@@ -39,7 +39,7 @@ class Clock:
 
 
 class Queue:
-    """Queue of an instance. Without a batcher it executes requests at once."""
+    """Queue of an instance; without a batcher, it executes requests at once."""
 
     def __init__(self, batcher: Batcher | None = None) -> None:
         self._batcher = batcher

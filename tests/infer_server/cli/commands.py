@@ -1,4 +1,4 @@
-"""The commands, run in this process on a small model of the zoo, without timing where a test does not ask for it."""
+"""Helpers that run the commands in this process, on a small zoo model, without timing unless a test asks for it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ UNTIMED = ("--no-timing", "--max-batch", "4")
 
 @dataclass
 class Workshop:
-    """A folder with a model and calibration data, and what build-engine makes in it."""
+    """Folder with a model, calibration data, and the engines that build-engine makes of it."""
     folder: Path
     capture: pytest.CaptureFixture[str]
     said: str = ""              # stderr of the last build
@@ -44,7 +44,7 @@ class Workshop:
         return code
 
     def built(self, *options: str, output: str = "m.plan") -> Engine:
-        """Run a build that must succeed and return the engine."""
+        """Run a build that must succeed, and return the engine."""
         assert self.build(*options, output=output) == 0, self.said
         return load_engine(self.path(output))
 
@@ -52,5 +52,5 @@ class Workshop:
         return {"input": images_for(self.model, items, seed=1)}
 
     def expected(self, items: int = 3) -> Array:
-        """Return ONNX Runtime's output."""
+        """Return ONNX Runtime's output for the same model."""
         return run_onnx(self.model, self.feeds(items))["output"]

@@ -1,4 +1,4 @@
-"""build-engine: what it builds, for which machine, and what it says where it cannot."""
+"""Tests of build-engine: its engines, their target machines, and its error messages."""
 from __future__ import annotations
 
 import argparse
@@ -103,7 +103,7 @@ def test_a_stripped_plan_takes_half_the_room_and_is_refused_on_another_cpu(works
 
 
 def test_code_for_another_architecture_is_not_timed(workshop: Workshop) -> None:
-    """It would crash."""
+    """The build's CPU cannot execute such code."""
     assert workshop.build("--target", FOREIGN) == 0
     assert not any(step.time_us for step in read_plan(workshop.path("m.plan")).machine.steps)
 
@@ -161,7 +161,7 @@ def test_what_falls_back_is_named_even_when_quiet(workshop: Workshop, monkeypatc
 
 def test_a_timed_build_ends_with_the_share_of_what_the_reference_runs(
         workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Convolutions read constants, which the reference has at hand while the kernels around it are timed."""
+    """Convolutions run by the numpy reference here; their constants must be available while the steps are timed."""
     monkeypatch.delitem(RULES, "Conv")
     monkeypatch.delitem(FALLBACK_RULES, "Conv")
     assert workshop.build("--no-cache", "--max-batch", "2") == 0
@@ -345,7 +345,7 @@ def test_a_shape_that_is_none_is_a_usage_error(workshop: Workshop, text: str) ->
 
 
 def _one_node(operator: str, shape: tuple[int | str, ...] = ("N", 3, 8, 8)) -> onnx.ModelProto:
-    """Return a model of one node from x to y."""
+    """Return a model with one node, from x to y."""
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "xy")
     graph = helper.make_graph([helper.make_node(operator, ["x"], ["y"])], "one", [x], [y])
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)

@@ -57,7 +57,7 @@ def test_other_ranges_in_the_calibration_cache_are_another_engine(workshop: Work
 
 
 def test_of_two_builders_of_one_engine_one_builds(workshop: Workshop) -> None:
-    """The second finds the lock held, or the entry there."""
+    """The second builder finds the cache entry locked, or already complete."""
     command = [sys.executable, "-m", "infer_server.cli.build_engine", workshop.path("m.onnx"), *UNTIMED,
                "--cache-dir", workshop.path("cache"), "-o"]
     builders = [subprocess.Popen([*command, workshop.path(output)], stderr=subprocess.PIPE, text=True)

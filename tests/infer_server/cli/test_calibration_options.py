@@ -1,4 +1,4 @@
-"""--calib in each of its forms, and --calib-cache."""
+"""Tests of --calib with each kind of argument, and of --calib-cache."""
 from __future__ import annotations
 
 from pathlib import Path

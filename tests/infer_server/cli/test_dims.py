@@ -15,7 +15,7 @@ from infer_server.cli.dims import parse_dims, shapes_of_dims
 
 
 def added(path: Path, *shapes: tuple[str | int | None, ...] | None) -> str:
-    """Return a model that sums inputs of these shapes; None is an unknown rank."""
+    """Return a model that adds inputs of these shapes; None stands for an unknown rank."""
     names = "abc"[:len(shapes)]
     inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
               for name, shape in zip(names, shapes, strict=True)]

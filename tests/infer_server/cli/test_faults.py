@@ -1,4 +1,4 @@
-"""Commands report a user's error and a fault of ours in one line each, with different exit statuses."""
+"""Commands report a user's error and an internal error in one line each, with different exit statuses."""
 from __future__ import annotations
 
 from typing import Any

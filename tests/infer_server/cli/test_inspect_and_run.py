@@ -1,4 +1,4 @@
-"""inspect-engine and run-engine: what scripts read from them, and how they end."""
+"""Tests of inspect-engine and run-engine: their JSON output and exit statuses."""
 from __future__ import annotations
 
 import json
@@ -26,7 +26,7 @@ def plan(workshop: Workshop) -> str:
 
 
 def run(workshop: Workshop, *arguments: str) -> dict[str, Any]:
-    """Return what run-engine --json prints."""
+    """Return the JSON output of run-engine --json."""
     assert run_engine.main([*arguments, "--seconds", "0.01", "--json"]) == 0
     result: dict[str, Any] = json.loads(workshop.capture.readouterr().out)
     return result
@@ -107,7 +107,7 @@ def test_run_profiles_every_kernel(workshop: Workshop, plan: str) -> None:
 
 
 def profiled(workshop: Workshop, command: Callable[[list[str]], int], *arguments: str) -> dict[str, Any]:
-    """Return what --profile --json prints."""
+    """Return the JSON output of run-engine --profile --json."""
     assert command([*arguments, "--profile", "--json"]) == 0
     result: dict[str, Any] = json.loads(workshop.capture.readouterr().out)
     return result

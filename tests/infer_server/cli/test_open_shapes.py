@@ -1,4 +1,4 @@
-"""Open extents on the command line, in trtexec's words."""
+"""Tests of the options for dynamic shapes, named as in trtexec (--minShapes etc.)."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""The command: infer-server as a process, and the signals that end it."""
+"""Tests of the infer-server command as a process, and of the signals that end it."""
 from __future__ import annotations
 
 import asyncio
@@ -146,7 +146,7 @@ def test_options_that_contradict_each_other_are_a_usage_error(
 
 @pytest.mark.parametrize("options", [(), ("--workers", "2")])
 def test_signals_open_the_log_file_anew_and_end_nothing(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """Sent to all processes of the server, as `kill` of a process group does; in the midst of a drain, too."""
+    """The signal reaches all processes of the server, as from `kill` of a process group, and also while it drains."""
     file = tmp_path / "log"
     with logged_process(tmp_path / "models", file, *options) as running:
         for number in (signal.SIGHUP, signal.SIGUSR1):
@@ -183,7 +183,7 @@ def logged_process(repository: Path, file: Path, *options: str) -> Iterator[subp
 
 
 def live(file: Path, folder: Path) -> str:
-    """Return the answer to a liveness check of the server that logs into these files."""
+    """Return True if the server that logs into these files answers a liveness check."""
     (port,) = {match[1] for log in (file, *folder.glob("log.*"))
                if (match := re.search(r"HTTP on 127.0.0.1:(\d+)", log.read_text()))}
     with socket.create_connection(("127.0.0.1", int(port)), TIMEOUT_SECS) as client:

@@ -1,4 +1,4 @@
-"""Options about tracing, as Triton's command lines have them."""
+"""Tests of the tracing options, which are those of Triton's command line."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""Triton's command line: every option of its is taken here, or refused with what to do instead."""
+"""Every option of Triton's command line is either accepted, or refused with advice on its replacement."""
 from __future__ import annotations
 
 import logging

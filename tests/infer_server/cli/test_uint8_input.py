@@ -1,4 +1,4 @@
-"""--uint8-input: requests carry pixels as they are decoded, and the engine normalises them."""
+"""Tests of --uint8-input: requests carry decoded pixels, which the engine normalises."""
 from __future__ import annotations
 
 import numpy as np
@@ -19,7 +19,7 @@ def pixels_for(workshop: Workshop) -> Array:
 
 
 def expected_of(workshop: Workshop, pixels: Array) -> Array:
-    """Return ONNX Runtime's output for the pixels, normalised."""
+    """Return ONNX Runtime's output for the normalised pixels."""
     values = (pixels * IMAGENET.scale - np.array(IMAGENET.mean)) / np.array(IMAGENET.std)
     return run_onnx(workshop.model, {"input": np.ascontiguousarray(values.transpose(0, 3, 1, 2), np.float32)})["output"]
 

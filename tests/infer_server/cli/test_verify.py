@@ -1,4 +1,4 @@
-"""build-engine --verify: what it is compared with, and how the command ends."""
+"""Tests of build-engine --verify: the reference it compares with, and the exit status."""
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Every command says which version it is of."""
+"""Every command reports its version with --version."""
 from __future__ import annotations
 
 import tomllib

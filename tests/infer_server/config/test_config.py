@@ -1,4 +1,4 @@
-"""config.pbtxt: read strictly, completed from the model, and refused with the remedy."""
+"""Tests of config.pbtxt: strict parsing, completion from the model, and errors that say how to correct it."""
 from __future__ import annotations
 
 from collections import Counter
@@ -30,7 +30,7 @@ def parsed(text: str) -> model_config.ModelConfig:
 
 
 class Ensembles(dict[str, list[str]]):
-    """The models that each ensemble calls; counts how often each is read."""
+    """Models of ensembles by the ensemble's name; counts how often each is read."""
 
     def __init__(self, calls: dict[str, list[str]]) -> None:
         super().__init__(calls)

@@ -1,4 +1,4 @@
-"""Triton's clients of both protocols, of a module's own server; a module that asks over one has a client of its own."""
+"""Fixtures: Triton's gRPC and HTTP clients of a server per module."""
 from __future__ import annotations
 
 from collections.abc import Iterator

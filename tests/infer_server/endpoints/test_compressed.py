@@ -1,4 +1,4 @@
-"""Messages over gRPC that are compressed, unfinished, or all header: what they may cost."""
+"""Limits hold for gRPC messages that are compressed, unfinished, or consist of headers."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -111,7 +111,7 @@ def test_many_byte_strings_are_no_header() -> None:
 
 
 def test_messages_that_never_end_are_bounded(server: RunningServer) -> None:
-    """Their connection is ended, or each of them that exceeds three quarters of what may be held."""
+    """The server ends the connection, or refuses each message above three quarters of the limit on held bytes."""
     with closing(MuteClient(server.ports.grpc)) as client, suppress(ConnectionError, EOFError):
         for _ in range(100):
             client.ask(f"{SERVICE}/ModelInfer", bytes(3 * MIB), announced=4 * MIB)

@@ -1,4 +1,4 @@
-"""Triton's extensions of inference, through its own clients, over both protocols."""
+"""Tests of Triton's inference extensions, through its own clients, over gRPC and HTTP."""
 from __future__ import annotations
 
 import logging

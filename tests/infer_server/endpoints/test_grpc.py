@@ -1,4 +1,4 @@
-"""The calls of the protocol, through Triton's own client over a socket."""
+"""Tests of the gRPC protocol's methods, through Triton's own client."""
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Clients' files are read where they are mapped, and what becomes of the files harms nobody else."""
+"""Requests read mapped files of their clients; changes to such files harm no other client."""
 from __future__ import annotations
 
 import ctypes
@@ -117,7 +117,7 @@ def test_without_room_in_the_table_a_file_is_not_mapped(installed: Guard, file: 
 
 def test_a_tensor_of_more_bytes_than_the_system_moves_at_a_time_is_whole(file: int, monkeypatch: pytest.MonkeyPatch
                                                                          ) -> None:
-    """The system's limit of 2 GiB is lowered here."""
+    """Linux moves at most 2 GiB per call; this test lowers that limit."""
     read, write = os.pread, os.pwrite
     monkeypatch.setattr(os, "pread", lambda file, count, at: read(file, min(count, 5000), at))
     monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:5000], at))

@@ -1,4 +1,4 @@
-"""Metrics have Triton's names, and values that are consistent with each other."""
+"""Metrics have Triton's names, and their values are consistent with each other."""
 from __future__ import annotations
 
 import asyncio
@@ -244,7 +244,7 @@ def test_metrics_of_a_model_that_fails_to_load_go_with_it(tmp_path: Path) -> Non
 
 
 class Nvml(ModuleType):
-    """NVIDIA's management library on a machine with two GPUs, one of which does not tell its power."""
+    """Stand-in for NVIDIA's management library with two GPUs, one of which does not report its power."""
     class NVMLError(Exception):
         pass
 

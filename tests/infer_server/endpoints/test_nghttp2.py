@@ -1,4 +1,4 @@
-"""gRPC over HTTP/2 as the port on libnghttp2 speaks it: what is right on the wire, and what is refused, and how."""
+"""Tests of gRPC by libnghttp2: valid frames, and the errors for invalid ones."""
 from __future__ import annotations
 
 import gzip

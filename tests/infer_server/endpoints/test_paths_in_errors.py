@@ -1,4 +1,4 @@
-"""Errors that clients get, over either protocol, name no directory of the server."""
+"""Errors sent to clients, over gRPC or HTTP, name no directory of the server."""
 from __future__ import annotations
 
 import json

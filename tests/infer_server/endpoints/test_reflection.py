@@ -1,4 +1,4 @@
-"""Server reflection, as grpcurl uses it."""
+"""Tests of gRPC server reflection, as grpcurl uses it."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -36,7 +36,7 @@ GROWING_SECS = (0.3, 3.0, 30.0)     # deadlines of requests that must reach a mo
 
 @pytest.fixture(params=FRONTS + WORKERS, autouse=True)
 def front(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the gRPC frontend in the tests of this module."""
+    """Set the gRPC implementation used in this module's tests."""
     monkeypatch.setitem(DEFAULTS, "grpc_front", request.param)
 
 
@@ -72,14 +72,14 @@ def executions(server: RunningServer, model: str = "m") -> int:
 
 
 def given_up(server: RunningServer) -> int:
-    """Return the number of requests that left the queue unexecuted, whoever noticed first, client or queue."""
+    """Return the number of requests that left the queue unexecuted: cancelled by clients or rejected by the queue."""
     failures = statistics(server).failures
     return failures[Failure.CANCELED] + failures[Failure.REJECTED]
 
 
 @pytest.fixture
 def gate(request: pytest.FixtureRequest) -> Gate:
-    """Return the gate of the models that are written with gate=request.node.name."""
+    """Return the gate of models written with gate=request.node.name."""
     return GATES[request.node.name]
 
 
@@ -114,7 +114,7 @@ def test_requests_whose_items_would_depend_on_each_other_are_never_merged(
 
 def test_many_clients_that_ask_again_and_again_share_batches(
         tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
-    """Whenever an execution ends, all clients wait that it does not serve: two in a row serve every client."""
+    """A batch holds all clients that wait when an execution ends, so two consecutive batches serve every client."""
     write_model(tmp_path, "m", max_batch=32, gate=request.node.name)
     stop = threading.Event()
 

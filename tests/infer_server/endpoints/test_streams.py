@@ -1,4 +1,4 @@
-"""ModelStreamInfer, through Triton's own client and stub."""
+"""Tests of ModelStreamInfer, through Triton's own client and stub."""
 from __future__ import annotations
 
 import asyncio
@@ -155,7 +155,7 @@ def test_what_a_stream_asked_for_is_withdrawn_when_its_client_leaves(
 
 def test_what_comes_when_a_stream_has_ended_with_an_error_is_not_read(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a request would not be answered, and its bytes would be counted for --max-inflight-mib for ever."""
+    """Such a request would get no response, and its bytes would stay counted towards --max-inflight-mib."""
     left = threading.Event()
     both: list[bool] = []                               # are here
 
@@ -175,7 +175,7 @@ def test_what_comes_when_a_stream_has_ended_with_an_error_is_not_read(
     async def held_bytes() -> int:                      # on the loop, behind what it does with what was read
         return server.server._inflight.held_bytes
 
-    monkeypatch.setattr(streams, "_Context", Late)
+    monkeypatch.setattr(streams, "_ForwardedContext", Late)
     write_model(tmp_path, "affine")
     with serving(tmp_path, grpc_front=WORKERS[0]) as server, grpc.insecure_channel(server.address) as channel:
         with pytest.raises(grpc.RpcError, match="nobody"):
@@ -187,7 +187,7 @@ def test_what_comes_when_a_stream_has_ended_with_an_error_is_not_read(
 
 def test_requests_that_a_front_hands_on_wait_at_their_client_as_those_of_one_process_do(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that the executing process has not taken yet are not counted for --max-inflight-mib."""
+    """Requests count towards --max-inflight-mib only once the executing process has read them."""
     request = request_of("large", shape=(1, 1 << 17), raw=bytes(4 << 17))
     waiting: list[int] = []
 
@@ -196,7 +196,7 @@ def test_requests_that_a_front_hands_on_wait_at_their_client_as_those_of_one_pro
             super().received(frame)
             waiting.append(sum(map(len, filter(None, self._requests._queue))))    # type: ignore[attr-defined]
 
-    monkeypatch.setattr(streams, "_Context", Watched)
+    monkeypatch.setattr(streams, "_ForwardedContext", Watched)
     monkeypatch.setattr("infer_server.endpoints.grpc.service.stream._MOST_AT_A_TIME", 2)
     write_model(tmp_path, "large", gate="wait", shape=[1 << 17], max_batch=1)
     with serving(tmp_path, grpc_front=WORKERS[0]) as server, grpc.insecure_channel(server.address) as channel:

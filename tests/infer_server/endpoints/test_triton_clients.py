@@ -1,4 +1,4 @@
-"""Every call of the service through each of Triton's four clients: gRPC and HTTP, synchronous and asyncio."""
+"""Tests of every method of the service through Triton's four clients: gRPC and HTTP, synchronous and asyncio."""
 from __future__ import annotations
 
 import asyncio
@@ -27,7 +27,7 @@ KEY = f"/triton_clients_{os.getpid()}"
 
 
 class Caller:
-    """One of the clients, its coroutines run to their end."""
+    """One of Triton's clients; coroutines are run to completion."""
 
     def __init__(self, library: Any, server: RunningServer, loop: asyncio.AbstractEventLoop) -> None:
         self.library, self._loop = library, loop
@@ -54,7 +54,7 @@ class Caller:
         return tensor
 
     def stream(self) -> list[Any]:
-        """Return the answers to two requests of one stream."""
+        """Return the responses to two requests of one stream."""
         if not self.is_grpc:
             return []
         if self.is_aio:

@@ -1,4 +1,4 @@
-"""Errors contain the phrases that users and tests of Triton look for, over both protocols."""
+"""Error messages contain the phrases that users and tests of Triton search for, over gRPC and HTTP."""
 from __future__ import annotations
 
 import json

@@ -34,7 +34,7 @@ def pids(server: RunningServer) -> set[int]:
 
 
 def open_calls(server: RunningServer) -> list[int]:
-    """Return the number of calls that each frontend worker has forwarded and waits for."""
+    """Return the number of calls that each frontend worker has forwarded without a response so far."""
     return [len(front._end._replies) for front in fronts(server)._workers]
 
 
@@ -43,7 +43,7 @@ def waiting(server: RunningServer, pool: ThreadPoolExecutor,
             gate: Gate) -> Iterator[list[tuple[float, Future[np.ndarray]]]]:
     """Send requests from clients on all frontend workers while the gate holds the first.
 
-    Yields the number that each client sent, and its future answer.
+    Yields each client's number with the future of its response.
     """
     asked: list[tuple[float, Future[np.ndarray]]] = []
     with ExitStack() as stack:
@@ -59,7 +59,7 @@ def waiting(server: RunningServer, pool: ThreadPoolExecutor,
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of a process, of all its threads."""
+    """Return the child processes of a process, from all its threads."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):         # it has ended meanwhile

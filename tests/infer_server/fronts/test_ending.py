@@ -1,4 +1,4 @@
-"""Fronts end with their server, and no earlier; what ends one by a fault is told."""
+"""Frontend workers end with their server and no earlier; a worker that fails is reported."""
 from __future__ import annotations
 
 import json

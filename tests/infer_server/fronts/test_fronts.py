@@ -1,6 +1,6 @@
-"""Frontend workers over one engine process: real processes, sockets and clients.
+"""Tests of frontend workers before one engine process, with real processes, sockets and clients.
 
-The tests of endpoints check them for everything that a single process does.
+The tests of endpoints run against them as well.
 """
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_requests_that_come_by_several_fronts_are_one_batch(front: str, tmp_path
 
 @pytest.mark.parametrize("front", WORKERS)
 def test_large_tensors_pass_whole(front: str, tmp_path: Path) -> None:
-    """More than any buffer of the sockets between the processes, both ways and several at a time."""
+    """The tensors exceed the socket buffers between the processes, in both directions and several at a time."""
     values = 1 << 20
     write_model(tmp_path, "m", kind="echo", shape=[values], max_batch=2)
     with serving(tmp_path, grpc_front=front) as server, ThreadPoolExecutor(8) as pool:

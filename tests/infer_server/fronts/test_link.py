@@ -1,4 +1,4 @@
-"""Frames between processes: whole, in order, however they are cut on the way."""
+"""Frames between processes arrive whole and in order, however the bytes are divided."""
 from __future__ import annotations
 
 import asyncio
@@ -26,7 +26,7 @@ class Collects(Link):
 
 
 class Keeps:
-    """A transport whose bytes are wanted."""
+    """Transport that collects the bytes written to it."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -63,7 +63,7 @@ def test_frames_arrive_whole_and_in_order_however_they_are_cut(piece: int) -> No
 
 @pytest.mark.parametrize("piece", [1000, 65_536, 262_144])
 def test_what_is_said_beside_a_payload_may_be_more_than_the_buffer_has(piece: int) -> None:
-    """Headers of HTTP that are short and many are several times as long in JSON."""
+    """Many short HTTP headers become several times as long in JSON, and may exceed the receive buffer."""
     frames = [Frame(link.HTTP, i, bytes([i]) * size, b"%d" % i * about, b"127.0.0.1:1")
               for i, (size, about) in enumerate([(3, 10), (64_000, 220_000), (0, 300_000), (65_535, 262_144 - 44),
                                                  (1, 700_000), (100_000, 700_000), (10, 1)])]
@@ -71,7 +71,7 @@ def test_what_is_said_beside_a_payload_may_be_more_than_the_buffer_has(piece: in
 
 
 def received(data: bytes, piece: int) -> list[Frame]:
-    """Return the frames of data that is received in pieces of at most `piece` bytes."""
+    """Return the frames parsed from data that arrives in pieces of at most `piece` bytes."""
     end, at = Collects(), 0
     while at < len(data):
         room = end.get_buffer(-1)

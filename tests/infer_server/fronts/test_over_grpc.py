@@ -22,7 +22,7 @@ STREAM = f"/{protos.INFERENCE_SERVICE}/ModelStreamInfer"
 
 
 class End(WorkerEnd):
-    """Keeps what it is to send."""
+    """Worker's end of the link that queues frames for the test in place of sending them."""
 
     def __init__(self) -> None:
         super().__init__(lambda settings: None, lambda: None, lambda answered: None)
@@ -32,7 +32,7 @@ class End(WorkerEnd):
         self.sent.put_nowait((kind, number))
 
     async def number_of(self, kind: int) -> int:
-        """Return the call number of the next frame of a kind."""
+        """Return the call number of the next frame of this kind."""
         while (found := await asyncio.wait_for(self.sent.get(), TIMEOUT_SECS))[0] != kind:
             pass
         return found[1]

@@ -1,4 +1,4 @@
-"""Ports that processes of one server share, and no other server."""
+"""Processes of one server share its ports; other servers cannot use them."""
 from __future__ import annotations
 
 import socket
@@ -11,12 +11,12 @@ from tests.infer_server.numpy_engine import TIMEOUT_SECS
 
 
 def listening(port: int) -> socket.socket:
-    """Listen as a frontend worker does."""
+    """Listen on a port as a frontend worker does."""
     return socket.create_server(("127.0.0.1", port), reuse_port=True)
 
 
 def test_a_port_that_another_server_has_reserved_cannot_be_had() -> None:
-    """It is refused even before the other's workers listen, since both servers may start at the same time."""
+    """Both servers may start at the same time, so a reserved port is refused even before the other's workers listen."""
     with closing(Reserved("127.0.0.1", 0)) as first:
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{first.port}: Address already in use"):
             Reserved("127.0.0.1", first.port)

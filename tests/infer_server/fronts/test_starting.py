@@ -1,4 +1,4 @@
-"""Fronts start, all of them or none, and come back when they have ended."""
+"""Frontend workers start all together or not at all, and restart after they end."""
 from __future__ import annotations
 
 import asyncio
@@ -38,7 +38,7 @@ from tests.infer_server.serving import WORKERS, options, serving
 
 def test_modules_of_the_folder_that_a_server_is_started_in_are_not_its_fronts(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed infer-server may be started in any folder."""
+    """An installed infer-server may be started in a folder with modules of the same names."""
     (tmp_path / "json.py").write_text("raise SystemExit('of the folder')")
     monkeypatch.setenv("PYTHONPATH", str(Path(infer_server.__file__).parents[1]))
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Metrics that models make: shared by name and labels, gone with the last model that made them."""
+"""Metrics created by Python models are shared by name and labels, and removed with the last model using them."""
 from __future__ import annotations
 
 import math

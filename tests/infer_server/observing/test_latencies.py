@@ -1,4 +1,4 @@
-"""Quantiles are near the true ones and forget what is old; why batches closed is told apart."""
+"""Quantiles of latency are near the true ones and drop old values; reasons for closing batches are counted."""
 from __future__ import annotations
 
 import math

@@ -1,4 +1,4 @@
-"""The log: a file that is moved away, and a device that takes nothing."""
+"""Tests of the log stream: a file that is moved away, and a device that accepts no data."""
 from __future__ import annotations
 
 import logging
@@ -70,7 +70,7 @@ def test_a_full_device_costs_one_line(log: logging.Logger, capfd: pytest.Capture
 
 def test_lines_that_were_lost_are_counted_when_there_is_room_again(
         tmp_path: Path, log: logging.Logger) -> None:
-    """The limit of a file's size stands in for the size of the disk; what fits of a line is written."""
+    """A limit on the file's size stands in for a full disk; a line is written as far as it fits."""
     file = tmp_path / "log"
     log.addHandler(LogStream(file))
     log.warning("first")

@@ -1,4 +1,4 @@
-"""Spans of inferences, under those of clients."""
+"""Tests of the OpenTelemetry spans of inferences, as children of the clients' spans."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, exporter: Any) -> Iterator[
 
 @pytest.fixture
 def spans(server: RunningServer, exporter: Any) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Yield a function that returns the spans made so far by name."""
+    """Yield a function that returns the spans recorded so far, by name."""
     exporter.clear()
 
     def made() -> dict[str, Any]:
@@ -128,7 +128,7 @@ def test_spans_go_to_a_collector_before_the_server_ends(tmp_path: Path) -> None:
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
-            """Silence."""
+            """Do not log."""
 
     collector = HTTPServer(("127.0.0.1", 0), Collector)
     thread = Thread(target=collector.serve_forever)

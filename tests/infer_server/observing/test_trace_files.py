@@ -1,4 +1,4 @@
-"""Traces of inferences in files, through Triton's clients."""
+"""Tests of trace files, through Triton's clients."""
 from __future__ import annotations
 
 import json
@@ -43,7 +43,7 @@ def ask(server: RunningServer, model: str, library: Any = tritonclient.grpc, val
 
 
 def objects_of(file: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return the trace objects of a file by the traces' ids."""
+    """Return the trace objects of a file, by trace id."""
     found: dict[int, list[dict[str, Any]]] = {}
     for each in json.loads(file.read_text()):
         found.setdefault(each["id"], []).append(each)

@@ -1,4 +1,4 @@
-"""Settings of traces as Triton's trace extension has them: what its own test of them expects (qa/L0_trace)."""
+"""Trace settings behave as Triton's own test of them expects (qa/L0_trace)."""
 from __future__ import annotations
 
 import pytest

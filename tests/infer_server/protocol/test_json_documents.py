@@ -1,4 +1,4 @@
-"""Large JSON requests read in steps give what json reads at once, within their limits."""
+"""Large JSON requests parsed in steps equal those parsed at once, within limits."""
 from __future__ import annotations
 
 import json
@@ -21,7 +21,7 @@ Read = Callable[[bytes, int, Callable[[int], None]], Steps[dict[str, Any]]]
 
 
 def ignore(count: int) -> None:
-    """Count nothing."""
+    """Ignore the counted bytes."""
 
 
 def read(text: bytes, reader: Read = read_inference) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Errors that clients get have no directories of the server in them."""
+"""Errors sent to clients contain no directories of the server."""
 from __future__ import annotations
 
 import pytest

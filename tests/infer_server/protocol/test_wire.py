@@ -1,4 +1,4 @@
-"""Requests are split without trusting them, and nothing that a client sends is more than a refusal."""
+"""Requests are split without trusting their lengths; invalid bytes cause an error and nothing else."""
 from __future__ import annotations
 
 import random
@@ -212,7 +212,7 @@ def test_typed_contents_in_packed_form_are_what_protobuf_reads(name: str) -> Non
 
 
 def packed(datatype: str, shape: list[int], contents: bytes) -> InferRequest:
-    """Return a request with one input whose InferTensorContents consists of these bytes."""
+    """Return a request with one input, whose InferTensorContents are these bytes."""
     tensor = inference.ModelInferRequest.InferInputTensor(name="x", datatype=datatype, shape=shape).SerializeToString()
     tensor += b"\x2a" + varint(len(contents)) + contents
     return split_request(b"\x2a" + varint(len(tensor)) + tensor)

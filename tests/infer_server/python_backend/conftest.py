@@ -1,4 +1,4 @@
-"""Triton's client of a module's own server; and models have all the time that a test may take."""
+"""Fixtures: Triton's client of a server per module, and long timeouts for Python models."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give models' processes as much time to start, finalize and end as a test may take."""
+    """Give the processes of models a test's whole time limit to start, finalize and end."""
     monkeypatch.setattr(executor, "_CHECK_SECS", TIMEOUT_SECS)
     monkeypatch.setattr(process, "_FINALIZE_SECS", TIMEOUT_SECS)
     monkeypatch.setattr(process, "_ENDING_SECS", TIMEOUT_SECS)

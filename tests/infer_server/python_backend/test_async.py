@@ -1,4 +1,4 @@
-"""Python models whose execute is asynchronous."""
+"""Tests of Python models with an asynchronous execute."""
 from __future__ import annotations
 
 import queue
@@ -141,7 +141,7 @@ def tensor(*values: float, rank: int = 1) -> triton.InferInput:
 
 
 def streamed(client: triton.InferenceServerClient, model: str, *inputs: triton.InferInput) -> list[Any]:
-    """Send requests on one stream and return their answers."""
+    """Send requests on one stream; return their responses."""
     answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: answers.put(error or result.as_numpy("y").item()))
     for one in inputs:

@@ -1,4 +1,4 @@
-"""Python models that load and unload others."""
+"""Tests of Python models that load and unload other models."""
 from __future__ import annotations
 
 import json

@@ -192,7 +192,7 @@ STATE = """ sequence_batching { state { input_name: "i" output_name: "o" data_ty
 
 
 def marking_model(folder: Path, name: str, source: str, config: str = CONFIG) -> None:
-    """Write a model that leaves its marks in the folder."""
+    """Write a Python model that writes marker files into the folder."""
     python_model(folder, name, f"FOLDER = {str(folder)!r}" + MARKS + source, config)
 
 
@@ -218,7 +218,7 @@ def test_a_signal_to_all_processes_is_for_the_server_which_lets_its_models_end(
 
 
 def test_what_a_model_forks_and_ends_at_once_ends(tmp_path: Path) -> None:
-    """A process pool does so on exit; it used to wait for a process that had not begun when the signal came."""
+    """A process pool does so on exit; formerly this waited for a process that had not started when the signal came."""
     marking_model(tmp_path, "m", ENDS_WHAT_IT_FORKS)
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
         ended = client.infer("m", [tensor(1)], client_timeout=TIMEOUT_SECS)
@@ -227,7 +227,7 @@ def test_what_a_model_forks_and_ends_at_once_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [CONFIG, DECOUPLED])
 def test_requests_end_with_a_process_of_which_a_child_lives_on(tmp_path: Path, config: str) -> None:
-    """A child, e.g. of a process pool, inherits the connection's end, which then is not closed."""
+    """A child, e.g. of a process pool, inherits the connection's descriptor, so the connection is not closed."""
     marking_model(tmp_path, "m", LEAVES_A_CHILD, config)
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
         (error,) = streamed(client, "m", tensor(1))
@@ -236,7 +236,7 @@ def test_requests_end_with_a_process_of_which_a_child_lives_on(tmp_path: Path, c
 
 
 def test_a_process_that_cannot_take_a_tensor_ends_and_says_so(tmp_path: Path) -> None:
-    """The descriptor of one in shared memory: the server would wait until execute_timeout_secs have passed."""
+    """The process has no free descriptor for the shared memory; else the server would wait for execute_timeout_secs."""
     marking_model(tmp_path, "m", TAKES_ALL_DESCRIPTORS)
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
         client.infer("m", [tensor(1)])
@@ -247,7 +247,7 @@ def test_a_process_that_cannot_take_a_tensor_ends_and_says_so(tmp_path: Path) ->
 
 def test_a_process_that_cannot_be_sent_a_large_tensor_serves_on(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server has no file descriptors left; clients that wait for an answer with such a tensor get an error."""
+    """The server has no free file descriptor; only clients with large tensors get an error."""
     def none_left(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -275,7 +275,7 @@ def test_a_process_ends_where_its_model_fails_for_a_file_that_is_missing(tmp_pat
 @pytest.mark.parametrize("seconds", ["inf", "nan", "-1", "0", "many"])
 @pytest.mark.parametrize("key", ["start_timeout_secs", "execute_timeout_secs"])
 def test_a_time_that_nobody_can_wait_is_refused(tmp_path: Path, key: str, seconds: str) -> None:
-    """Every request failed, or the load with our traceback."""
+    """Formerly every request failed, or the load with a traceback of the server."""
     marking_model(tmp_path, "m", IS_THERE,
                   CONFIG + f' parameters {{ key: "{key}" value {{ string_value: "{seconds}" }} }}')
     with serving(tmp_path) as server:
@@ -316,7 +316,7 @@ def test_a_model_that_is_unloaded_sends_what_its_senders_have_yet_to_send(
 
 @pytest.mark.parametrize("source", [ANSWERS_LATER, ASKS_LATER])
 def test_a_server_that_stops_has_its_models_answer_and_ask_for_what_was_accepted(tmp_path: Path, source: str) -> None:
-    """An ensemble would be closed before the Python model that is yet to ask it, and that one before another."""
+    """An accepted request of a Python model may still call an ensemble and its models, which must not close before."""
     write_model(tmp_path, "affine")
     write_chain(tmp_path, "affine", max_batch=8, dims="4")
     marking_model(tmp_path, "m", source, DECOUPLED)
@@ -332,7 +332,7 @@ def test_a_server_that_stops_has_its_models_answer_and_ask_for_what_was_accepted
 
 
 def refused(client: triton.InferenceServerClient, model: str) -> bool:
-    """Return True if the server takes no more requests, or no more connections."""
+    """Return True if the server refuses new requests or new connections."""
     x = triton.InferInput("x", [1, 4], "FP32")
     x.set_data_from_numpy(np.zeros((1, 4), np.float32))
     try:
@@ -354,7 +354,7 @@ def test_a_warm_up_that_answers_by_its_sender_is_neither_cancelled_nor_counted(t
 
 
 def test_a_process_that_does_not_read_keeps_nobody_else_waiting(tmp_path: Path) -> None:
-    """Stopped here; one in code that lets none of its threads run does not, either."""
+    """The process is stopped by a signal; code that lets no other thread run has the same effect."""
     marking_model(tmp_path, "medium", MEDIUM)
     marking_model(tmp_path, "m", READS_NOTHING)
     with (serving(tmp_path) as server, ThreadPoolExecutor(2) as pool,

@@ -1,4 +1,4 @@
-"""Headers that become parameters of their request, as a Python model sees them."""
+"""Tests of headers that become parameters of a request, as a Python model sees them."""
 from __future__ import annotations
 
 import json

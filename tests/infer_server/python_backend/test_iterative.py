@@ -1,4 +1,4 @@
-"""Iterative sequences: a request that its model executes until it has done with it."""
+"""Tests of iterative sequences: the model executes a request repeatedly until it sends the final response."""
 from __future__ import annotations
 
 import queue

@@ -1,4 +1,4 @@
-"""Wrong uses of Triton's interface are refused at the call, as in Triton."""
+"""Wrong uses of Triton's Python interface raise at the call, as in Triton."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -100,7 +100,7 @@ def ask(client: triton.InferenceServerClient, model: str, what: str) -> str:
 
 
 def test_a_model_that_is_not_decoupled_has_one_response_and_the_first_counts(tmp_path: Path) -> None:
-    """It reads its command line, too, as libraries do: no option of the server's own process is there."""
+    """The model also parses its command line, as libraries do, and finds no options of the server there."""
     python_model(tmp_path, "sends", SENDS, CONFIG % "false")
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
         with pytest.raises(InferenceServerException, match=(
@@ -114,7 +114,7 @@ def test_a_model_that_is_not_decoupled_has_one_response_and_the_first_counts(tmp
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_an_error_with_half_a_surrogate_pair_is_answered_over_grpc(tmp_path: Path, front: str) -> None:
-    """A name of a file may have one. Its client waited for ever."""
+    """File names may contain lone surrogates; formerly the client waited without end."""
     python_model(tmp_path, "sends", SENDS, CONFIG % "false")
     with serving(tmp_path, grpc_front=front) as server, triton.InferenceServerClient(server.address) as client:
         for what in ("refuse", "say", "leave"):

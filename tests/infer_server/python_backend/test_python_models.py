@@ -1,4 +1,4 @@
-"""Python models, alone and around an engine, asked by Triton's client."""
+"""Tests of Python models, alone and around an engine, through Triton's client."""
 from __future__ import annotations
 
 import os

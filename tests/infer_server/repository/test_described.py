@@ -1,4 +1,4 @@
-"""--check describes a model by its file in the same words as loading it does."""
+"""--check describes a model from its file in the same words as loading the model does."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_a_configuration_is_compared_with_what_an_onnx_file_declares(tmp_path: P
 
 
 def build_here(repository: Path, name: str) -> None:
-    """Put a plan in the place of an ONNX file, built in this process by the server's own command."""
+    """Replace an ONNX file by a plan, built in this process by the server's own build command."""
     (source,) = read_model(repository, name)
     assert build_engine_cli.main(build_command(source, source.file.with_suffix(".plan"), None, threads=1)[3:]) == 0
     source.file.unlink()
@@ -115,7 +115,7 @@ def test_an_ensemble_is_compared_with_the_files_of_its_models(tmp_path: Path) ->
 
 
 def test_what_is_not_known_before_a_model_is_loaded_is_no_error(tmp_path: Path) -> None:
-    """Tensors that a file gives no shapes, pixels in the place of an image, texts."""
+    """Unknown are tensors without shapes in the file, pixels in place of an image, and texts."""
     shapeless = model(1)
     for value in (*shapeless.graph.input, *shapeless.graph.output):
         value.type.tensor_type.ClearField("shape")

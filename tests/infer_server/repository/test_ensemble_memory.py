@@ -1,4 +1,4 @@
-"""The tensors between the steps of an ensemble: counted, bounded, and freed when their request ends."""
+"""Tensors between the steps of an ensemble are counted, bounded, and freed when their request ends."""
 from __future__ import annotations
 
 import gc

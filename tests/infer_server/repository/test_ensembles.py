@@ -1,4 +1,4 @@
-"""Ensembles whose steps differ in what they have beside their tensors: a batch axis, labels."""
+"""Tests of ensembles whose steps differ in their batch axis or labels."""
 from __future__ import annotations
 
 import queue
@@ -72,7 +72,7 @@ def make_cached(repository: Path, name: str) -> None:
 
 
 def counting(repository: Path, config: str = "") -> None:
-    """Write the model "own", from x to y, which counts its responses; a decoupled one sends three to a request."""
+    """Write the model "own", from x to y, which counts its responses; the decoupled variant sends three per request."""
     tensors = " ".join(f'{kind} {{ name: "{name}" data_type: TYPE_FP32 dims: 4 }}'
                        for kind, name in (("input", "x"), ("output", "y")))
     shutil.rmtree(repository / "own", ignore_errors=True)

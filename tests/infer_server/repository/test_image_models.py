@@ -1,4 +1,4 @@
-"""Models that take pictures as files: over real sockets, against the preprocessing in the client."""
+"""Tests of models that receive images as encoded files, compared with preprocessing in the client."""
 from __future__ import annotations
 
 import io
@@ -35,7 +35,7 @@ GRAY = FILES + ' parameters { key: "preprocess" value { string_value: "gray" } }
 
 
 def jpeg(left: int = 0, mode: str = "RGB") -> bytes:
-    """Return a part of a real picture as a JPEG file."""
+    """Return a part of a photograph as a JPEG file."""
     with Image.open(PICTURE) as picture:
         part = picture.convert(mode).crop((left, 40, left + 200, 160))
     file = io.BytesIO()
@@ -99,7 +99,7 @@ def test_an_engine_of_pixels_gets_pixels(client: Any) -> None:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """Return the beginning of a PNG of that size."""
+    """Return the beginning of a PNG file whose header declares this size."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     checksum = struct.pack(">I", zlib.crc32(head))
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + checksum + bytes(4) + b"IDAT"

@@ -1,4 +1,4 @@
-"""Models that are loaded when they are first asked for, within a limit of memory."""
+"""Tests of models loaded at their first request, within a memory limit."""
 from __future__ import annotations
 
 import asyncio
@@ -31,7 +31,7 @@ CHAIN = """platform: "ensemble" max_batch_size: 8
 
 
 def large(repository: Path, name: str, **plan: Any) -> None:
-    """Write a model that holds about 1 MiB."""
+    """Write a model that takes about 1 MiB of memory."""
     file = write_model(repository, name, **plan) / "1" / "model.plan"
     file.write_text(file.read_text() + " " * MIB)
 
@@ -78,7 +78,7 @@ def test_the_least_used_makes_room_for_what_is_asked_for(server: RunningServer) 
 
 
 def test_what_was_loaded_for_a_request_makes_no_room_before_the_request_has_gone_on(server: RunningServer) -> None:
-    """On grpcio the request continues a turn of the event loop later, and others that need memory may come first."""
+    """With grpcio, the request continues one turn of the event loop later; other loads may need memory before."""
     on_demand, victims = server.server._services.on_demand, list[str | None]()
     assert on_demand
     go_on, least_used = on_demand._go_on, on_demand._least_used

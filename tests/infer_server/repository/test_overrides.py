@@ -1,4 +1,4 @@
-"""Models that come with the request to load them; and paths that lead out of the repository."""
+"""Tests of load requests that contain the model's files, and of paths that lead out of the repository."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Plan files may be replaced or removed while their models are served: the real command, under load."""
+"""Plan files may be replaced or removed while their models are served, also under load."""
 from __future__ import annotations
 
 import os
@@ -31,7 +31,7 @@ def answer(client: triton.InferenceServerClient) -> list[int]:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """m: y = x + 5."""
+    """Return a repository with the model m, which computes y = x + 5."""
     path = tmp_path / "models" / "m" / "1" / "model.plan"
     path.parent.mkdir(parents=True)
     write_plan(plan_of(5, SIZE), path)

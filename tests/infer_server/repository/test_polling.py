@@ -1,4 +1,4 @@
-"""Model control mode poll: what changes in the repository is served when it is complete."""
+"""Tests of model control mode "poll": changes of the repository are served once they are complete."""
 from __future__ import annotations
 
 import shutil
@@ -35,7 +35,7 @@ def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
 
 @pytest.fixture
 def poller(server: RunningServer) -> Poller:
-    """Return a poller that polls only when told to."""
+    """Return a poller that polls only when a test calls it."""
     repository = server.server.repository
     made = Poller(repository, repository._roots, 3600)
     server.run(made.begin())

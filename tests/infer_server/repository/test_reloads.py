@@ -1,4 +1,4 @@
-"""Loads of models that are loaded: only the versions whose files or configuration changed are loaded again."""
+"""Reloading a model loads only the versions whose files or configuration changed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

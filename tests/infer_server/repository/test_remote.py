@@ -1,4 +1,4 @@
-"""Repositories elsewhere, copied to a bounded store; a store in memory, and a server of S3's protocol."""
+"""Tests of remote repositories copied to a bounded store, with fsspec's memory and an S3 server."""
 from __future__ import annotations
 
 import json
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def store() -> Iterator[Any]:
-    """Files in memory, of the whole process."""
+    """Yield fsspec's memory file system, which is shared by the whole process, empty."""
     files = fsspec.filesystem("memory")
     files.store.clear()
     yield files

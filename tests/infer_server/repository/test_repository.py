@@ -1,4 +1,4 @@
-"""Loading, reloading and unloading while others are served."""
+"""Tests of loading, reloading and unloading a model while others are served."""
 from __future__ import annotations
 
 import asyncio

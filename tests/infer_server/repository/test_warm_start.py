@@ -1,4 +1,4 @@
-"""Builds that the engine cache has: loaded by the server itself, without a process that imports the compiler."""
+"""The server loads engines found in the engine cache without starting a process with the compiler."""
 from __future__ import annotations
 
 import os
@@ -18,7 +18,7 @@ from tests.infer_server.serving import serving
 
 
 def write_onnx(repository: Path, add: float = 1.0, config: str = "") -> Source:
-    """Write x + add as model m."""
+    """Write the ONNX model m, which computes x + add."""
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in ("x", "y"))
     graph = helper.make_graph([helper.make_node("Add", ["x", "c"], ["y"])], "m", [x], [y], [
         helper.make_tensor("c", TensorProto.FLOAT, [4], np.full(4, add))])

@@ -1,4 +1,4 @@
-"""Chromium over its DevTools protocol, on a pipe: no driver, and no port.
+"""Client of Chromium's DevTools protocol over a pipe, without a driver or a port.
 
 https://chromedevtools.github.io/devtools-protocol
 """
@@ -33,12 +33,12 @@ _TIMEOUT_SECS = 60.0
 
 
 def executable() -> str | None:
-    """Return the path of a browser on this machine."""
+    """Return the path of the Chromium executable on this machine."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Page:
-    """A tab, and what it wrote to its console."""
+    """Browser tab, with the messages that it wrote to its console."""
 
     def __init__(self, send: Callable[[bytes], None], receive: Callable[[], bytes]) -> None:
         self._send, self._receive = send, receive
@@ -72,7 +72,7 @@ class Page:
             self.errors.append(json.dumps(parameters["args"])[:500])
 
     def show(self, url: str, width: int, height: int = 1000, scheme: str = "light") -> None:
-        """Open an address in a window of that size, and forget the errors of the page before."""
+        """Open an address in a window of this size, and discard the errors of the previous page."""
         self.call("Page.navigate", url="about:blank")
         self.evaluate("0")
         self.errors.clear()
@@ -102,7 +102,7 @@ class Page:
 
 @contextmanager
 def page(folder: Path) -> Iterator[Page]:
-    """Start a browser and yield a page. folder: an empty one for its profile."""
+    """Start a browser and yield a page. folder: an empty folder for its profile."""
     browser = executable()
     assert browser
     (commands, write), (read, answers) = os.pipe(), os.pipe()

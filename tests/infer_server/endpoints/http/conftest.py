@@ -1,4 +1,4 @@
-"""A server of small models, in one process and with two workers, and Triton's HTTP client of it."""
+"""Fixtures: a server of small models as one process and with two workers, and Triton's HTTP client for it."""
 from __future__ import annotations
 
 from collections.abc import Iterator

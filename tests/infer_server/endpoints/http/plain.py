@@ -1,4 +1,4 @@
-"""HTTP requests as bytes, over plain sockets, or translated to HTTP/2."""
+"""Helpers that send HTTP requests as bytes over plain sockets, or translate them to HTTP/2."""
 from __future__ import annotations
 
 import json
@@ -19,7 +19,7 @@ _OF_CONNECTIONS = {b"connection", b"transfer-encoding", b"host", b"upgrade"}
 
 
 def ask(server: RunningServer, *requests: bytes) -> bytes:
-    """All that comes back until the server closes."""
+    """Send bytes; return everything received until the server closes the connection."""
     if version == "HTTP/2":
         return ask_over_http2(server, *requests)
     with socket.create_connection(("127.0.0.1", server.ports.http), timeout=TIMEOUT_SECS) as connection:
@@ -32,7 +32,7 @@ def ask(server: RunningServer, *requests: bytes) -> bytes:
 
 
 class Translated:
-    """Requests of HTTP/1.1, parsed: methods, targets, headers, bodies."""
+    """Parser of HTTP/1.1 requests: their methods, targets, headers and bodies."""
 
     def __init__(self, data: bytes) -> None:
         self.requests: list[tuple[bytes, bytes, list[tuple[bytes, bytes]], bytes]] = []
@@ -77,7 +77,7 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
 
 
 def body_of(shape: object = (1, 4), data: object = (1, 2, 3, 4), also: object = None, **more: object) -> bytes:
-    """also: parameters of the request; more: members of its input."""
+    """Return an inference request as JSON. also: parameters of the request; more: further members of its input."""
     return json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": shape, "data": data, **more}],
                        "parameters": also}).encode()
 

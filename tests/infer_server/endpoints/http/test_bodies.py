@@ -72,7 +72,7 @@ def test_every_body_is_answered_with_a_status(server: RunningServer, version: st
 
 
 def described(server: RunningServer, model: str, sent: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the answer's description of its one output, and the output's bytes."""
+    """Return the description of the response's only output, and that output's bytes."""
     answer = ask(server, post(f"/v2/models/{model}/infer", sent, CLOSE, "Inference-Header-Content-Length: 0"))
     head, _, body = answer.partition(b"\r\n\r\n")
     length = re.search(rb"Inference-Header-Content-Length: (\d+)", head)

@@ -1,4 +1,4 @@
-"""Generation over HTTP: tensors as plain JSON, answers in one piece or as server-sent events."""
+"""Tests of Triton's generate extension: inputs as plain JSON, responses whole or as server-sent events."""
 from __future__ import annotations
 
 import http.client
@@ -143,7 +143,7 @@ def test_an_answer_that_is_refused_for_the_number_of_its_responses_is_no_success
 
 
 def begun(server: RunningServer, model: str, body: str) -> http.client.HTTPConnection:
-    """Return a connection on which a stream was requested."""
+    """Return a connection on which a stream of events was requested."""
     connection = http.client.HTTPConnection("127.0.0.1", server.ports.http, timeout=TIMEOUT_SECS)
     connection.request("POST", f"/v2/models/{model}/generate_stream", body)
     return connection
@@ -179,7 +179,7 @@ def test_a_stream_of_http2_whose_events_are_not_read_ends_and_others_go_on(serve
 
 
 def test_a_client_that_does_not_read_its_events_is_disconnected(server: RunningServer) -> None:
-    """It would be given events without end; what the sockets have no room for is held, up to 4 MB."""
+    """The model sends events without end; the server holds up to 4 MB that do not fit into socket buffers."""
     inflight = server.server._inflight
     inflight._peak_bytes = 0
     connection = begun(server, "big", '{"count": 1}')

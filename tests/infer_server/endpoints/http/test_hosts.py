@@ -1,4 +1,4 @@
-"""Pages of other sites change nothing: DNS rebinding, and requests that a browser sends without asking."""
+"""Web pages of other sites cannot change the server, by DNS rebinding or by cross-site requests."""
 from __future__ import annotations
 
 import urllib.request

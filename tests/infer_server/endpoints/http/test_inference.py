@@ -1,4 +1,4 @@
-"""The HTTP/REST protocol through Triton's own client."""
+"""Tests of the HTTP/REST protocol, with Triton's own client."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""All JSON parsers give the same values."""
+"""All supported JSON parsers return the same values."""
 from __future__ import annotations
 
 import json
@@ -20,7 +20,7 @@ RANDOM = np.random.default_rng(0).standard_normal(500)
 
 
 def read(text: bytes) -> Any:
-    """Return the parsed value, or the error message. nan is "nan", which equals itself."""
+    """Return the parsed value, or the error message. NaN becomes "nan", which equals itself."""
     try:
         return json.loads(json.dumps(parsed(text)), parse_constant=str)
     except InvalidRequestError as error:

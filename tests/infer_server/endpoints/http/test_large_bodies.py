@@ -1,4 +1,4 @@
-"""Bodies that are received into memory of their own."""
+"""Tests of request bodies that are received into buffers of their own."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Clients that leave, send no more or do not read: they have what is theirs, and nothing is held for them."""
+"""Tests of clients that disconnect, stop sending or do not read: the server keeps nothing for them."""
 from __future__ import annotations
 
 import asyncio
@@ -67,7 +67,7 @@ def test_an_inference_whose_client_left_is_not_executed(server: RunningServer) -
 
 def test_a_client_that_reads_none_of_many_small_answers_is_disconnected(
         tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each is less than what a client is given its time for by itself; together they would be all that may be held."""
+    """Each response is below the size from which a client's reading is timed; together they reach the limit."""
     write_model(tmp_path, "large", shape=[1 << 16])
     asked = post_large(np.ones(1 << 16, np.float32))
     with serving(tmp_path, send_timeout_secs=0.2, max_inflight_bytes=32 << 20) as server, socket.socket() as client:
@@ -136,7 +136,7 @@ def test_who_leaves_while_a_model_is_loaded_for_it_leaves_no_body_behind(tmp_pat
     write_model(tmp_path, "slow", gate="on demand", shape=[1 << 18])
 
     def bodies() -> list[int]:
-        """Return the sizes of the bodies that exchanges hold. One that a thread is creating has no request yet."""
+        """Return the sizes of the bodies that Exchange objects hold; one still under construction has no request."""
         requests = [getattr(one, "request", None) for one in gc.get_objects() if type(one) is Exchange]
         return [len(request.body) for request in requests if request and request.body]
 

@@ -1,4 +1,4 @@
-"""Limits hold for bytes that a client announces, sends slowly, in pieces, compressed or as JSON."""
+"""Limits hold for bodies that are announced, sent slowly, chunked, compressed or JSON."""
 from __future__ import annotations
 
 import gzip
@@ -48,7 +48,7 @@ def is_served(server: RunningServer) -> bool:
 
 
 def answer_of(client: socket.socket) -> bytes:
-    """All that comes until the server closes, or resets the connection."""
+    """Return everything received until the server closes or resets the connection."""
     received = b""
     try:
         while data := client.recv(1 << 16):

@@ -1,4 +1,4 @@
-"""Requests out of what a connection receives: the same, however it comes."""
+"""Requests are parsed alike, however the received bytes are divided."""
 from __future__ import annotations
 
 from typing import Any
@@ -44,7 +44,7 @@ class Counted:
 
 
 class Received:
-    """Receiver of a reader's requests, with the bytes counted for each and whether the connection stays open."""
+    """Receiver of parsed requests, with the bytes counted for each and whether the connection stays open."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[HttpRequest, int, bool]] = []
@@ -68,7 +68,7 @@ class Received:
 
 
 def parsed(*pieces: bytes) -> tuple[list[tuple[HttpRequest, int, bool]], int]:
-    """Return the parsed requests, and how often a client was told to continue."""
+    """Return the parsed requests, and the number of "100 Continue" responses."""
     found = Received()
     for piece in pieces:
         found.reader.feed(piece)
@@ -82,7 +82,7 @@ def each_parsed_alone(*requests: bytes) -> tuple[list[tuple[HttpRequest, int, bo
 
 @pytest.fixture
 def parsers(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Return a list that collects the data that is really parsed."""
+    """Return a list to which every piece of data that reaches the parser is appended."""
     feed, seen = RequestReader._feed, list[bytes]()
 
     def recorded(reader: RequestReader, data: bytes) -> None:

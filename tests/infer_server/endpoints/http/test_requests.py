@@ -1,4 +1,4 @@
-"""Requests of all sorts on one connection: paths, methods, their order, what is no HTTP."""
+"""Tests of several requests on one connection: paths, methods, their order, and invalid HTTP."""
 from __future__ import annotations
 
 import json
@@ -102,7 +102,7 @@ def test_what_is_no_http_and_headers_without_end_are_refused(server: RunningServ
 
 
 def test_a_client_of_http_1_0_is_told_that_its_connection_stays(server: RunningServer) -> None:
-    """One that asked for it, and is not told, waits for its end."""
+    """A client that requests keep-alive and gets no such header waits for the end of the connection."""
     def said(sent: bytes) -> list[bytes]:
         return re.findall(rb"Connection: ([a-z-]+)", ask(server, sent))
     old = post("/v2/models/affine/infer", body_of(), "Connection: Keep-Alive").replace(b"HTTP/1.1", b"HTTP/1.0")

@@ -1,4 +1,4 @@
-"""The status page: its data, and the page in a real browser."""
+"""Tests of the status page: its data, and the page in a real browser."""
 from __future__ import annotations
 
 import json
@@ -26,7 +26,7 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 def get(server: RunningServer, path: str, method: str = "GET") -> tuple[dict[str, str], bytes]:
-    """Return the headers, in lower case, and the body."""
+    """Return the response headers, with names in lower case, and the body."""
     head, _, body = ask(server, f"{method} {path} HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode()).partition(
         b"\r\n\r\n")
     first, *lines = head.decode().split("\r\n")
