@@ -28,7 +28,7 @@ from engines.machine.timing_cache import TimingCache
 from engines.plan.file import read_plan
 from engines.plan.plan import graph_of
 
-FAR = 2.0       # times the fastest's: what nobody would choose
+FAR = 2.0       # candidates slower than this multiple of the fastest are left out of the ratios
 Times = Mapping[Candidate, float]       # microseconds
 
 

@@ -62,7 +62,10 @@ def watching(subject: Subject, tensors: Iterable[str], factors: Mapping[str, Ite
 
 
 def judged_tensors(graph: Graph) -> tuple[str, ...]:
-    """Name the tensors by which a model is judged: its outputs, or what enters the selections that decide these."""
+    """Return the tensors on which a model's accuracy is measured.
+
+    They are its outputs; for an output that follows from a selection (TopK, NonMaxSuppression), the selection's inputs.
+    """
     behind = selections(graph)
     names = (name for output in graph.outputs
              for name in (behind[output].tensors if output in behind else (output,)))

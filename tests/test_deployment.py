@@ -1,4 +1,4 @@
-"""The files in deploy/: options that the server has, and an engine cache that lasts."""
+"""Tests of deploy/: valid options of the server, and a persistent engine cache."""
 from __future__ import annotations
 
 import json

@@ -27,7 +27,7 @@ FOREIGN = {"grpc.health.v1", "BatchNormalization", "inference.GRPCInferenceServi
 
 @cache
 def defined() -> tuple[frozenset[str], frozenset[str]]:
-    """Modules and packages; and `module.name` and `Class.name` of everything that modules and classes hold."""
+    """Return modules and packages, and `module.name` and `Class.name` of everything in them."""
     files = sources(*PACKAGES, "benchmarks", "scripts", "tests")
     held = set()
     for module, path in files.items():
@@ -74,7 +74,7 @@ def ours(name: str) -> bool:
 
 
 def faults(text: str) -> Iterator[str]:
-    """Names in the text that are not there; targets of links are checked by tests/docs."""
+    """Yield the names in a text that do not exist; tests/docs checks links."""
     text = LINK.sub("]", text)
     for path in PATH.findall(text):
         if not (ROOT / path.rstrip(".")).exists():

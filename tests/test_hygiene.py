@@ -25,7 +25,7 @@ def files() -> list[Path]:
 
 
 def modules() -> list[Path]:
-    """Every hand-written module that is installed; an empty __init__.py only marks a folder."""
+    """Return every handwritten module that is installed, except empty __init__.py files."""
     return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")) if path.stat().st_size]
 
 

@@ -192,7 +192,7 @@ HOMES = {
 
 @dataclass(frozen=True)
 class Import:
-    """`module` imports `target`; `deferred` if it stands inside a function."""
+    """Import of `target` by `module`; `deferred` if it is inside a function."""
     module: str
     target: str
     deferred: bool = False
@@ -208,14 +208,14 @@ def below(room: str) -> frozenset[str]:
 
 
 def room_of(module: str) -> str:
-    """engines.passes.fusion.vertical -> engines.passes.fusion; a module with a line of its own is its own room."""
+    """Return the package of a module, or the module itself if it has its own line in STANDS_ON."""
     parts = module.split(".")
     names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((name for name in names if name in STANDS_ON), "")
 
 
 def imports(module: str, source: str, modules: frozenset[str], is_package: bool = False) -> Iterator[Import]:
-    """Every import statement of the source; `from a import b` is an import of a.b where that is a module."""
+    """Yield every import of a source; `from a import b` imports a.b if that is a module."""
     tree = ast.parse(source)
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     inner = {child for node in ast.walk(tree) if isinstance(node, functions) for child in ast.walk(node)}

@@ -18,7 +18,7 @@ CATALOGUES = ("engines/ops", "engines/passes/rules", "engines/lowering/rules")
 
 
 def crowded(paths: Iterable[str]) -> list[str]:
-    """Folders of more modules than a reader takes in at once; a package's own __init__ is none of them."""
+    """Return the folders with more modules than the limit, without __init__."""
     counts = Counter(path.rpartition("/")[0] for path in paths if not path.endswith("/__init__.py"))
     return [f"{folder}: {count} modules" for folder, count in counts.items()
             if count > MODULES_OF_A_FOLDER and folder not in CATALOGUES]
@@ -36,7 +36,7 @@ def too_long(name: str, source: str) -> Iterator[str]:
 
 
 def circle(modules: Mapping[str, str]) -> list[str]:
-    """Modules that import each other when they are loaded, or []; an import inside a function makes no circle."""
+    """Return modules that import each other when loaded, or []; imports inside functions do not count."""
     names = frozenset(modules)
     needs = {name: {found.target for found in imports(name, source, names) if not found.deferred} & names - {name}
              for name, source in modules.items()}

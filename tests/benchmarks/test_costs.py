@@ -1,4 +1,4 @@
-"""Costs beside times: what choosing by cost loses, and how far the two are apart."""
+"""Tests of benchmarks.costs: the loss of choosing by cost, and the ratios of time to cost."""
 from __future__ import annotations
 
 import pytest
@@ -13,7 +13,7 @@ from engines.lowering.problems.view import dense_view
 
 
 def candidates(rows: int) -> list[Candidate]:
-    """Two for a product, the one of less cost first."""
+    """Return two candidates for a product, the cheaper one first."""
     x, y = (dense_view("uint8", (1, rows, n)) for n in (64, 128))
     kernel = DirectContraction(Contraction(x, y, (), EpilogueProgram(), "int8"))
     return sorted((Candidate(kernel, tactic) for tactic in kernel.tactics(AVX2)), key=cost)[:2]

@@ -1,4 +1,4 @@
-"""benchmarks.measure.generate: a small decoder beside ONNX Runtime."""
+"""Test of benchmarks.measure.generate: a small decoder beside ONNX Runtime."""
 from __future__ import annotations
 
 import sys

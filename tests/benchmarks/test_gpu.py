@@ -1,4 +1,4 @@
-"""The command for the day a GPU is at hand, on the emulated one: every step of it works, what fails is said."""
+"""Every step of benchmarks.gpu runs on the emulated GPU, and failures are reported."""
 from __future__ import annotations
 
 import json
@@ -58,7 +58,7 @@ def test_every_step_runs_what_fails_is_said_and_nothing_is_done_twice(
 
 
 class Awaited(threading.Event):
-    """Says when somebody waits for it."""
+    """Event that tells when somebody waits for it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The single operators of benchmarks.ops: DeepBench's sizes as models, what is left to measure, what is reported."""
+"""Tests of benchmarks.ops: DeepBench's problems as models, the measurements left to do, and the report."""
 from __future__ import annotations
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The table of peaks: a second's figures and a cycle's, however cycles are known."""
+"""Tests of the table of peaks, per second and per cycle."""
 from __future__ import annotations
 
 import math

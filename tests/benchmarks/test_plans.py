@@ -1,4 +1,4 @@
-"""Two plans of one model beside each other."""
+"""Test of benchmarks.plans: comparison of two plans of one model."""
 from __future__ import annotations
 
 from pathlib import Path

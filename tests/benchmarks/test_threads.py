@@ -1,4 +1,4 @@
-"""The check of several threads: that it passes where it should, and can fail."""
+"""The check of benchmarks.threads passes on a right engine, and fails on a wrong one."""
 from __future__ import annotations
 
 from contextlib import nullcontext

@@ -15,7 +15,7 @@ def histogram_of(values):
 
 
 def relu_like(seed=0, outliers=30):
-    """Half zeros, half-normal values, and a few values far out."""
+    """Return half zeros, half-normal values, and a few outliers."""
     rng = np.random.default_rng(seed)
     values = np.maximum(rng.standard_normal(200_000), 0)
     values[:outliers] = rng.uniform(10, 40, outliers)
@@ -24,7 +24,7 @@ def relu_like(seed=0, outliers=30):
 
 # ---- entropy
 def s7310(bins, count_bin_0=False):
-    """S7310's pseudo-code word for word, a loop per line: {m: divergence}."""
+    """Return {m: divergence} by the pseudo-code of GTC talk S7310, with a loop for each of its lines."""
     bins = [float(b) for b in bins]
     if not count_bin_0:
         bins[0] = 0.0

@@ -14,7 +14,7 @@ def observed(*arrays):
 
 @pytest.fixture
 def heavy_tailed():
-    """Values over eight orders of magnitude, so that the range doubles many times on the way."""
+    """Return values over eight orders of magnitude, so that the range doubles many times."""
     rng = np.random.default_rng(0)
     return (rng.standard_normal(20_000) * 10.0 ** rng.uniform(-5, 3, 20_000)).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""The trials of a search share compiled kernels, and the items that were read for the ranges."""
+"""Trials of a search share compiled kernels and the items read for the ranges."""
 import numpy as np
 from onnx import parser
 
@@ -45,7 +45,7 @@ def test_each_item_is_read_once_for_ranges_and_trials():
 
 
 def test_a_table_is_measured_once(monkeypatch):
-    """The default calibrator's is a trial without corrected biases, a candidate, and where refining starts."""
+    """The default calibrator's table is a trial, a candidate, and the start of the refinement."""
     tables = []
     measured = Judge.errors
     monkeypatch.setattr(Judge, "errors", lambda judge, table: tables.append(table) or measured(judge, table))

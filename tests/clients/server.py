@@ -1,4 +1,4 @@
-"""A small real server for the clients' tests: it speaks the protocol over gRPC, and misbehaves when told to."""
+"""Small real gRPC server for the clients' tests, which misbehaves when told to."""
 from __future__ import annotations
 
 import asyncio
@@ -22,7 +22,7 @@ TIMEOUT_SECS = 120          # of whatever a test waits for: what takes so long h
 
 @dataclass
 class Doubler:
-    """The model "doubler": y = 2 x of float32 [batch, 4]. Tests set the upper fields."""
+    """Model "doubler": y = 2 x of float32 [batch, 4]. Tests set the upper fields."""
     delay_s: float = 0.001                      # of every request
     stall_at: int = 0                           # from the n-th request on nothing is answered, for stall_s
     stalls_when_measured: bool = False          # the n-th since statistics were first asked for
@@ -111,7 +111,7 @@ class Doubler:
 
 @contextmanager
 def serving(model: Doubler) -> Iterator[str]:
-    """"host:port" of a server of `model`, which runs in a thread of its own."""
+    """Run a server of `model` on a thread and yield "host:port"."""
     handlers = {method.name: grpc.unary_unary_rpc_method_handler(
         getattr(model, method.name), method.request.FromString, method.response.SerializeToString)
         for method in protos.methods(protos.INFERENCE_SERVICE) if hasattr(model, method.name)}

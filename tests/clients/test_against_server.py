@@ -1,4 +1,4 @@
-"""The clients and the load test against infer-server itself, with an engine whose speed is known."""
+"""Tests of clients and load test against infer-server, with an engine of known speed."""
 from __future__ import annotations
 
 import json

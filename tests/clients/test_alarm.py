@@ -1,4 +1,4 @@
-"""Waits of an open loop."""
+"""Tests of the waits of an open loop."""
 from __future__ import annotations
 
 import asyncio

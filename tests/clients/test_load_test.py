@@ -1,4 +1,4 @@
-"""load-test from its command line, against a real server."""
+"""Tests of the command load-test against a real server."""
 from __future__ import annotations
 
 import asyncio
@@ -74,7 +74,7 @@ def test_a_closed_loop_reports_every_level_on_screen_and_in_all_files(tmp_path: 
 
 
 def test_a_stall_is_counted_for_every_request_that_it_would_have_met(tmp_path: Path) -> None:
-    """Stalled for 0.4 s of 1 s: 40 % of the requests were due in the stall, half of those waited over 0.2 s."""
+    """A stall of 0.4 s in 1 s delays 40 % of the requests, half of them by over 0.2 s."""
     with serving(Doubler(delay_s=0.0, stall_at=5, stall_s=0.4, stalls_when_measured=True)) as url:
         status = main(["-m", "doubler", "-u", url, "--rate", "40", "--duration", "1", "--warmup", "0.2",
                        "--json", str(tmp_path / "r.json")])

@@ -1,4 +1,4 @@
-"""The picture of a load test: what its axes show."""
+"""Tests of the axes of a load test's picture."""
 from __future__ import annotations
 
 from dataclasses import replace

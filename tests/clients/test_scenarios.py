@@ -1,4 +1,4 @@
-"""MLPerf's scenarios, at small counts, and the search for the highest rate."""
+"""Tests of MLPerf's scenarios at small counts, and of the search for the highest rate."""
 from __future__ import annotations
 
 import asyncio

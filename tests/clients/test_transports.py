@@ -1,4 +1,4 @@
-"""load-test by every way to infer-server itself, and two ways beside each other."""
+"""Tests of load-test over each transport to infer-server, and of two transports side by side."""
 from __future__ import annotations
 
 import asyncio

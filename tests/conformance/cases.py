@@ -1,4 +1,4 @@
-"""The tests of onnx.backend.test that run without a network, how one is run, and those that do not pass."""
+"""Tests of onnx.backend.test that run without a network, a function that runs one, and the expected failures."""
 import random
 import tomllib
 import warnings

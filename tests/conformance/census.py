@@ -26,14 +26,14 @@ PASSING = (COMPILED, REFERENCE, RANDOM)
 
 @dataclass(frozen=True)
 class Verdict:
-    """by_reference: (operator, why there is no kernel) of each such step; reason: why a test does not pass."""
+    """Result of a test. by_reference: (operator, reason) of each step without a kernel; reason: why it fails."""
     outcome: str
     by_reference: frozenset[tuple[str, str]] = field(default_factory=frozenset)
     reason: str = ""
 
 
 def judged(name: str, target: str = "") -> Verdict:
-    """target: an architecture of GPUs; none: this machine."""
+    """Return the verdict of a test. target: an architecture of GPUs, or "" for this machine."""
     entry = listed(name)
     random = entry is not None and entry.outcome == "random"
     try:

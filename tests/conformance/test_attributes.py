@@ -33,7 +33,7 @@ EACH = 2            # models of an operator in the newest opset; one in each old
 
 @cache
 def models() -> dict[str, list[str]]:
-    """Operator -> tests of one node of it."""
+    """Return the tests of one node, by operator."""
     found: dict[str, list[str]] = {}
     for name, case in cases().items():
         if case.kind == "node" and len(case.model.graph.node) == 1 and is_about_tensors(case.model):
@@ -122,7 +122,7 @@ def is_compiled(test: str, opset: int) -> bool:
 
 
 def judged(test: str, opset: int, attribute: str, value: Any) -> str:
-    """"right", "refused", "undefined" where onnx.reference knows no answer, or what is wrong."""
+    """Return "right", "refused", "undefined" if onnx.reference has no answer, or the fault."""
     case = cases()[test]
     model = with_attribute(model_of(case), opset, attribute, value)
     inputs, _ = next(data_of(case))

@@ -1,4 +1,4 @@
-"""engines.onnx_backend as a tool meets it: devices, nodes, open shapes, and inputs whose values decide about shapes."""
+"""Tests of engines.onnx_backend as a tool uses it: devices, nodes, dynamic shapes, deciding inputs."""
 import os
 import unittest
 

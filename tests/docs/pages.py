@@ -50,7 +50,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 class Reader:
-    """Runs blocks in a folder. Commands are those of this checkout, whether it is installed or not."""
+    """Runner of blocks in a folder. Commands are those of this checkout, installed or not."""
 
     def __init__(self, page: Path, folder: Path, cache: Path) -> None:
         self._page, self._folder = page, folder

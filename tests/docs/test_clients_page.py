@@ -1,4 +1,4 @@
-"""docs/howto/clients.md: its blocks run against a server, one after the other."""
+"""The blocks of docs/howto/clients.md run against a server, one after the other."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The generated pages say what the source says; links of all documents lead somewhere; pages keep their sizes."""
+"""Generated pages agree with the source, links of all documents resolve, and pages keep their size limits."""
 from __future__ import annotations
 
 import ast
@@ -114,7 +114,7 @@ def test_links_of_a_root_document_hold_on_its_page() -> None:
 
 
 def dead_links(page: Path, text: str) -> list[str]:
-    """Relative links of a page that lead to no file and to no generated page."""
+    """Return the relative links of a page without an existing or generated target."""
     found = []
     for link in LINK.findall(re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)):
         path = link.partition("#")[0]

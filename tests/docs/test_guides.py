@@ -1,4 +1,4 @@
-"""The guides and examples: their commands and Python blocks run, and their configurations are served."""
+"""The commands and Python blocks of guides and examples run, and their configurations are served."""
 from __future__ import annotations
 
 import re
@@ -20,7 +20,7 @@ DEMO = ROOT / "scripts" / "demo_data"
 
 
 def run(page: Path, folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a page's blocks. All pages share one engine cache, so that the model that most build is built once."""
+    """Run a page's blocks. All pages share one engine cache, so that common models are built once."""
     if any("curl " in block.code for block in blocks(page)) and not shutil.which("curl"):
         pytest.skip("curl is not installed")
     if any("tritonclient" in block.code for block in blocks(page)):

@@ -106,7 +106,7 @@ SEEDS: dict[str, Callable[[], onnx.ModelProto]] = {
 
 
 def with_names(model: onnx.ModelProto) -> onnx.ModelProto:
-    """ONNX Runtime wants a name of its own for each node."""
+    """Return the model with a distinct name for each node, which ONNX Runtime requires."""
     for index, proto in enumerate(model.graph.node):
         proto.name = f"{proto.op_type}{index}"
     return model
@@ -142,7 +142,7 @@ Place = tuple[Message, FieldDescriptor, int | None]         # a field of a messa
 
 
 def places(message: Message) -> Iterator[Place]:
-    """Every field that is set, of this message and those in it."""
+    """Yield every field that is set in a message and its submessages."""
     for field, value in message.ListFields():
         repeated = isinstance(getattr(message, field.name), Message) is False and hasattr(value, "append") or hasattr(
             value, "add")
@@ -225,7 +225,7 @@ WEIGHTS = {"flipped": 2, "field": 7}
 
 
 def damaged(count: int, seed: int) -> Iterator[tuple[str, str, bytes]]:
-    """(kind, what was done, the file), each from a seed of its own."""
+    """Yield (kind, description, file) of damaged models, each from its own seed."""
     kinds = [kind for kind in KINDS for _ in range(WEIGHTS.get(kind, 1))]
     models = {name: with_names(make()) for name, make in SEEDS.items()}
     for case in range(count):
@@ -251,7 +251,7 @@ BUILDERS: dict[str, Builder] = {}           # one for each worker: it keeps the 
 
 
 def outcome(path: str, answers: str) -> str:
-    """"refused: ...", "fault: ...", or "built": `answers` then has the feeds and what the engine made of them."""
+    """Return "refused: ...", "fault: ..." or "built"; in the last case `answers` gets feeds and outputs."""
     builder = BUILDERS.setdefault("", Builder(BuildConfig(timing=False)))
     try:
         engine = Engine(builder.plan(builder.graph(path)))
@@ -267,7 +267,7 @@ def outcome(path: str, answers: str) -> str:
 
 
 def judged(path: str, answers: str) -> str:
-    """"right", what is wrong, or "unjudged": neither ONNX Runtime nor the onnx package runs it, or weights are huge."""
+    """Return "right", the fault, or "unjudged" if no other runtime runs the model, or weights are huge."""
     warnings.simplefilter("ignore")
     with np.load(answers) as arrays:
         feeds = {name[3:]: arrays[name] for name in arrays if name.startswith("in/")}
@@ -318,7 +318,7 @@ def _difference(name: str, made: Any, expected: Any) -> str:
 
 
 def fuzz(count: int, seed: int, folder: Path) -> Iterator[tuple[str, str, str]]:
-    """(kind, what was done, outcome) of each damaged model."""
+    """Yield (kind, description, outcome) of each damaged model."""
     target, answers = str(folder / "damaged.onnx"), str(folder / "answers.npz")
     with Worker(outcome) as ours, Worker(judged) as oracle:
         for kind, done, data in damaged(count, seed):

@@ -55,7 +55,7 @@ def checksum(section: str, content: bytes) -> str:
 
 @dataclass(frozen=True)
 class File:
-    """A plan file taken apart: it can be put together with other parts, all checksums right."""
+    """Parsed plan file, which can be written with other parts and correct checksums."""
     manifest: dict[str, Any]
     sections: dict[str, bytes]
 
@@ -78,7 +78,7 @@ class File:
         return self.sealed(bytes(body) + bytes(-len(body) % 64), version)
 
     def sealed(self, body: bytes, version: int) -> bytes:
-        """Header, body and the manifest as it is."""
+        """Return header, body and the manifest unchanged."""
         packed = zlib.compress(json.dumps(self.manifest, separators=(",", ":")).encode())
         header = HEADER.pack(b"\x93INFPLAN", version, 0, len(body), len(packed), bytes.fromhex(strong(packed)),
                              len(body) + len(packed), 0)
@@ -101,7 +101,7 @@ def places(document: Any) -> Places:
 
 
 def edit(document: Any, rng: random.Random) -> str:
-    """Change one value of a JSON document; what was done."""
+    """Change one value of a JSON document and describe the change."""
     every = places(document)
     if not every:
         document["x"] = 1
@@ -232,7 +232,7 @@ WEIGHTS = {"field": 4, "as compiled": 6}
 
 
 def damaged(plans: list[bytes], count: int, seed: int) -> Iterator[tuple[int, str, str, bytes]]:
-    """(which plan, kind, what was done, the file), each from a seed of its own."""
+    """Yield (plan, kind, description, file) of damaged plans, each from its own seed."""
     kinds = [kind for kind in KINDS for _ in range(WEIGHTS.get(kind, 1))]
     for case in range(count):
         rng = random.Random(f"{seed}/{case}")
@@ -256,7 +256,7 @@ def answers(path: str, feeds: Sequence[Feed]) -> list[Feed]:
 
 
 def outcome(path: str, feeds: Sequence[Feed], wanted: Sequence[Feed]) -> str:
-    """"refused: ...", "right", or what is wrong."""
+    """Return "refused: ...", "right", or the fault."""
     try:
         found = answers(path, feeds)
     except PlanError as error:
@@ -269,7 +269,7 @@ def outcome(path: str, feeds: Sequence[Feed], wanted: Sequence[Feed]) -> str:
 
 
 def loaded(path: str, *_: Any) -> str:
-    """"refused: ...", or "loaded"."""
+    """Return "refused: ..." or "loaded"."""
     try:
         engine = load_engine(path, on_target_mismatch="refuse")
         context = engine.create_context()
@@ -289,7 +289,7 @@ def what_becomes(kind: str, *question: Any) -> str:
 
 # ---- plans to damage
 def reference_plan() -> Plan:
-    """uint8 [3] times a constant, plus a constant, both on the reference."""
+    """Return a plan for uint8 [3] times a constant, plus a constant, both on the reference."""
     quants = [QParams((scale,), (zero,), dtype) for scale, zero, dtype in ((0.5, 128, "uint8"), (0.25, 0, "int8"))]
     x = TensorView("x", "uint8", (3,), 0, 0, (1,), 3, quant=quants[0])
     y, z = (TensorView(name, "float32", (2,), buffer, 0, (4,), 8) for name, buffer in (("y", 1), ("z", 2)))
@@ -304,7 +304,7 @@ def reference_plan() -> Plan:
 
 
 def seeds(folder: Path) -> list[Path]:
-    """Small plans of different kinds, written there."""
+    """Write small plans of different kinds into a folder."""
     reads = [(0, 0), (0, 1), (2, 1), (1, 3), (4, 0)]
     network = compiled(TINY["mobilenet_v2"](), folder).plan
     plans = {"halo": halo_plan(), "item_major": run_item_major(mix_plan(reads, [3, 5]), [ItemMajorRun(1, 4)]),
@@ -315,7 +315,7 @@ def seeds(folder: Path) -> list[Path]:
 
 
 def fuzz(paths: list[Path], count: int, seed: int, folder: Path) -> Iterator[tuple[str, str, str]]:
-    """(kind, what was done, outcome) of each damaged plan."""
+    """Yield (kind, description, outcome) of each damaged plan."""
     plans = [path.read_bytes() for path in paths]
     cases = []
     for path in paths:

@@ -1,4 +1,4 @@
-"""Some hundred damaged models; python -m tests.fuzz.models does thousands."""
+"""Test of some hundred damaged models; python -m tests.fuzz.models runs thousands."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Some hundred damaged plans: each is refused by name, or gives the answers of the plan that it was."""
+"""Some hundred damaged plans are refused by name, or give the original plan's results."""
 from __future__ import annotations
 
 import os

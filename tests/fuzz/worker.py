@@ -1,4 +1,4 @@
-"""A process with little time and little memory, that is asked to do what may end it."""
+"""Worker process with limits on time and memory, for calls that may crash it."""
 from __future__ import annotations
 
 import multiprocessing
@@ -13,7 +13,7 @@ SECONDS, BYTES = 120.0, 2 << 30      # what takes so long hangs, however busy th
 
 
 class Worker:
-    """Asks `answer`, a function of a module, in another process; a new one after each that was lost."""
+    """Caller of `answer`, a function of a module, in another process, which is replaced when it is lost."""
 
     def __init__(self, answer: Callable[..., str]) -> None:
         self._answer = answer

@@ -79,7 +79,7 @@ def pointwise(precision: str) -> Case:
 
 
 def functions(_: str) -> Case:
-    """Exponentials and the like are the same Python as for CPUs, and give the same bits."""
+    """Return a Pointwise of exponentials and the like, which give the same bits as on CPUs."""
     b = ProgramBuilder(False)
     value = b.operand()
     for name in ("gelu", "tanh", "sigmoid", "log", "sin", "float16", "bfloat16", "exp", "erf"):
@@ -170,7 +170,7 @@ def top_k(dtype: str, _: str) -> Case:
 
 
 def nest(_: str) -> Case:
-    """y[i, j] of x[i, k, j], a sum of products in float64 and where the last maximum is."""
+    """Return y[i, j] of x[i, k, j]: a sum of products in float64, and the index of the last maximum."""
     w = Writer((3, 5), (7,))
     x, z = w.read(0, "f64"), w.read(1, "f64")
     program = w.program(w.reduce("sum", x * z), w.reduce("last_max", x))
@@ -273,7 +273,7 @@ def product(precision: str, across: bool = True, rows: int = 19, depth: int = 44
 
 def attention(precision: str, queries: int = 5, keys: int = 37, columns: tuple[int, int] = (12, 20),
               masked: bool = False) -> Case:
-    """columns: of q and k, and of v. masked: each query by itself."""
+    """Return an attention. columns: of q and k, and of v. masked: with a mask for each query."""
     random, dtype, (depth, width) = np.random.default_rng(0), STORED[precision], columns
     program, constants = requantise(width, random, 0.1 if precision == "int8" else 1.0)
     query, key, value = (gapped(dtype, shape) for shape in ((2, queries, depth), (2, keys, depth), (2, keys, width)))

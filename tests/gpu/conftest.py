@@ -12,7 +12,7 @@ from tests.gpu.network import MODEL, Plans
 
 @pytest.fixture(scope="session")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> Plans:
-    """plans(target): INT8 plans of one calibration."""
+    """Return a function from a target to INT8 plans of one calibration."""
     portable = compiled(MODEL, tmp_path_factory.mktemp("small"), precision="int8", target="portable").plan
 
     @cache

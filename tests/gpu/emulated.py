@@ -1,4 +1,4 @@
-"""A GPU that the PTX machine plays, behind the runtime's own driver (engines/backends/cuda/runtime/driver.py)."""
+"""Emulated GPU (tests/gpu/ptx) behind the runtime's own driver (engines/backends/cuda/runtime/driver.py)."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class EmulatedGpu(CudaGpu):
 
     @property
     def allocated(self) -> dict[int, int]:
-        """Bytes, by address."""
+        """Bytes of the allocations by address."""
         return self.cuda.allocated
 
     @property
@@ -51,7 +51,7 @@ class EmulatedGpu(CudaGpu):
 
     @property
     def opened(self) -> list[int]:
-        """The memory of other processes, by address."""
+        """Memory of other processes by address."""
         return self.cuda.opened
 
     def share(self, address: int) -> bytes:
@@ -77,7 +77,7 @@ def install(patch: pytest.MonkeyPatch, *gpus: EmulatedGpu) -> None:
 
 
 class DeviceArray:
-    """An array of another library on the emulated GPU: by __cuda_array_interface__."""
+    """Array of another library on the emulated GPU, with __cuda_array_interface__."""
 
     def __init__(self, gpu: EmulatedGpu, array: Array, read_only: bool = False) -> None:
         self.gpu, self.shape, self.dtype = gpu, array.shape, array.dtype

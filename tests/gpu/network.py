@@ -1,4 +1,4 @@
-"""A small network, and INT8 plans of it."""
+"""Small network, and INT8 plans of it."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Arrays of other libraries on a GPU: what is read of both interfaces, and what is refused."""
+"""Tests of other libraries' GPU arrays: both interfaces, and refusals."""
 from __future__ import annotations
 
 import ctypes
@@ -29,7 +29,7 @@ new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_char_p, c_void_p)(
 
 
 class OfDlpack:
-    """An array of a library that speaks DLPack 1."""
+    """Array of a library with DLPack 1."""
 
     def __init__(self, device: int = CUDA, **fields: int) -> None:
         self.device = device
@@ -58,7 +58,7 @@ class OfInterface:
 
 
 class OfBoth(OfInterface, OfDlpack):
-    """A tensor of bfloat16, which has no name in the older interface."""
+    """Tensor of bfloat16, for which the older interface has no name."""
 
     def __init__(self) -> None:
         OfInterface.__init__(self, typestr="<V2")

@@ -52,7 +52,7 @@ def test_a_plan_without_times_has_none(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_profile_is_of_the_gpu_and_by_the_time_on_the_wall(
         path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The calling thread only waits."""
+    """The calling thread only waits, so its CPU time means nothing."""
     install(monkeypatch, EmulatedGpu("sm_61"))
     monkeypatch.setattr(profile, "thread_seconds", None)
     monkeypatch.setattr(profile, "SECONDS", 0.0)

@@ -1,4 +1,4 @@
-"""The calls of libcuda that the runtime makes, on one that refuses what a driver may refuse."""
+"""Tests of the runtime's calls of libcuda, on an emulation that checks them strictly."""
 from __future__ import annotations
 
 import contextlib
@@ -129,7 +129,7 @@ REFUSED: dict[str, Callable[[EmulatedGpu, CudaStream], object]] = {
 
 
 def _events(gpu: EmulatedGpu) -> list[c_void_p]:
-    """Two, neither of which was recorded."""
+    """Return two events that were not recorded."""
     events = [c_void_p(), c_void_p()]
     for event in events:
         gpu.driver("cuEventCreate", byref(event), c_uint(0))

@@ -64,7 +64,7 @@ ONCE = [f"{name}, {family.precisions[0]}" for name, family in FAMILIES.items() i
 
 @pytest.mark.parametrize("case", [*ONCE, "depthwise, fp16", "recurrence, fp32", "attention, fp32"])
 def test_every_family_equals_its_reference(case: str) -> None:
-    """Bit for bit, but for sums of floats."""
+    """Results are equal bit for bit, except for sums of floats."""
     (problem, inputs, constants), tolerance = CASES[case][0](), CASES[case][1]
     check(problem, GpuRunner(GPUS["sm_80"]), inputs, constants, tolerance)
 
@@ -112,7 +112,7 @@ def test_an_attention_by_one_query_equals_its_reference(gpu: str, precision: str
 
 
 def test_a_query_that_meets_infinity_where_it_has_no_columns_is_a_number() -> None:
-    """Twelve floats are three pieces for four lanes, of which the last has its neighbour's."""
+    """Twelve floats are three pieces for four lanes, the last of which loads its neighbour's."""
     problem, (q, k, *others), constants = attention("fp32", columns=(12, 12))
     q[...], k[:, :, 3, 8:] = np.abs(q), -np.inf
     for way in every_way(problem, GPUS["sm_80"]):
@@ -148,7 +148,7 @@ def test_a_product_out_of_shared_memory_equals_its_reference(gpu: str, precision
 
 
 def test_what_lies_behind_the_last_k_of_a_product_is_not_multiplied() -> None:
-    """Infinity would make no number of it."""
+    """An infinity there would give NaN."""
     problem, (a, b, residual), constants = product("fp16", False, rows=70, depth=40, columns=80)
     b[..., -1, :] = np.inf
     a[..., -1] = 1
@@ -159,7 +159,7 @@ def test_what_lies_behind_the_last_k_of_a_product_is_not_multiplied() -> None:
 @pytest.mark.parametrize(("case", "shared"), [("nest of many turns", {1: 16, 2: 32}),
                                               ("nest of many turns, stored inside", {2: 512})])
 def test_a_nest_equals_its_reference_however_many_threads_an_element_has(case: str, shared: dict[int, int]) -> None:
-    """One, a warp, a block: of many turns that is the cheapest."""
+    """An element has one thread, a warp or a block, which is cheapest for many iterations."""
     problem, inputs, constants = CASES[f"{case}, fp32"][0]()
     found = every_way(problem, GPUS["sm_80"])
     assert [way.tactic.threads for way in found] == [1, 32, 512]
@@ -190,7 +190,7 @@ def test_a_recurrent_layer_equals_its_reference_wherever_its_weights_are(gpu: st
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 def test_a_recurrent_layer_whose_last_units_are_three_reads_no_other_states(precision: str) -> None:
-    """The compiler loads four numbers there, of which something has to be written."""
+    """The compiler loads four states there, so the fourth must be written."""
     layer = Layer(node_of("GRU"), 7, precision, steps=2)
     kernel = way_of(layer.spec, GPUS["sm_80"]).kernel
     check(Way(kernel, ThroughCaches(1)), GpuRunner(GPUS["sm_80"]), layer.inputs, layer.constants, TOLERANCE[precision])
@@ -239,7 +239,7 @@ def test_what_only_fills_reads_nothing() -> None:
 
 @pytest.mark.parametrize(("boxes", "limit", "least"), [(5, 5, -np.inf), (2100, 40, 0.9)])
 def test_the_best_boxes_of_each_class_are_those_of_the_reference(boxes: int, limit: int, least: float) -> None:
-    """Fewer boxes than threads, and several a thread."""
+    """There are fewer boxes than threads, or several per thread."""
     corners, scores = boxes_and_scores(boxes)
     scores[:, :, 0, 1] = np.nan
     expected, got = chosen(spec_of(boxes, limit), GpuRunner(GPUS["sm_80"]), corners, scores, limit, 0.5, least)

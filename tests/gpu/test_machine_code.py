@@ -62,7 +62,7 @@ def test_the_cubin_of_a_product_of_few_features_spills_nothing_where_threads_mul
 
 
 def test_the_cubin_of_a_convolution_of_halves_spills_nothing() -> None:
-    """Told nothing of the room that it has, the assembler would, to make room for another block."""
+    """Without a limit on resident blocks, the assembler spills to fit another block."""
     b, residual = ProgramBuilder(True), dense_view("float16", (7, 7, 64))
     shifted = b.add("add", b.operand(), b.constant(np.ones(64)))
     b.add("max", b.constant(np.zeros(1)), b.add("add", shifted, b.accumulator))
@@ -82,7 +82,7 @@ def test_the_cubin_of_a_pool_of_floats_spills_nothing(target: str) -> None:
 
 
 def test_a_recurrent_layer_on_tensor_cores_has_all_registers_of_its_threads() -> None:
-    """128 for each of 512: what it spills is for want of more."""
+    """Each of 512 threads has 128 registers, so a spill shows a real shortage."""
     layer = Layer(node_of("LSTM"), 256, "int16", steps=28)
     way = Way(way_of(layer.spec, GPUS["sm_80"]).kernel, Tiled(8, 1, 9, 1))
     _, report = assembled(text_of(way), "sm_80")

@@ -1,4 +1,4 @@
-"""The PTX machine, instruction by instruction: what each gives, by hand; and what the machine refuses."""
+"""Tests of the PTX machine's instructions one by one, and of its refusals."""
 from __future__ import annotations
 
 import re
@@ -171,7 +171,7 @@ def test_threads_may_write_parts_of_a_word() -> None:
 
 
 def test_threads_may_write_parts_of_a_word_one_after_the_other() -> None:
-    """The even ones, then the odd ones."""
+    """Even threads write first, then odd ones."""
     body = _store_shared("cvt.u16.u32 %rs1, %r1;\nand.b32 %r82, %r90, 1;\nsetp.eq.u32 %p1, %r82, 0;\n"
                          "@%p1 st.shared.u8 [%r80], %rs1;\n@!%p1 st.shared.u8 [%r80], %rs1;\nbar.sync 0;\n"
                          "and.b32 %r80, %r80, 124;\nld.shared.u32 %r9, [%r80];\n", 0)
@@ -218,7 +218,7 @@ $AGAIN:
 
 # ---- matrices
 def _store_shared(register: str, shift: int = 4) -> str:
-    """Word t of shared memory, or 16 bytes of it."""
+    """Store word t of shared memory, or 16 bytes of it."""
     return f"shl.b32 %r80, %r90, {shift};\nmov.u32 %r81, shared;\nadd.u32 %r80, %r80, %r81;\n{register}"
 
 

@@ -1,4 +1,4 @@
-"""Products of matrices on the PTX machine: which lane has which elements, by the figures of the PTX ISA."""
+"""Tests of the PTX machine's matrix products: elements of each lane by the figures of the PTX ISA."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ G, T = LANE // 4, LANE % 4      # the figures' groupID and threadID_in_group
 
 
 def run(body: list[str], words: Array, sums: int, dtype: str, shared: int = 0) -> Array:
-    """[thread][sum]: what it stores of %d0, %d1, ... words: [thread][word]."""
+    """Run code and return the stored registers %d0, %d1, ... as [thread][sum]. words: [thread][word]."""
     memory, threads = Memory(1 << 16), len(words)
     stores = [f"st.global.u32 [%rd2+{4 * e}], %d{e}" for e in range(sums)]
     text = ENTRY % (words.nbytes // threads, 4 * sums, ";\n\t".join([*body, *stores]) + ";")
@@ -112,7 +112,7 @@ def image(a: Array, b: Array, begin: int) -> Array:
 
 def grouped(types: str, a: Array, b: Array, begin: int = 0,
             change: Callable[[str], str] = lambda text: text) -> Array:
-    """[thread][sum], of sums that were e before. change: of each line."""
+    """Return [thread][sum] of a wgmma, with initial sums e. change: applied to each line."""
     words = image(a, b, begin).view(np.uint32).reshape(4 * WARP, -1)
     type_d, scales = ("s32", "1") if ".s32" in types else ("f32", "1, 1, 1, 0, 0")
     count, own = COUTS // 2, words.shape[1]

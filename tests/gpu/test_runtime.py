@@ -37,7 +37,7 @@ Here = Callable[..., EmulatedGpu]
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Here:
-    """gpu(architecture, ...): this machine has it from now on."""
+    """Return a function that gives this machine an emulated GPU."""
     def put(architecture: str, **options: int) -> EmulatedGpu:
         found = EmulatedGpu(architecture, **options)
         install(monkeypatch, found)

@@ -1,4 +1,4 @@
-"""Plans for GPUs in the server: instance groups on two emulated GPUs beside an older one, by Triton's own client."""
+"""Tests of the server with plans for GPUs: instance groups on emulated GPUs, by Triton's client."""
 from __future__ import annotations
 
 import base64
@@ -49,7 +49,7 @@ CONFIGS = {
 class Served:
     def __init__(self, server: RunningServer, gpus: list[EmulatedGpu], client: InferenceServerClient,
                  engine: Engine) -> None:
-        """engine: on the second GPU."""
+        """Start a server with an engine on the second GPU."""
         self.server, self.gpus, self.client, self.engine = server, gpus, client, engine
 
     def groups(self, model: str) -> list[tuple[int, list[int], int]]:

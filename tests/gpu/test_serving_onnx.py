@@ -1,4 +1,4 @@
-"""ONNX files that the server builds for GPUs: on emulated ones of two architectures beside one that is too old."""
+"""Tests of ONNX files that the server builds for emulated GPUs, one of which is too old."""
 from __future__ import annotations
 
 import logging

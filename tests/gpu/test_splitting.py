@@ -1,4 +1,4 @@
-"""Contractions of few tiles and attentions of few queries are cut: when, and that nothing but the speed changes."""
+"""Contractions of few tiles and attentions of few queries are split, with unchanged results."""
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Tactics timed on a GPU: on the emulated one, by a clock that the test decides."""
+"""Tactics timed on the emulated GPU by a clock that the test sets."""
 from __future__ import annotations
 
 from pathlib import Path

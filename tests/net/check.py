@@ -1,4 +1,4 @@
-"""Builds a case, runs it stage by stage and as an engine, compares with what ONNX says."""
+"""Check of a case: build it, run each stage and the engine, and compare with ONNX."""
 from __future__ import annotations
 
 from collections import Counter
@@ -34,7 +34,7 @@ seen: Counter[str] = Counter()      # what became of the cases: "right", or why 
 
 
 class Wrong(AssertionError):
-    """An engine gave another number than ONNX."""
+    """An engine's result differs from ONNX's."""
 
 
 def check(case: Case) -> None:

@@ -31,12 +31,12 @@ WIDE = {"float16": np.float32, "bfloat16": np.float32}
 
 
 class Unsupported(Exception):
-    """onnx.reference has no answer."""
+    """onnx.reference has no result."""
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """One node, ready to run."""
+    """Executable node."""
     node: onnx.NodeProto
     session: ReferenceEvaluator
     dtypes: tuple[np.dtype[Any], ...]       # of its outputs
@@ -87,7 +87,7 @@ Move = Callable[[str, Array], Array]
 
 def evaluate(evaluators: Sequence[Evaluator], values: Mapping[str, Array],
              move: Move | None = None) -> dict[str, Array]:
-    """All tensors. values: inputs and constants. move: what becomes of every tensor before somebody reads it."""
+    """Return all tensors. values: inputs and constants. move: applied to every tensor before it is read."""
     def settled(name: str, array: Array) -> Array:
         moves = move and name[0] != EXACT and np.issubdtype(widened(array).dtype, np.floating)
         return move(name, array) if move and moves else array
@@ -101,7 +101,7 @@ def evaluate(evaluators: Sequence[Evaluator], values: Mapping[str, Array],
 
 
 def mover(precision: str, exact: Mapping[str, Array], seed: int, way: int) -> Move:
-    """Each float by as much as it may be rounded, up or down at random; with the other `way`, down or up."""
+    """Return a function that moves each float by its rounding error, up or down at random, or the opposite `way`."""
     random = np.random.default_rng(seed)
 
     def move(name: str, array: Array) -> Array:
@@ -117,7 +117,7 @@ def mover(precision: str, exact: Mapping[str, Array], seed: int, way: int) -> Mo
 
 @dataclass(frozen=True)
 class Expected:
-    """An output: what it is, and how much each element may differ; infinite where any answer will do."""
+    """Expected output with the tolerance of each element, infinite if it is undefined."""
     value: Array
     tolerance: Array
 
@@ -158,5 +158,5 @@ def _expected(value: Array, moved: Sequence[Array], precision: str) -> Expected:
 
 
 def _distance(a: Array, b: Array) -> Array:
-    """0 between equals: infinities, and what is no number."""
+    """Return the distance, 0 between equal infinities and between NaNs."""
     return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.nan_to_num(np.abs(a - b), nan=np.inf))

@@ -205,7 +205,7 @@ def gemms(s: Sketch) -> None:
 
 # ---- windows
 def image(s: Sketch, low: int = 3, high: int = 5) -> Tensor:
-    """[N, C, ...] of one to three spatial axes."""
+    """Return a tensor [N, C, ...] with one to three spatial axes."""
     def new() -> Tensor:
         rank = s.draw(st.integers(low, high).filter(lambda r: r != 5 or s.draw(st.booleans())))
         spatial = [s.draw(st.integers(1, 9 if rank < 5 else 4)) for _ in range(rank - 2)]
@@ -291,7 +291,7 @@ def resizes(s: Sketch) -> None:
 
 # ---- movement
 def moved(s: Sketch) -> Tensor:
-    """Anything that may be moved."""
+    """Return any tensor that may be moved."""
     dtype = s.draw(st.sampled_from([s.floats, s.floats, s.integers, "bool"]))
     return s.any(lambda t: t.dtype == dtype and t.rank > 0, lambda: s.input(dtype, s.shape(1, 5)))
 
@@ -318,7 +318,7 @@ def views(s: Sketch) -> None:
 
 
 def _reshaped(s: Sketch, x: Tensor) -> list[int]:
-    """Another shape of the same items, or of all."""
+    """Return another shape of the same items, or of all elements."""
     items = x.batch == 0 and s.draw(st.integers(0, 4)) > 0
     if x.batch is not None and not items:
         return [-1, *([x.shape[-1]] if x.batch != x.rank - 1 else [])]
@@ -415,7 +415,7 @@ def softmaxes(s: Sketch) -> None:
 
 
 def norms(s: Sketch) -> None:
-    """All but LRN, of which onnx.reference sums over as many channels as there are items."""
+    """Add a norm other than LRN, for which onnx.reference uses the number of items as that of channels."""
     op = s.draw(st.sampled_from(("LayerNormalization", "InstanceNormalization", "BatchNormalization",
                                  "LpNormalization", "GroupNormalization", "MeanVarianceNormalization")))
     if op == "LayerNormalization":
@@ -457,7 +457,7 @@ def recurrent(s: Sketch) -> None:
 
 # ---- quantisation
 def quantised(s: Sketch) -> None:
-    """Quantised and read again, of the whole tensor or along an axis."""
+    """Add a quantisation and dequantisation, per tensor or along an axis."""
     x = s.float(1, 4)
     dtype = s.draw(st.sampled_from(["uint8", "int8"]))
     axis = s.draw(st.sampled_from([None, *x.axes()]))

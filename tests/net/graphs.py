@@ -1,4 +1,4 @@
-"""A model in the making: every node is run as it is added, for two sizes of the batch, so that shapes are known."""
+"""Sketch of a model: each node is run as it is added, for two batch sizes, so that shapes are known."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the sketch; `value` is for ITEMS items, `fewer` for FEWER."""
+    """Tensor of the sketch; `value` has ITEMS items, `fewer` FEWER."""
     name: str
     value: Array
     fewer: Array
@@ -55,7 +55,7 @@ class Tensor:
 
     @property
     def batch(self) -> int | None:
-        """The axis of the batch."""
+        """Axis of the batch."""
         return next((axis for axis, (a, b) in enumerate(zip(self.shape, self.fewer.shape, strict=True)) if a != b),
                     None)
 
@@ -66,7 +66,7 @@ class Tensor:
 
 @dataclass
 class Sketch:
-    """draw: hypothesis's. seed: of all numbers. floats, integers: the dtypes of what this graph computes on."""
+    """Model being drawn. draw: hypothesis's. seed: of all numbers. floats, integers: dtypes of the computation."""
     draw: Draw
     seed: int
     floats: str
@@ -81,7 +81,7 @@ class Sketch:
 
     # ---- tensors
     def numbers(self, dtype: str, shape: Sequence[int], kind: str = "grid") -> Array:
-        """grid: quarters from -3 to 3, so that halves and equals occur; positive: from 1/4 on; any: all integers."""
+        """Draw numbers. grid: quarters from -3 to 3, with ties; positive: at least 1/4; any: all integers."""
         random = np.random.default_rng([self.seed, len(self.inputs), len(self.constants)])
         if dtype == "bool":
             return random.integers(0, 2, shape).astype(bool)
@@ -117,7 +117,7 @@ class Sketch:
         return self.constant(np.array(numbers, np.int64))
 
     def any(self, wanted: Callable[[Tensor], bool], make: Callable[[], Tensor]) -> Tensor:
-        """One of the newest tensors that will do, or a new one."""
+        """Return one of the newest suitable tensors, or a new one."""
         found = [t for name, t in self.tensors.items() if name not in self.constants and wanted(t)][-3:]
         if found and (choice := self.draw(st.integers(0, len(found)))) < len(found):
             return found[-1 - choice]
@@ -178,7 +178,7 @@ class Sketch:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Case:
-    """A finished model, what it is fed (ITEMS items), and how it is to be built."""
+    """Finished model with its inputs (ITEMS items) and build options."""
     inputs: dict[str, Array]
     symbolic: set[str]
     constants: dict[str, Array]

@@ -1,4 +1,4 @@
-"""The compiler's stages, each run by the reference: what a graph means must survive every one of them."""
+"""Stages of the compiler, each run by the reference, which must keep a graph's results."""
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Graphs of a family, and of all together."""
+"""Hypothesis strategies for graphs of one family, or of all."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ NAMES = (*FAMILIES, MIXED)
 
 @st.composite
 def cases(draw: Draw, family: str) -> Case:
-    """One to three nodes of the family; of "mixed" two to six of any."""
+    """Draw one to three nodes of the family, or two to six of any for "mixed"."""
     floats = draw(st.sampled_from((*["float32"] * 3, *FLOATS[1:])))
     integers = draw(st.sampled_from(("int64", "int32", *INTEGERS)))
     sketch = Sketch(draw, draw(st.integers(0, 999)), floats, integers, draw(st.booleans()))

@@ -1,4 +1,4 @@
-"""Some of the net's graphs, the same in every run; `python -m tests.net` makes others."""
+"""Fixed sample of the random graphs; `python -m tests.net` draws others."""
 from __future__ import annotations
 
 from collections import Counter

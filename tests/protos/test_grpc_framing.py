@@ -1,4 +1,4 @@
-"""Messages in pieces, timeouts, status texts and binary metadata of gRPC over HTTP/2."""
+"""Tests of gRPC over HTTP/2: message framing, timeouts, status texts and binary metadata."""
 from __future__ import annotations
 
 import random

@@ -1,4 +1,4 @@
-"""The protocol is Triton's, byte for byte, and both definitions live in one process."""
+"""The protocol equals Triton's on the wire, and both definitions can be loaded in one process."""
 from __future__ import annotations
 
 from typing import Any
@@ -24,7 +24,7 @@ def _oneof(field: Any) -> str:
 
 
 def _facts_of(message: Any) -> set[tuple[Any, ...]]:
-    """Every field of a message type and of the types nested in it, as the wire sees them; every value of its enums."""
+    """Yield the wire properties of every field and enum value of a message type and its nested types."""
     fields = {(message.full_name, f.number, f.name, f.type, _is_repeated(f),
                f.message_type and f.message_type.full_name, _oneof(f))
               for f in message.fields}
@@ -34,7 +34,7 @@ def _facts_of(message: Any) -> set[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(("ours", "theirs"), [(inference, service_pb2), (model_config, model_config_pb2)])
 def test_every_message_has_the_fields_of_the_message_that_tritons_client_sends(ours: Any, theirs: Any) -> None:
-    """Older clients lack fields that ours has, never the other way round."""
+    """Older clients may lack fields of ours, but have no others."""
     for name, message in theirs.DESCRIPTOR.message_types_by_name.items():
         assert not _facts_of(message) - _facts_of(getattr(ours, name).DESCRIPTOR), name
 

@@ -1,4 +1,4 @@
-"""The architectures of benchmarks/zoo, as tests use them: TINY, each shrunk, beside ONNX Runtime's answers."""
+"""Tests of the architectures of benchmarks/zoo, shrunk (TINY), against ONNX Runtime."""
 from __future__ import annotations
 
 from benchmarks.zoo import TINY, ZOO, Net, Tensor, architecture, images, images_for, run_onnx

@@ -1,4 +1,4 @@
-"""The field's workloads, each shrunk: built without an option, in float32 and INT8, they say what ONNX Runtime says."""
+"""The workloads, shrunk and built without options, give ONNX Runtime's results in float32 and INT8."""
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Every model of the zoo is a valid one, runs, and is conditioned well enough for comparisons to mean something."""
+"""Every model of the zoo is valid, runs, and is well-conditioned enough for comparisons."""
 from __future__ import annotations
 
 from functools import cache

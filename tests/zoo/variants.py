@@ -10,7 +10,7 @@ SMALL = 128     # bytes; shape inference wants to read the shapes and axes witho
 
 
 def with_initializers_as_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Every initialiser is listed among the graph's inputs too, as files before IR version 4 have it."""
+    """List every initialiser among the graph's inputs, too, as in files before IR version 4."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
     result.graph.input.extend(helper.make_tensor_value_info(i.name, i.data_type, i.dims)

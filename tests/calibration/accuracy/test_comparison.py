@@ -1,4 +1,4 @@
-"""Errors by a prepared reference are those that the measures give for each part of each item."""
+"""Errors by a prepared reference equal those by the measures, for each part of each item."""
 import numpy as np
 import pytest
 

@@ -1,4 +1,4 @@
-"""Detectors are judged by boxes and scores apart, and behind a selection by what entered it and by rows."""
+"""Detectors are judged by boxes and scores separately; after a selection, by its inputs and by rows."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -41,7 +41,7 @@ def verified(plan: Path, model: Path) -> Verification:
 
 
 def altered(files: tuple[Path, Path], change: Any) -> Verification:
-    """Verify an engine of which `change` alters the outputs."""
+    """Verify an engine whose outputs are altered by `change`."""
     plan, model = read_plan(files[0]), files[1]
     graph = graph_at(plan)
     right = oracle_of(model, keep_batch=True)
@@ -108,7 +108,7 @@ def test_an_int8_search_judges_what_enters_a_selection(tmp_path: Path) -> None:
 
 
 class Poor(Calibration):
-    """A calibration that finds its result too inexact."""
+    """Calibration that finds its result too inexact."""
 
     def calibrate(self, *of: Any) -> Calibrated:
         return replace(super().calibrate(*of), poor=True, warnings=("INT8 loses the scores",))

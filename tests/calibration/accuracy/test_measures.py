@@ -51,7 +51,7 @@ def test_top1_counts_rows_with_the_same_largest_element():
 
 
 def test_neither_a_loud_item_nor_a_silent_one_decides():
-    """Three items with errors of 10 %; a loud one without, or a silent one with nothing but noise, changes little."""
+    """To three items with errors of 10 %, a loud exact item or a silent noisy one changes little."""
     ordinary = [powers(row, row * 1.1) for row in X[:3]]
     loud, silent = powers(X[3] * 100, X[3] * 100), powers(X[3] * 0, X[3] * 0.1)
     assert typical(ordinary).peak_snr_db == pytest.approx(20, abs=1)

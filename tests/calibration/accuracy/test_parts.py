@@ -1,4 +1,4 @@
-"""Outputs are divided into parts of unlike scale: by the graph, through moves and pointwise nodes, else by channels."""
+"""Outputs are divided into parts of different scale: by the graph, else by channels."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rows behind a selection are compared in any order; those that nearly tie with the last one are not counted."""
+"""Rows after a selection are compared in any order; near ties with the last row are not counted."""
 from __future__ import annotations
 
 import numpy as np
@@ -13,7 +13,7 @@ BEHIND = Selection(counts=frozenset({40}))
 
 
 def detections(seed: int = 0) -> Array:
-    """[2, 40, 6]: a box, a falling score and a class."""
+    """Return detections [2, 40, 6]: a box, a falling score and a class."""
     rng = np.random.default_rng(seed)
     score = np.sort(rng.uniform(0.1, 0.9, (2, 40, 1)), axis=1)[:, ::-1]
     return np.concatenate([rng.uniform(0, 300, (2, 40, 4)), score, rng.integers(0, 9, (2, 40, 1))],

@@ -29,7 +29,7 @@ LIVE: bytes = pb.ServerLiveResponse(live=True).SerializeToString()
 
 
 class _Awaited:
-    """The methods of an AsyncInferenceClient, called from a thread beside its event loop."""
+    """AsyncInferenceClient with blocking methods, called from a thread beside its event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, client: AsyncInferenceClient) -> None:
         self._loop, self._client = loop, client
@@ -72,7 +72,7 @@ def keepalive_secs(client: Any) -> float:
 
 
 class Peer:
-    """A connection of the scripted server."""
+    """Connection of the scripted server."""
 
     def __init__(self, number: int, connection: socket.socket) -> None:
         self.number, self.socket = number, connection
@@ -99,7 +99,7 @@ Handler = Callable[[Peer, int, dict[bytes, bytes]], None]       # of the connect
 
 @dataclass
 class Scripted:
-    """A server on libnghttp2 whose answers a test writes; `requests` has the headers of every call."""
+    """Server on libnghttp2 whose answers a test scripts; `requests` has the headers of every call."""
     handle: Handler
     requests: list[dict[bytes, bytes]] = field(default_factory=list)
     peers: list[Peer] = field(default_factory=list)
@@ -175,7 +175,7 @@ def scripted(handle: Handler) -> Iterator[tuple[str, Scripted]]:
 
 
 class Proxy:
-    """Forwards connections to a server, and cuts them."""
+    """Proxy that forwards connections to a server, and can cut them."""
 
     def __init__(self, upstream: str) -> None:
         self.upstream: str | None = upstream        # None: connections are closed as soon as they are made

@@ -1,4 +1,4 @@
-"""Several servers behind one channel: turns, servers that are gone or not healthy, and peers that are silent."""
+"""Tests of channels to several servers: rotation, servers that are down or unhealthy, and silent peers."""
 from __future__ import annotations
 
 import socket

@@ -1,4 +1,4 @@
-"""Calls of both clients over both transports, against servers of all kinds, and answers that only a script gives."""
+"""Tests of calls of both clients over both transports, against real and scripted servers."""
 from __future__ import annotations
 
 import asyncio

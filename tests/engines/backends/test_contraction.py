@@ -233,7 +233,7 @@ def test_dot_products_leave_out_rows_of_taps_in_a_border_of_zeros(shape, border,
 
 @pytest.mark.parametrize("name", ["both sides in one tile", "a padded 1x1, strided"])
 def test_what_lies_in_the_border_is_not_looked_at(name):
-    """As a control, other bytes in the border make the result right only if their taps are skipped."""
+    """The border holds other bytes than its fill, so the result is right only if its taps are skipped."""
     shape, border = BORDERED[name]
     spec, (x, *others), constants = problem(shape, "int8")
     spec, tile = replace(spec, border=border), Tile(1, 7, 2, skip=True)

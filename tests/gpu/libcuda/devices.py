@@ -1,4 +1,4 @@
-"""The GPU, and which context a thread has."""
+"""Functions of devices and contexts."""
 from __future__ import annotations
 
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_void_p

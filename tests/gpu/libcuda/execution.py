@@ -1,4 +1,4 @@
-"""Modules, streams, what is captured of them, and the clock."""
+"""Functions of modules, streams, graphs and events."""
 from __future__ import annotations
 
 import ctypes

@@ -1,4 +1,4 @@
-"""The library as a whole: what a call is checked for, handles, streams."""
+"""Emulated library: checks of calls, handles and streams."""
 from __future__ import annotations
 
 import ctypes
@@ -36,12 +36,12 @@ TEXTS = {INVALID: "invalid argument", MEMORY: "out of memory", NOT_BEGUN: "initi
 
 
 class Refused(Exception):
-    """The status that a call returns."""
+    """Exception with the status that a call returns."""
 
 
 @dataclass(frozen=True)
 class Out:
-    """An argument that a result is written to."""
+    """Argument that receives a result."""
     type: Any
 
 
@@ -82,7 +82,7 @@ class Stream:
             self.tasks.append(task)
 
     def finish(self, left: int = 0) -> None:
-        """All of it but for so many tasks."""
+        """Run all tasks but the last `left` ones."""
         while len(self.tasks) > left:
             self.tasks.pop(0)()
 
@@ -110,7 +110,7 @@ class Function:
 
 
 class Libcuda:
-    """The library of a machine with one GPU: has the API's functions as attributes."""
+    """libcuda of a machine with one GPU, with the API's functions as attributes."""
 
     def __init__(self, architecture: str, size: int, name: str, clock: Clock) -> None:
         self.architecture, self.name, self.clock = architecture.rstrip("a"), name, clock

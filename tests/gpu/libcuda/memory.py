@@ -1,4 +1,4 @@
-"""Memory of the GPU and of the host, and copies between them."""
+"""Functions of GPU memory, pinned memory and copies."""
 from __future__ import annotations
 
 from ctypes import c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p

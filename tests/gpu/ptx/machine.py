@@ -1,4 +1,4 @@
-"""The machine: threads that run together, diverge and meet again; registers and operands."""
+"""Emulated machine: threads that diverge and converge, registers and operands."""
 from __future__ import annotations
 
 from collections import Counter
@@ -35,7 +35,7 @@ def action(*names: str, modifiers: str = "") -> Callable[[Action], Action]:
 
 @dataclass
 class Machine:
-    """Runs kernels over a memory. `count` says how many threads executed each kind of instruction."""
+    """Machine that runs kernels over a memory. `count` is the number of threads per kind of instruction."""
     memory: Memory
     count: Counter[str] = field(default_factory=Counter)
 
@@ -56,7 +56,7 @@ class Machine:
 
 
 class Run:
-    """Some blocks of a launch."""
+    """Execution of some blocks of a launch in lockstep."""
 
     def __init__(self, machine: Machine, kernel: Kernel, grid: tuple[int, ...], ids: Array, threads: int,
                  arguments: Sequence[int], shared_bytes: int) -> None:
@@ -99,7 +99,7 @@ class Run:
             raise Fault(f"{self.kernel.name}: not all threads reach {texts}")
 
     def _after(self, at: int, who: Array) -> list[tuple[int, Array]]:
-        """Run an instruction; where its threads are then."""
+        """Run an instruction and return the next position of each of its threads."""
         self.sel = None if len(who) == self.lanes else who
         instruction = self.kernel.code[at]
         word = instruction.op[0]
@@ -150,7 +150,7 @@ class Run:
 
     @property
     def who(self) -> tuple[Array, Array]:
-        """Block and thread of those that run."""
+        """Blocks and threads of the running lanes."""
         return self.pick(self.block), self.pick(self.thread)
 
     # ---- operands
@@ -201,7 +201,7 @@ class Run:
             self.registers[name][self.sel] = values
 
     def address(self, operand: str) -> Array:
-        """[register + number]."""
+        """Return the addresses of an operand [register + number]."""
         base, _, more = operand.strip("[]").partition("+")
         size = 8 if base == "shared" else self.width(base).itemsize
         return self.get(base, f"b{8 * size}").astype(np.int64) + (int(more) if more else 0)

@@ -23,7 +23,7 @@ _SEVERAL = -2           # as a reader or writer: more than one thread
 
 
 class Memory:
-    """Global memory."""
+    """Global memory with checks of its accesses."""
 
     def __init__(self, size: int) -> None:
         self.bytes = np.zeros(size, np.uint8)
@@ -32,7 +32,7 @@ class Memory:
         self._launch, self._end = 0, 0
 
     def place(self, data: Array | int, align: int = 256) -> int:
-        """Room for so many bytes, or for an array's bytes; the address."""
+        """Allocate bytes, or copy an array, and return the address."""
         size = data if isinstance(data, int) else data.nbytes
         start = -(-(self._end + GAP) // align) * align
         if start + size > len(self.bytes):

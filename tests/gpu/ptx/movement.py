@@ -1,4 +1,4 @@
-"""Instructions on memory: loads, stores, copies on their way, barriers and fences."""
+"""Memory instructions: loads, stores, asynchronous copies, barriers and fences."""
 from __future__ import annotations
 
 import numpy as np
@@ -98,7 +98,7 @@ def _set_out(run: Run, i: Instruction, lanes: Array) -> None:
 
 
 def _land(run: Run, lanes: Array, pending: int) -> None:
-    """All groups of these threads but the last `pending` ones have come."""
+    """Complete all asynchronous copy groups of these threads but the last `pending` ones."""
     here = np.zeros(run.lanes, bool)
     here[lanes] = True
     left = []

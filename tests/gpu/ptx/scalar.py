@@ -1,4 +1,4 @@
-"""Instructions of a thread on its registers: arithmetic, comparisons, conversions, bits."""
+"""Scalar instructions: arithmetic, comparisons, conversions, bits."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -77,7 +77,7 @@ action("rcp", modifiers="rn")(_each(1, lambda x: np.float32(1) / x))
 
 @action("ex2", modifiers="approx ftz")
 def _ex2(run: Run, i: Instruction) -> None:
-    """2**x, of the numbers within 2**-22 of it the nearest; what is below 2**-126 is 0."""
+    """Compute 2**x as the number nearest to it among those within 2**-22; results below 2**-126 are 0."""
     x, = _operands(run, i, 1)
     with np.errstate(all="ignore"):
         result = np.exp2(x.astype(np.float64)).astype(np.float32)
@@ -257,7 +257,7 @@ _ROUNDING: dict[str, Any] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "
 
 
 def _to_integer(x: Array, target: np.dtype[Any]) -> Array:
-    """Saturated; what is no number is 0, of 64 bits the lowest."""
+    """Convert with saturation; NaN becomes 0, or the lowest number of 64 bits."""
     info = np.iinfo(target)
     inside = np.clip(x.astype(np.float64), float(info.min), float(info.max))
     whole = np.where(np.isnan(x), 0.0, inside)

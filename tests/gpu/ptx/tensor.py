@@ -1,4 +1,4 @@
-"""Instructions of whole warps: exchanges, tiles out of shared memory, products of matrices."""
+"""Warp instructions: shuffles, ldmatrix and matrix products."""
 from __future__ import annotations
 
 import re

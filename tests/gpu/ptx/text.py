@@ -1,4 +1,4 @@
-"""PTX text -> kernels of instructions."""
+"""Parser of PTX text into kernels."""
 from __future__ import annotations
 
 import re
@@ -33,7 +33,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A parsed entry."""
+    """Parsed entry function."""
     name: str
     parameters: dict[str, str]          # name -> type
     registers: dict[str, str]           # beginning of a register's name -> type

@@ -35,9 +35,9 @@ def test_rows_that_fill_no_group_are_multiplied_with_their_neighbours_along_the_
 
 
 @pytest.mark.parametrize("taps, stride, elements, groups, count", [
-    ((3, 3), 1, 2, [(1, 2), (0,), (3,)], 10),       # two rows that both read, one of each by itself
-    ((3, 3), 2, 2, [(0, 1), (2,), (3, 4)], 10),     # one row that both read
-    ((3, 3), 1, 4, [(0, 1, 2, 3)], 6),              # four rows fill a product, with zeros for the one that is not read
+    ((3, 3), 1, 2, [(1, 2), (0,), (3,)], 10),       # output rows share input rows 1 and 2; each reads one more
+    ((3, 3), 2, 2, [(0, 1), (2,), (3, 4)], 10),     # output rows share input row 2 only
+    ((3, 3), 1, 4, [(0, 1, 2, 3)], 6),              # all four input rows in one group, with zero weights for the unread
     ((5, 5), 1, 4, [(1, 2, 3, 4), (0,), (5,)], 14)])
 def test_two_output_rows_share_the_groups_that_both_read(taps, stride, elements, groups, count):
     steps = steps_of(window(taps, (stride, stride)), elements, 2)

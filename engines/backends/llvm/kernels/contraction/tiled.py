@@ -296,6 +296,9 @@ class TiledContraction(Kernel[Contraction]):
 
 
 def tiles_of_the_batch(pixels: int, cols: int) -> list[tuple[int, int]]:
-    """Return (pixels, number of tiles) for each size of tile that so many pixels are divided into."""
+    """Return (pixels, number of tiles) for each tile size, when a batch's pixels are divided into tiles of `cols`.
+
+    What remains is divided into tiles of the sizes in TAILS.
+    """
     whole, rest = divmod(pixels, cols)
     return [(size, count) for size, count in ((cols, whole), *((tail, 1) for tail in TAILS if rest & tail)) if count]
