@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from engines.ir.graph import Array
 
 PRODUCT, SPARSE, CONVOLUTION, RECURRENT = CLASSES = ("product", "sparse", "convolution", "recurrent")
-OPSET, IR_VERSION = 17, 8       # that every runtime reads
+OPSET, IR_VERSION = 17, 8       # supported by all compared runtimes
 
 # m n k: y[n, m] = x[n, k] @ w[k, m]. DeepBench's matrices are column-major: n counts the rows of ONNX.
 PRODUCTS = """

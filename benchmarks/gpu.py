@@ -64,12 +64,12 @@ from engines.machine.timing_cache import TimingCache
 from engines.plan.plan import Plan
 from engines.runtime.engine import Engine
 
-RANGE = (-4.0, 6.0)         # of every tensor: it changes no time, and integers are exact for any
-RELATIVE = 2e-2             # to the largest output: what halves may be off from the CPU's plan
+RANGE = (-4.0, 6.0)         # range of each tensor's values: no time depends on it, nor the exactness of integers
+RELATIVE = 2e-2             # error of FP16 against the CPU's plan, relative to the largest output
 CHECKED, TUNED_FOR = 3, (1, 128)        # items; batches that tactics are timed for
 AT_ONCE = 8                 # problems of families, each in its process
 REPEATS, SLOWEST = 20, 25
-COPIED, SIDE = 1 << 30, 4096            # of the peaks: bytes, and couts and channels of a product
+COPIED, SIDE = 1 << 30, 4096            # for the measured peaks: bytes copied; M, N and K of the product
 
 
 @architecture(size=8)
@@ -146,7 +146,7 @@ def _alone(most: int | None, seconds: float, name: str) -> str:
     ours, its = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(its, name, most))
     process.start()
-    its.close()         # so that its end is an end of file here
+    its.close()         # so that this process reads an end of file when the child ends
     try:
         if not ours.poll(seconds):
             process.kill()
@@ -182,7 +182,7 @@ def checked(name: str, emulated: str, most: int | None) -> str:
     for tactic in tactics:
         try:
             check(Way(kernel, tactic), runner, inputs, constants, tolerance)
-        except Exception as error:      # of the reference's comparison, or of the driver
+        except Exception as error:      # from the comparison with the reference, or from the driver
             return f"NO, by {tactic}: {str(error)[:600]}"
     return f"yes, by {len(tactics)} tactics"
 

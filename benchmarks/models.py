@@ -22,7 +22,7 @@ from engines.plan.plan import IoTensor
 from engines.preprocess import load_preprocess
 from infer_server.cli.common import parse_shape
 
-CALIBRATION_ITEMS = 32      # of random pictures, where no data is given
+CALIBRATION_ITEMS = 32      # number of random images, if no calibration data is given
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from benchmarks.reports.document import PAGES, write_section
 from benchmarks.reports.ops_report import every_case, report, worklist
 from benchmarks.runtimes.builds import Workshop
 
-FEWEST_TURNS = 3        # of calls that may take many seconds each
+FEWEST_TURNS = 3        # since a call may take many seconds
 EVERY_CASE = PAGES / "operators.md"
 
 

@@ -32,7 +32,7 @@ from benchmarks.reports.report import every_build, overview, report
 from benchmarks.runtimes.builds import Workshop
 
 PRECISIONS = tuple(LEAST_COSINE)
-FOLDERS = re.compile(r"[^\s=]*/")       # of paths in the command, which mean nothing on another machine
+FOLDERS = re.compile(r"[^\s=]*/")       # folders of paths in the command, removed as they mean nothing elsewhere
 
 
 def say(text: str) -> None:

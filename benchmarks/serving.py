@@ -64,7 +64,7 @@ def serving(plan: Path, options: argparse.Namespace) -> Iterator[Ports]:
     grpc, http, metrics = (free_port() for _ in range(3))
     process = subprocess.Popen(
         [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", plan.parents[2],
-         "--threads", str(options.threads), "--cores", str(options.threads),         # one instance
+         "--threads", str(options.threads), "--cores", str(options.threads),  # so that the model gets one instance
          "--grpc-front", options.grpc_front, "--log-level", "warning", "--allow-client-shm",
          "--grpc-port", str(grpc), "--http-port", str(http), "--metrics-port", str(metrics)],
         preexec_fn=partial(_pin, options.apart[1:]))
@@ -85,7 +85,7 @@ def wait_until_ready(address: str, model: str, process: subprocess.Popen[bytes])
     deadline = time.monotonic() + READY_TIMEOUT_S
     with InferenceClient(address) as client:
         while process.poll() is None and time.monotonic() < deadline:
-            with suppress(ClientError):         # it does not listen yet
+            with suppress(ClientError):         # the server does not listen yet
                 if client.is_model_ready(model, timeout=1):
                     return
             time.sleep(0.1)

@@ -44,7 +44,7 @@ class Speed:
     condition: str
     one_ms: float
     several_ms: float
-    p99_ms: float           # of several threads
+    p99_ms: float           # 99th percentile with several threads
 
     @property
     def ratio(self) -> float:
@@ -55,7 +55,7 @@ class Speed:
 class Check:
     """Result of the check: the number of requests, and of answers that differ from one thread's."""
     requests: int
-    wrong: int              # with a byte that is not that of one thread
+    wrong: int              # results that differ in a byte from those of one thread
     by_helpers: int         # chunks
     repeated: int           # chunks run again because they were late
 

@@ -23,7 +23,7 @@ PIECE = 1 << 18                 # values counted at once, so that temporaries st
 SMALLEST_EXPONENT = -100        # minimum of e, which keeps bins / range finite in float32
 
 Floats = NDArray[np.float64]
-Range = tuple[float, float]     # of a tensor: (low, high), real values, low <= 0 <= high
+Range = tuple[float, float]     # (low, high) of a tensor's real values, low <= 0 <= high
 
 
 class Histogram:

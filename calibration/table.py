@@ -91,7 +91,7 @@ def write_tensorrt(table: CalibrationTable, path: str | Path, version: tuple[int
     file cannot be written.
     """
     major, minor, patch = version
-    number = major * (1000 if major < 10 else 10000) + minor * 100 + patch      # as its headers write it
+    number = major * (1000 if major < 10 else 10000) + minor * 100 + patch      # NV_TENSORRT_VERSION
     scales = {tensor: max(-low, high) / TENSORRT_LEVEL for tensor, (low, high) in table.ranges.items()
               if tensor not in table.smoothing and low < high}
     lines = [f"TRT-{number}-EntropyCalibration2",

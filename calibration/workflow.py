@@ -267,8 +267,8 @@ class _Run:
         self._edges, self._uneven = builder.edges(graph), smoothable(graph)
         self._data = calibration.open(subject.inputs, builder.config.pixels is not None,
                                       _extents(subject.inputs, graph))
-        self._trials = self._spent = 0      # of the search, for its progress
-        self._known: dict[Any, Errors] = {}     # of the trials so far, by what their tables hold
+        self._trials = self._spent = 0      # planned and finished trials of the search, for the progress display
+        self._known: dict[Any, Errors] = {}     # errors of finished trials, by the contents of their tables
 
     def table(self) -> tuple[CalibrationTable, dict[str, Any]]:
         """Return the ranges, and the fields for the plan's metadata."""

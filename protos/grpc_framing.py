@@ -14,8 +14,8 @@ from urllib.parse import unquote_to_bytes
 
 from protos.buffers import uninitialised
 
-PREFIX_BYTES = 5                # of a message: a flag, and its length as a big-endian integer of 32 bits
-_FIRST_BYTES = 1 << 20          # of a buffer for a message, whatever length its prefix announces
+PREFIX_BYTES = 5                # prefix of a message: a flag, and its length as a 32-bit big-endian integer
+_FIRST_BYTES = 1 << 20          # first size of a message's buffer, whatever length the prefix announces
 # Decimal digits and a unit; microseconds per unit.
 _TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
 _MICROSECONDS = {b"H": 3.6e9, b"M": 6e7, b"S": 1e6, b"m": 1e3, b"u": 1.0, b"n": 1e-3}
@@ -46,7 +46,7 @@ class MessageReader:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._prefix = b""                          # the part of a prefix that has arrived
-        self._size = -1                             # of the message that is arriving; -1: its prefix is not complete
+        self._size = -1                             # size of the message being received; -1: the prefix is incomplete
         self._buffer = bytearray()
         self._view = memoryview(self._buffer)       # bytearray[i:j] = bytes copies the bytes twice
         self._filled = 0

@@ -20,8 +20,8 @@ from engines.errors import ConfigError
 from engines.plan.file import read_plan
 from engines.plan.plan import Plan
 
-Found = dict[str, Any]          # of a part; "refused": no kernel runs it there, and why; "failed": what went wrong
-Part = Callable[[str], Found]   # of an architecture
+Found = dict[str, Any]          # results of a check; "refused": why no kernel runs it there; "failed": the error
+Part = Callable[[str], Found]   # function that checks an architecture
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def checked(name: str, target: str) -> Found:
     for way in ways:
         try:
             check(way, GpuRunner(GPUS[target]), inputs, constants, tolerance)
-        except Exception as error:      # of the comparison, of the PTX machine, of the compiler
+        except Exception as error:      # from the comparison, the PTX emulator or the compiler
             wrong[str(way.tactic)] = str(error)[:600]
     return {"tactics": len(ways), "wrong": wrong}
 

@@ -45,7 +45,7 @@ HTTP = Port("/v2/health/live", "/v2/models/m/infer", (("content-type", "applicat
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _PRIORITY, _RST, _SETTINGS, _PING, _GOAWAY, _WINDOW, _CONTINUATION = 0, 1, 2, 3, 4, 6, 7, 8, 9
 _END_STREAM, _END_HEADERS = 1, 4
-_SECS = 20.0                        # for the server to close a connection or to answer
+_SECS = 20.0                        # time for the server to close a connection or to respond
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:

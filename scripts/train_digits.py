@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 SEED = 1
 SIDE = 28
-MEAN, STD = 0.1307, 0.3081          # of MNIST's pixels in [0, 1]; scripts/demo_data/preprocess.toml repeats them
+MEAN, STD = 0.1307, 0.3081  # statistics of MNIST's pixels in [0, 1]; scripts/demo_data/preprocess.toml repeats them
 CHANNELS = (16, 32, 64)
 CALIBRATION, TEST = 128, 500        # images set aside, never trained on
 EPOCHS, BATCH = 10, 64
@@ -196,7 +196,7 @@ def to_onnx(net: DigitNet) -> onnx.ModelProto:
         [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["N", 1, SIDE, SIDE])],
         [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", 10])], w.weights)
     model = helper.make_model(graph, producer_name="train_digits", opset_imports=[helper.make_opsetid("", 17)])
-    model.ir_version = 8            # what opset 17 came with: older readers accept it
+    model.ir_version = 8            # the version current with opset 17, so that older readers accept it
     onnx.checker.check_model(model, full_check=True)
     return model
 

@@ -22,8 +22,8 @@ class Decoder:
     layers: int = 8
     hidden: int = 1024
     heads: int = 16
-    shared_heads: int = 4           # of keys and values
-    inner: int = 2816               # of the feed-forward layers
+    shared_heads: int = 4           # heads of keys and values
+    inner: int = 2816               # width of the feed-forward layers
     words: int = 32_000
     bits: int = 32
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.measure.results import Case
 from benchmarks.runtimes.runtimes import OPENVINO, ORT, OURS
 
-BAR = 0.38      # of the room that a case has
+BAR = 0.38      # height of a bar; a case has height 1
 COLOURS = {OPENVINO: "tab:blue", ORT: "tab:orange"}
 
 

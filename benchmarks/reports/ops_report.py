@@ -14,7 +14,7 @@ from benchmarks.reports.document import Cell, machine, markdown_table
 from benchmarks.runtimes.runtimes import OPENVINO, ORT, versions
 
 PEERS = (OPENVINO, ORT)
-WANTED = 1.0        # of every ratio: what is below is on the worklist
+WANTED = 1.0        # the goal of each ratio; operators below it are on the worklist
 
 
 def report(cases: Sequence[Case]) -> str:

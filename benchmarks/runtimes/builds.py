@@ -55,7 +55,7 @@ class Workshop:
                             for runtime in (OPENVINO, ORT))]
         exported = plan.with_suffix(".onnx")
         if ours.failure and plan.exists():
-            ours = replace(ours, file=plan, failure="")     # it could not be exported, but it runs
+            ours = replace(ours, file=plan, failure="")     # the ONNX export failed, but the plan runs
         qdq = Build(OPENVINO, "our Q/DQ", *((exported,) if exported.exists() else (None, "it could not be exported")))
         return [ours, qdq, replace(qdq, runtime=ORT), *self._quantised(model)]
 

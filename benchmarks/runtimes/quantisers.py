@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.runtimes.runtimes import OPENVINO, ORT, Feed
 
-PER_CHANNEL_OPSET = 13      # of QuantizeLinear's axis
+PER_CHANNEL_OPSET = 13      # first opset whose QuantizeLinear has an axis
 TARGET_OPSET = 17
 RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 ORT_STRIDE = 8              # items of which ONNX Runtime keeps every tensor before it counts: 64 can take 13 GB

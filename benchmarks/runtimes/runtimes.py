@@ -22,7 +22,7 @@ Feed = Mapping[str, Array]          # every model input by its name
 
 
 class Session(Protocol):
-    note: str                       # what its user should know of how it runs; "" if nothing
+    note: str                       # remark for the report about how the runtime runs the model, or ""
 
     def place(self, feed: Feed) -> None:
         """Copy a feed of the loaded shapes to where `infer` reads it."""
@@ -74,7 +74,7 @@ class OnnxRuntime:
         self.place(feed)
 
     def place(self, feed: Feed) -> None:
-        self._feed = {name: np.ascontiguousarray(array) for name, array in feed.items()}    # it binds the addresses
+        self._feed = {name: np.ascontiguousarray(array) for name, array in feed.items()}    # bound by address
         for name, array in self._feed.items():
             self._binding.bind_cpu_input(name, array)
 

@@ -17,11 +17,11 @@ from benchmarks.transport.http2 import Connection
 from infer_server.server import Ports
 from protos import inference
 
-WAYS = ("grpc", "http", "shared memory")        # of inputs; those in shared memory are asked for over gRPC
+WAYS = ("grpc", "http", "shared memory")        # ways to send inputs; requests with inputs in shared memory use gRPC
 _WARM_SECS = 1.0
 _REGION = "items"
 
-Ask = Callable[[str, Any], bytes]               # a call of the service, and what it is given
+Ask = Callable[[str, Any], bytes]               # a method of the service, and its request
 
 
 def level(ports: Ports, model: str, concurrency: int, seconds: float, way: str) -> dict[str, Any]:

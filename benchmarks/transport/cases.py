@@ -30,7 +30,7 @@ class Case:
     protocol: str
     at_a_time: int
     shared: bool = False                # the input lies in system shared memory
-    as_json: bool = False               # it is numbers in the JSON
+    as_json: bool = False               # the tensors are numbers in the JSON
 
 
 CASES = (
@@ -48,9 +48,9 @@ CASES = (
 
 @dataclass(frozen=True)
 class Measured:
-    cpu_us: float                       # of the server's first process, a request
-    others_us: float                    # of those that it has started
-    engine_us: float                    # of it, or of them
+    cpu_us: float                       # CPU time per request of the server's first process
+    others_us: float                    # and of the processes that it has started
+    engine_us: float                    # the engine's part of this time
     rate: float
     p50_us: float
     failed: int

@@ -51,7 +51,7 @@ class Feeder(Link):
             self.send(link.READY)
             for _ in range(self._case.at_a_time // 2):
                 self._ask()
-        else:                           # which is a refusal as long as the model loads
+        else:                           # a response, or a refusal while the model is loading
             self._ask()
 
     def closed(self, reason: Exception | None) -> None:

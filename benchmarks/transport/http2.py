@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
 _MAX_FRAME_SIZE, _INITIAL_WINDOW_SIZE = 5, 4
-_WINDOW = 65535                     # of a stream and of a connection, until the server says otherwise
+_WINDOW = 65535                     # initial flow-control window of a stream and a connection (RFC 9113)
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_POST, _HTTP = b"\x83", b"\x86"     # of the static table
+_POST, _HTTP = b"\x83", b"\x86"     # entries of HPACK's static table
 _PATH, _AUTHORITY, _CONTENT_TYPE = 4, 1, 31
 _FIRST_DYNAMIC = 62
 _READ_BYTES = 1 << 20
@@ -35,7 +35,7 @@ class Ended:
 class _Stream:
     begun: float
     window: int                     # bytes that may be sent
-    sent: int = 0                   # of the message
+    sent: int = 0                   # bytes of the message sent so far
     answered: bool = False          # a message came
 
 

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from benchmarks.models import build
 
 MAX_BATCH = 32
-SHAPES = {"floats": (16,), "picture": (3, 224, 224)}        # of the input x; the output y has ten values
+SHAPES = {"floats": (16,), "picture": (3, 224, 224)}        # shapes of the input x; the output y has ten values
 
 
 def write_repository(folder: Path) -> None:

@@ -41,7 +41,7 @@ class Tensor:
     """Value by its name; `shape` omits the leading extent: (channels, rows, columns) or (features,)."""
     name: str
     shape: tuple[int, ...]
-    leading: str | int = ""             # that extent, where it is not the batch
+    leading: str | int = ""             # first dimension, if it is not the batch
     integers: bool = False
 
     @property
@@ -283,7 +283,7 @@ class Net:
         if ceil_mode and self.opset >= 10:
             attrs["ceil_mode"] = 1
         elif ceil_mode:
-            bottom, right = bottom + stride - 1, right + stride - 1     # as many windows, for want of the attribute
+            bottom, right = bottom + stride - 1, right + stride - 1     # as many windows as with ceil_mode
         return self.ops(op, x, shapes=[shape], kernel_shape=[kernel] * 2, pads=[top, left, bottom, right],
                         strides=[stride] * 2, **attrs)[0]
 

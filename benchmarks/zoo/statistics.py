@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.zoo.oracle import run_onnx
 
-MINIMUM_VARIANCE = 1e-2     # of a channel that is dead on this data: dividing by less would blow up its noise
+MINIMUM_VARIANCE = 1e-2     # for dead channels: dividing by less would amplify their noise
 
 
 def measure(model: onnx.ModelProto, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

@@ -31,10 +31,10 @@ from engines.frontend.onnx_export import onnx_from_graph
 from engines.ir.graph import Array
 
 CALIBRATION_ITEMS = 4
-SEED = 1000                 # of what is compared and timed; calibration has the seeds from 0 on
+SEED = 1000                 # seed of the compared and timed inputs; calibration uses seeds from 0 on
 PEERS = (ORT, OPENVINO)
 QDQ, FLOAT = "our Q/DQ", "fp32"
-BUILDS = {"fp32": (FLOAT,), "int8": (QDQ, FLOAT)}       # what a peer runs: our exported model, and the float one
+BUILDS = {"fp32": (FLOAT,), "int8": (QDQ, FLOAT)}       # models for other runtimes: our export with Q/DQ, the float one
 
 
 @dataclass(frozen=True)

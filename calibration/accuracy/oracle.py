@@ -58,7 +58,7 @@ def oracle_of(model: str | Path, shapes: Mapping[str, Sequence[Dim | None]] | No
     if importlib.util.find_spec("onnxruntime") is not None:
         try:
             return _onnx_runtime(Path(model), constants or {}, pixels, shown)
-        except Exception as error:      # it raises a class of its own for each status
+        except Exception as error:      # ONNX Runtime raises a different class for each status
             refused = f"; ONNX Runtime refuses the model: {str(error).splitlines()[0]}"
     if plan is not None and plan.open is not None:
         return replace(reference_of_specialisations(plan, stored=False), name=f"the NumPy reference{refused}")

@@ -37,7 +37,7 @@ def overflow(graph: Graph, feeds: Iterable[Feed]) -> tuple[str, ...]:
 
     for feed in feeds:
         engine.show({name: feed[name] for name in graph.inputs}, observe)
-    for node in graph.nodes:        # their weights are rounded when they are packed
+    for node in graph.nodes:        # FP16 weights of these nodes are rounded only when they are packed
         if node.precision == "fp16" and is_weighted(node) and graph.is_constant(weight := node.anchor.inputs[1]):
             peaks[weight] = float(np.abs(graph.constants[weight]).max(initial=0.0))
     over = sorted((name for name, peak in peaks.items() if peak > LARGEST), key=lambda name: -peaks[name])

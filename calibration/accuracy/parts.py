@@ -18,7 +18,7 @@ from engines.ir.graph import Array
 ALIKE = 4.0             # sources whose peaks and root mean squares differ by at most this factor are one part
 GAP = 8.0               # channels fall into groups where these jump by this factor
 MOST_CHANNELS = 4096
-LEAST_SHARE = 0.01      # of the channels that a group has: a single dead channel is no group
+LEAST_SHARE = 0.01      # least share of the channels in a group: a single dead channel is no group
 OTHER = -1              # label of elements that are judged with no part: constants
 
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from calibration.accuracy.sources import Selection
 from engines.ir.graph import Array
 
-PAIRS = 1 << 22         # of rows that are compared at most: of many rows, only with those of a near rank
-MOST_COLUMNS = 64       # of a row by which it is matched: of an image for each row, some pixels
+PAIRS = 1 << 22         # most pairs of rows compared; with more, each row is compared to those of similar rank
+MOST_COLUMNS = 64       # most columns used to match rows; if rows are images, some of their pixels
 
 
 @dataclass(frozen=True)

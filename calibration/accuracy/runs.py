@@ -20,7 +20,7 @@ class ComparedRuns:
     def __init__(self, outputs: Sequence[IoTensor], structure: Structure, limits: ErrorLimits) -> None:
         self._outputs, self._structure, self._limits = outputs, structure, limits
         self._pairs: dict[str, list[Pair]] = {}
-        self._traced: dict[str, list[tuple[Pair, Sources]]] = {}       # of runs for whose shapes there is a graph
+        self._traced: dict[str, list[tuple[Pair, Sources]]] = {}       # by output, for runs whose shapes have a graph
 
     def add(self, computed: Mapping[str, Array], expected: Mapping[str, Array], inner: Inner | None = None) -> None:
         """Add a run; outputs that are not in `expected` are ignored.

@@ -22,7 +22,7 @@ from engines.ops.reference import run_node
 SELECTIONS = frozenset({"TopK", "ArgMax", "ArgMin", "NonMaxSuppression", "BoundedNonMaxSuppression", "NonZero",
                         "Unique"})
 UNORDERED = frozenset({"ArgMax", "ArgMin"})
-BOUNDED = frozenset({"Sigmoid", "HardSigmoid", "Softmax", "Tanh"})      # their channels share one scale by definition
+BOUNDED = frozenset({"Sigmoid", "HardSigmoid", "Softmax", "Tanh"})      # all channels share one scale by definition
 
 
 @dataclass(frozen=True)

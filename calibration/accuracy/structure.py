@@ -91,7 +91,7 @@ class _Inside:
 
     def __init__(self, plan: Plan, graph: Graph, tensors: tuple[str, ...]) -> None:
         self._plan, self._graph, self.tensors = plan, graph, tensors
-        self._traced: dict[tuple[Any, ...], Mapping[str, Sources]] = {}     # by the extents of a feed
+        self._traced: dict[tuple[Any, ...], Mapping[str, Sources]] = {}     # by the dynamic extents of the inputs
 
     def __call__(self, feed: Feed) -> Inner:
         if self.fits(feed):

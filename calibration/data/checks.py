@@ -18,8 +18,8 @@ from engines.plan.plan import IoTensor
 from engines.preprocess import Preprocess
 
 FEWEST_ITEMS = 8
-LEAST_SPAN = 0.1        # of the declared range, that pictures should use
-BEYOND = 0.05           # of it, by which they may leave it
+LEAST_SPAN = 0.1        # least share of the declared range that images should cover
+BEYOND = 0.05           # share of the declared range by which images may exceed it
 
 
 @dataclass
@@ -74,7 +74,7 @@ class DataCheck:
                   and self._seen[io.name].most > 1 and (np.dtype(io.dtype).kind == "f" or io.dtype == "uint8")}
         some_vary = any(seen.varies for seen in floats.values())
         for name, seen in floats.items():
-            if seen.low == seen.high and not (some_vary and seen.rank < 4):     # beside others: a state, a mask
+            if seen.low == seen.high and not (some_vary and seen.rank < 4):     # a state or mask may be constant
                 yield (f"calibration input '{name}' is {seen.low:g} everywhere in all items, so the ranges mean "
                        "nothing; check how the data are loaded")
             elif not seen.varies and not some_vary:

@@ -18,9 +18,9 @@ from clients.channels.status import StatusError, deadline_exceeded
 from protos.buffers import uninitialised
 
 _RECEIVE_BYTES = 256 << 10
-_WRITE_BYTES = 256 << 10            # that the transport keeps at most
+_WRITE_BYTES = 256 << 10            # most bytes in the transport's write buffer
 _TIMER_SECS = 1e-3                  # the resolution of an event loop's timers
-_CLOSE_SECS = 1.0                   # for a connection to be closed in order, over TLS
+_CLOSE_SECS = 1.0                   # time for a connection's orderly end, e.g. TLS's close_notify
 
 
 class AioChannel(ChannelBase):
@@ -28,8 +28,8 @@ class AioChannel(ChannelBase):
 
     def __init__(self, url: str, options: ChannelOptions) -> None:
         super().__init__(url, options)
-        self._connections: dict[str, AioConnection] = {}            # that take calls, by address
-        self._open: set[AioConnection] = set()                      # and those on which the last calls end
+        self._connections: dict[str, AioConnection] = {}            # connections that accept calls, by address
+        self._open: set[AioConnection] = set()  # these, and connections that only finish their last calls
         self._connecting: dict[str, asyncio.Task[AioConnection]] = {}
 
     async def call(self, path: str, message: Message, timeout: float | None = None, metadata: Metadata = ()
@@ -194,7 +194,7 @@ class AioConnection(asyncio.BufferedProtocol):
         """End the connection, and all calls on it."""
         self._http2.lose("the client is closed")
         self._http2.go_away()
-        self.flush()                                # which closes the transport
+        self.flush()                                # this closes the transport, since HTTP/2 has ended
         await asyncio.wait([self.ended], timeout=_CLOSE_SECS)
         if self._transport:
             self._transport.abort()
@@ -265,6 +265,6 @@ class AioConnection(asyncio.BufferedProtocol):
 
 
 def _set_done(ended: asyncio.Future[None], _: PendingCall) -> None:
-    if not ended.done():                            # it may have been cancelled
+    if not ended.done():                            # the waiting task may have been cancelled
         ended.set_result(None)
 

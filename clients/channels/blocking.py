@@ -129,7 +129,7 @@ class BlockingConnection:
             while self._http2.takes_calls:
                 self._take()
         except (BlockingIOError, ssl.SSLWantReadError):
-            return True                             # nothing has come, or a part of a TLS record
+            return True                             # no data has arrived, or only a part of a TLS record
         except OSError:
             return False
         return False
@@ -155,12 +155,12 @@ class BlockingConnection:
             self._http2.cancel(call)
             call.end(error)
             if self._http2.takes_calls:
-                with suppress(StatusError, OSError):        # which lose the connection
+                with suppress(StatusError, OSError):        # these mark the connection as lost
                     self._send(time.monotonic())
         except OSError as error:
             self._http2.lose(str(error))
         finally:
-            if not call.is_ended:                   # it was interrupted
+            if not call.is_ended:                   # e.g. by KeyboardInterrupt
                 self._http2.lose("the call was interrupted")
         return call.result()
 

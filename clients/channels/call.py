@@ -26,7 +26,7 @@ from protos.http2 import Header
 from protos.version import VERSION
 
 NO_LIMIT = -1
-_MOST_BYTES = (1 << 32) - 1                         # that a prefix can announce
+_MOST_BYTES = (1 << 32) - 1                         # largest length that the message prefix can hold
 _SUCCESS = ((b"grpc-status", b"0"),)
 _SMALL_BYTES = 64 << 10                             # larger messages are not copied behind their prefix
 _WORTH_BYTES = 1 << 10                              # smaller messages are not compressed
@@ -118,7 +118,7 @@ class PendingCall:
             raise self._error
         if self._message is None:
             raise StatusError("INTERNAL", "the server answered OK without a message")
-        return cast(bytes, self._message)           # or a bytearray, which nobody changes
+        return cast(bytes, self._message)           # or a bytearray that is no longer modified
 
     def begin(self, headers: tuple[Header, ...], is_last: bool) -> None:
         """Process the response headers."""

@@ -23,7 +23,7 @@ from protos.http2 import (
     client_connection,
 )
 
-_WINDOW_BYTES = 4 << 20             # of a stream: what a server may send ahead
+_WINDOW_BYTES = 4 << 20             # flow-control window of a stream
 _SEND_BYTES = 256 << 10             # taken from libnghttp2 at a time
 
 
@@ -42,7 +42,7 @@ class ClientConnection:
         self._keepalive = keepalive
         self._received_at = time.monotonic()
         self._pinged_at: float | None = None
-        self.calls: dict[int, PendingCall] = {}     # by stream
+        self.calls: dict[int, PendingCall] = {}     # by stream number
         self.is_ready = False                       # the server's settings have come: it speaks HTTP/2
         self.takes_calls = True                     # the server has not said that it goes away
         self._farewell = ""                         # the reason that it gave
@@ -52,7 +52,7 @@ class ClientConnection:
         http2 = self._http2
         try:
             call.stream = stream = http2.send_request(request.headers)
-        except NGH2Error as error:                  # it goes away, or has used up its stream numbers
+        except NGH2Error as error:                  # the server sent GOAWAY, or all stream numbers are used
             self.takes_calls = False
             raise StatusError("UNAVAILABLE", str(error), is_unprocessed=True) from error
         *first, last = request.data
@@ -92,7 +92,7 @@ class ClientConnection:
         self.takes_calls = False
         try:
             self._http2.terminate_connection()
-        except NGH2Error:                           # it has said so first
+        except NGH2Error:                           # GOAWAY was already sent
             return
 
     def lose(self, reason: str) -> None:

@@ -13,7 +13,7 @@ from clients.channels.addresses import Address
 from clients.channels.service_config import MethodConfig, ServiceConfig
 from clients.channels.status import StatusError, deadline_exceeded
 
-_MOST_REFUSALS = 10             # of a call by servers that refuse its stream or go away
+_MOST_REFUSALS = 10             # most retries of a call whose stream was refused or followed by GOAWAY
 _JITTER = 0.2
 
 
@@ -45,8 +45,8 @@ class Attempts:
         most = method.timeout_secs
         self.timeout = timeout if most is None else most if timeout is None else min(timeout, most)
         self.deadline = None if self.timeout is None else time.monotonic() + self.timeout
-        self.retries = 0                # by the policy: those of streams that no server processed are not counted
-        self.address: Address | None = None         # that the last attempt went to
+        self.retries = 0                # retries by the policy; those of streams that no server processed do not count
+        self.address: Address | None = None         # address of the last attempt
         self._refusals = 0
 
     def remaining(self) -> float | None:

@@ -25,7 +25,7 @@ from clients.channels.status import STATUSES
 
 DEFAULT_POLICY = {"maxAttempts": 4, "initialBackoff": "0.1s", "maxBackoff": "1s", "backoffMultiplier": 2,
                   "retryableStatusCodes": ["UNAVAILABLE"]}
-_MOST_ATTEMPTS = 5                      # as every implementation of gRPC
+_MOST_ATTEMPTS = 5                      # the limit of all gRPC implementations
 _DURATION = re.compile(r"(\d+(?:\.\d{1,9})?)s")
 
 

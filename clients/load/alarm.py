@@ -52,7 +52,7 @@ class Alarm:
         await self._awaited
 
     def _ring(self) -> None:
-        with suppress(BlockingIOError):         # it was set anew
+        with suppress(BlockingIOError):         # the timer was set again, and has not expired
             os.read(self._timer, 8)
             if self._awaited and not self._awaited.done():
                 self._awaited.set_result(None)

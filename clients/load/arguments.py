@@ -34,7 +34,7 @@ class Options:
     shapes: dict[str, tuple[int, ...]]
     check: bool                     # compare the outputs of answers
     allow_errors: bool
-    goal_ms: float | None           # of the 99th percentile
+    goal_ms: float | None           # goal for the 99th percentile of latency
     json: Path | None
     csv: Path | None
     plot: Path | None

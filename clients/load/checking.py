@@ -10,7 +10,7 @@ from clients.errors import ResponseError
 from clients.load.transports.transport import Send
 from protos import inference as pb
 
-TOLERANCE = 1e-3            # of the largest magnitude of the output: batches of other sizes may round otherwise
+TOLERANCE = 1e-3            # relative to the output's largest magnitude: rounding may depend on the batch size
 
 
 def checked(send: Send) -> Send:

@@ -20,7 +20,7 @@ from clients.load.schedule import Closed, Load, Open
 from clients.load.statistics import Reading, ServerSplit, difference
 from clients.load.transports.transport import Send
 
-MAX_IN_FLIGHT = 4096            # of an open loop; beyond, requests wait in the client, and their wait is counted
+MAX_IN_FLIGHT = 4096            # in an open loop; further requests wait in the client, and latency includes that wait
 MAX_BYTES_IN_FLIGHT = 512 << 20
 LONGEST_SLEEP = 0.05            # seconds after which a dispatcher looks whether it should stop
 WINDOWS_IN_DURATION = 10

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 OK = ""
 MILLISECONDS = 1e3
 WINDOWS = 3
-TOLERANCE = 0.10        # of the three windows' mean
+TOLERANCE = 0.10        # relative to the mean of the three windows
 MIN_REQUESTS = 100      # in a window: fewer agree or disagree by chance, and have no 99th percentile
 
 

@@ -96,7 +96,7 @@ def _draw_parts(axes: Any, report: Report) -> None:
     _label_loads(axes, report)
     axes.set(ylabel="mean latency [ms]", title="Parts of latency")
     handles, names = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], names[::-1], loc="upper left")       # as they are stacked
+    axes.legend(handles[::-1], names[::-1], loc="upper left")       # in the order of the stacked areas
     _say_if_unknown(axes, any(level.parts_ms for each in report.all for level in each.levels))
 
 

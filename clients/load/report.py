@@ -43,9 +43,9 @@ class Report:
     duration_s: float
     warmup_s: float
     seed: int
-    goal_ms: float | None   # that the 99th percentile of latency is to hold
+    goal_ms: float | None   # limit for the 99th percentile of latency
     levels: Sequence[LoadLevel]
-    against: Report | None = None       # of another server under the same loads
+    against: Report | None = None       # report of another server under the same load
 
     @property
     def all(self) -> list[Report]:

@@ -57,7 +57,7 @@ SCENARIOS = ("SingleStream", "MultiStream", "Server", "Offline")
 class Scenario:
     """MLPerf scenario, whose load generator decides when requests are sent (clients/load/mlperf)."""
     name: str
-    latency_ms: float               # that the 99th percentile of Server must hold
+    latency_ms: float               # limit for the 99th percentile in the Server scenario
     queries: int                    # at least
-    samples_per_query: int          # of MultiStream
-    logs: Path | None               # where the generator's are kept
+    samples_per_query: int          # in the MultiStream scenario
+    logs: Path | None               # folder for LoadGen's logs

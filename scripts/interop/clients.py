@@ -26,7 +26,7 @@ from scripts.interop.servers import COUNTED, ECHO, LARGE, SLOW
 
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 _CANCELLED = rf'nv_inference_request_failure{{model="{SLOW}",reason="CANCELED",version="1"}} (\d+)'
-_RESPONSES = 4                      # of COUNTED, a request
+_RESPONSES = 4                      # responses per request of the model COUNTED
 
 
 def request(model: str, values: np.ndarray) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-TIMEOUT_SECS = 60.0                 # for whatever a check waits for
+TIMEOUT_SECS = 60.0                 # time limit of everything a check waits for
 
 
 class AbsentError(Exception):

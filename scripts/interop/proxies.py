@@ -28,8 +28,8 @@ from scripts.interop.servers import ECHO
 from scripts.stress import Running
 
 Serve = Callable[[], AbstractContextManager[tuple[Running, Target]]]
-_STOP_CLIENTS = 4                   # over gRPC, and over HTTP
-_STEADY_SECS = 1.0                  # of load before a server is stopped, and after it has ended
+_STOP_CLIENTS = 4                   # clients over gRPC, and as many over HTTP
+_STEADY_SECS = 1.0                  # time under load before a server is stopped, and after it has ended
 
 
 @dataclass(frozen=True)

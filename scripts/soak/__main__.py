@@ -26,7 +26,7 @@ from scripts.soak.run import Soak
 from scripts.stress import Running, add_front, front, serving
 
 _WARM_SECS = 20.0                   # in which the rates are found that --load is a share of
-_SETTLING_SECS = 5.0                # for the server to notice who has gone, and to give memory back
+_SETTLING_SECS = 5.0                # time for the server to notice disconnected clients and to return memory
 _TOLD_SECS = 60.0
 OPTIONS = ("--model-control-mode", "explicit", "--load-model=*", "--cores", "1", "--allow-client-shm")
 SERVER = (sys.executable, "-c", "import sys; from infer_server.cli.serve import main; sys.exit(main())")

@@ -51,7 +51,7 @@ def killed_client(port: int) -> Accident:
 def killed_process(repository: Path) -> Accident:
     """Kill the process of a Python model, whether or not it is executing a request."""
     async def accident() -> None:
-        with suppress(ProcessLookupError, ValueError):      # it was, and is being started again
+        with suppress(ProcessLookupError, ValueError):      # the process has ended and is being restarted
             os.kill(int((repository / MORTAL / "pid").read_text()), signal.SIGKILL)
     return accident
 

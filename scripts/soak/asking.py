@@ -26,11 +26,11 @@ from protos import inference
 from scripts.soak.models import CHAIN, COUNTED, DIGITS, DIGITS_BATCH, MORTAL, RELOADED, STEADY, SUM
 
 Ask = Callable[[], Awaitable[None]]
-Example = Callable[[], tuple[Array, Array]]     # what is asked, and what it is answered by
+Example = Callable[[], tuple[Array, Array]]     # returns an input and the expected output
 ANSWER_SECS = 120.0
 OF_EACH = 4                         # clients of each protocol and small model
 _SEQUENCE = 5                       # requests
-_KEPT_ASKS = 50                     # of a region of shared memory, and of a connection, before it is another
+_KEPT_ASKS = 50                     # requests after which a client renews its shared-memory region or connection
 
 
 def affine(factor: float, summand: float, rng: random.Random) -> Example:

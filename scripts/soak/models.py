@@ -12,7 +12,7 @@ from engines import build_engine
 # Python whose processes are killed.
 STEADY, RELOADED, PASSING, MORTAL = "steady", "reloaded", "passing", "mortal"
 CHAIN = "chain"                     # an ensemble of the first two: y = 4 x + 3
-SUM = "sum"                         # of a sequence's numbers so far
+SUM = "sum"                         # adds the numbers of a sequence so far
 COUNTED = "counted"                 # in Python, decoupled: as many responses as it is asked for, numbered
 DIGITS = "digits"                   # the network of scripts/demo: most of the work
 DIGITS_BATCH = 32                   # images a request

@@ -16,8 +16,8 @@ from scripts.soak.asking import Channel, clients
 from scripts.soak.models import MORTAL
 from scripts.stress import Running
 
-_PAUSE_SECS = 0.002                 # of a client without a rate, from an answer to what it asks next
-_PATIENCE_SECS = 10.0               # what a client is behind its times at most: it asks what was due before no more
+_PAUSE_SECS = 0.002                 # pause of a client without a rate, from a response to its next request
+_PATIENCE_SECS = 10.0               # most delay behind the schedule; requests due before that are dropped
 
 
 class Soak:
@@ -31,8 +31,8 @@ class Soak:
         self._rng, self._rates = random.Random(seed), rates or {}
         self.seconds, self._ends = seconds, time.monotonic() + seconds
         self.seen: Counter[str] = Counter()             # keys that begin with "failure" are failures
-        self.clients: Counter[str] = Counter()         # so many that ask the same
-        self.longest_secs = 0.0                         # that an answer took, since this was set to 0
+        self.clients: Counter[str] = Counter()         # number of clients by kind of request
+        self.longest_secs = 0.0                         # longest time to a response since the last reset
 
     async def run(self, server: Running, repository: Path) -> None:
         left = deque[socket.socket]()
@@ -77,7 +77,7 @@ class Soak:
             except (grpc.aio.AioRpcError, OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
                 details = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
                 self.seen[f"failure: {what}: {type(error).__name__} {details}"] += 1
-            if MORTAL not in what:                      # whose process must start first
+            if MORTAL not in what:                      # requests for MORTAL may wait for its process to start
                 self.longest_secs = max(self.longest_secs, time.monotonic() - begin)
             await asyncio.sleep(min(next(due), self._ends) - time.monotonic())
             over = time.monotonic() >= self._ends

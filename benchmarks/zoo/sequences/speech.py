@@ -6,7 +6,7 @@ from benchmarks.zoo.builder import Net, Tensor
 from benchmarks.zoo.sequences.recurrent import recurrent
 
 LETTERS = 29
-LOUDEST = 20.0          # where the convolutions' activations are cut
+LOUDEST = 20.0          # upper limit of the convolutions' activations
 
 
 @network

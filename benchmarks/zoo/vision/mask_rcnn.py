@@ -36,7 +36,7 @@ def mask_rcnn(net: Net, x: Tensor, nms: bool = True, depths: tuple[int, ...] = (
         features = net.flatten(features) if not layer else features
         features = net.act(net.linear(features, net.scaled(1024), name=f"head.{layer}"), "relu")
     scores = net.op("Softmax", net.linear(features, net.classes, name="head.scores"), shape=(net.classes,), axis=1)
-    offsets = net.linear(features, 4, name="head.offsets")      # of the class that is found
+    offsets = net.linear(features, 4, name="head.offsets")      # one box per region, for the best class
     boxes = _moved(net, boxes, offsets)
     best = net.op("ReduceMax", net.slice(scores, 1, 1), shape=(), axes=[1], keepdims=0)
     kept = _kept(net, boxes, best, detections) if nms else _best(net, best, min(detections, count))

@@ -15,7 +15,7 @@ def explicit_pads(net: Net, x: Tensor) -> Tensor:
     x = net.conv_bn_act(net.pad(x, (0, 0, 1, 1)), x.channels, 3, stride=2, pads=0, groups=x.channels, act="relu6",
                         name="depthwise")
     x = net.max_pool(net.pad(x, (0, 0, 1, 1)), 3, 2)                        # zeros are neutral: x >= 0
-    x = net.conv_bn_act(net.pad(x, 1, value=0.5), net.scaled(64), 3, pads=0, name="conv1")    # not the zeros of a Conv
+    x = net.conv_bn_act(net.pad(x, 1, value=0.5), net.scaled(64), 3, pads=0, name="conv1")    # a Conv pads with zeros
     x = net.conv_bn_act(net.pad(x, 1), net.scaled(64), 3, pads=1, name="conv2")               # pads twice
     return net.classify(x)
 

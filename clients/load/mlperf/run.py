@@ -85,7 +85,7 @@ async def measure(scenario: Scenario, target: Target, duration: float, timeout: 
                               await highest_rate(holds, guess), runs)
     first = await run(guess)
     if scenario.name == "Offline":
-        if first.samples < first.samples_per_sec * duration:        # it was over before: more samples are due
+        if first.samples < first.samples_per_sec * duration:        # the run ended early: repeat it with more samples
             await run(first.samples_per_sec)
         return ScenarioResult(target.url, "samples/s", runs[-1].samples_per_sec, runs)
     single = scenario.name == "SingleStream"
@@ -97,7 +97,7 @@ class _Generator:
     def __init__(self, scenario: Scenario, target: Target, duration: float, timeout: float, seed: int) -> None:
         self._scenario, self._target, self._duration, self._timeout, self._seed = (
             scenario, target, duration, timeout, seed)
-        self._count = 0             # of runs
+        self._count = 0             # number of runs so far
 
     async def run(self, rate: float) -> Run:
         import mlperf_loadgen
@@ -117,7 +117,7 @@ class _Generator:
             try:
                 await asyncio.shield(generating)
             finally:
-                system.stopped = True           # what the generator goes on to ask is answered
+                system.stopped = True           # further queries of the generator are answered at once
                 if not generating.done():
                     await _over(generating)
                 mlperf_loadgen.DestroyQSL(library)

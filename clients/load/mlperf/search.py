@@ -4,8 +4,8 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable
 
-PRECISION = 1.05            # of the rate that is found
-_LOWEST = 2 ** -10          # of the rate to begin with
+PRECISION = 1.05            # ratio by which the rate found may be too low
+_LOWEST = 2 ** -10          # lowest rate tried, relative to the first
 
 
 async def highest_rate(holds: Callable[[float], Awaitable[bool]], start: float) -> float:

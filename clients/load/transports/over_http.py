@@ -40,7 +40,7 @@ class HttpTransport(Transport):
         self._free: list[HttpClientConnection] = []
         self._all: set[HttpClientConnection] = set()
         self.slots = Slots(MOST_OF_DESCRIPTORS)
-        self._outside = Slots(1)        # of what is no part of the load, and does not wait for it
+        self._outside = Slots(1)        # for calls outside the load, which do not wait for its connections
 
     async def metadata(self, model: str, version: str) -> pb.ModelMetadataResponse:
         return await self._get(_path(model, version), pb.ModelMetadataResponse())

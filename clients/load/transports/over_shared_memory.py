@@ -41,7 +41,7 @@ class SharedMemoryTransport(GrpcTransport):
         self._address = address
         self._slots = Slots(MOST_OF_DESCRIPTORS)
         self._regions: list[SharedMemory] = []
-        self._named: list[str] = []                     # to the server, which may have taken what it did not answer
+        self._named: list[str] = []                     # regions for which registration was sent, answered or not
         self._output_bytes: Mapping[str, int] = {}
         self._free: list[str] = []                      # regions for outputs that no request in flight has
 
@@ -68,7 +68,7 @@ class SharedMemoryTransport(GrpcTransport):
     async def close(self) -> None:
         for region in self._regions:
             _remove(region)
-        await asyncio.gather(                           # where the server is gone, its regions are
+        await asyncio.gather(  # without errors: if the server has ended, so have its registrations
             *(self._control(pb.SystemSharedMemoryUnregisterResponse, pb.SystemSharedMemoryUnregisterRequest(name=name),
                             SETUP_SECS) for name in self._named), return_exceptions=True)
         await super().close()
@@ -95,7 +95,7 @@ class SharedMemoryTransport(GrpcTransport):
             raise ResponseError(f"{self._address}: ModelInfer: no bytes for each output: {error}") from error
 
     def _sender_of(self, request: pb.ModelInferRequest) -> Send:
-        serialised: dict[str, bytes] = {}               # by the region of the outputs
+        serialised: dict[str, bytes] = {}               # serialised requests by the region of their outputs
 
         async def send(timeout: float) -> None:
             async with self._slots.one(timeout):

@@ -14,7 +14,7 @@ Feed = Mapping[str, Array]                      # a request's inputs by name
 # Sends a request, and waits so many seconds at most for its answer: the serialised response where it has one. Raises
 # StatusError.
 Send = Callable[[float], Awaitable[bytes | None]]
-SETUP_SECS = 30.0                               # for a call that is not part of the load
+SETUP_SECS = 30.0                               # timeout of calls that are not part of the load
 MOST_OF_DESCRIPTORS = 512                       # requests in flight that have one each: below what a process may have
 
 
