@@ -14,8 +14,8 @@ from engines.runtime.engine import Engine
 log = logging.getLogger(__name__)
 
 # Tolerances, relative to the largest value of an output: plans may sum in different orders and round differently.
-CLOSE = 1e-3            # of plans that compute in float32 alone
-ROUNDED = 3e-2          # of the others
+CLOSE = 1e-3            # tolerance for plans that compute only in float32
+ROUNDED = 3e-2          # tolerance for all other plans
 CHANGED = 0.01          # share of integer elements that may differ: an ArgMax of nearly equal values may change
 
 

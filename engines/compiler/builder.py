@@ -39,7 +39,7 @@ from engines.version import COMPILER_VERSION
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
 TRIAL_BATCH = 4             # maximum batch of the plans that calibration runs
 Ranges = Mapping[str, tuple[float, float]]
-Shapes = Mapping[str, tuple[int | None, ...]]       # of inputs; None: the batch
+Shapes = Mapping[str, tuple[int | None, ...]]       # shapes of inputs by name; None is the batch
 Profile = Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]]    # input -> (min, opt, max) shapes
 
 

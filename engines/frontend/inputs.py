@@ -61,7 +61,7 @@ def checked_shapes(model: str, declared: Mapping[str, Declared], shapes: Mapping
     return shapes
 
 
-Value = Array | bool | int | float | Sequence[Any]      # of an input: numbers are converted to the declared dtype
+Value = Array | bool | int | float | Sequence[Any]      # value of an input: numbers are converted to the declared dtype
 
 
 def constant_inputs(model: str, inputs: Sequence[onnx.ValueInfoProto], constants: Mapping[str, Value]) -> dict[str,

@@ -124,7 +124,7 @@ class OnnxWriter:
 
     def emit(self, op: str, inputs: Sequence[str], outputs: Sequence[str], name: str = "", **attrs: Any) -> str:
         attrs = without_defaults(op, attrs)
-        name = outputs[0] if not name or name in self.named else name       # one node may become several
+        name = outputs[0] if not name or name in self.named else name       # one node may become several ONNX nodes
         self.named.add(name)
         self.nodes.append(helper.make_node(op, list(inputs), list(outputs), name=name, **attrs))
         return outputs[0]

@@ -177,13 +177,13 @@ class DeclaredTensor(NamedTuple):
     """Input or output of any type as the ONNX file declares it."""
     name: str
     dtype: str                                  # NumPy's name, "object" of strings; "": no tensor, or unknown
-    extents: tuple[Dim | None, ...] | None      # as of Declared
+    extents: tuple[Dim | None, ...] | None      # as in Declared
 
 
 class Outline(NamedTuple):
     """Inputs and outputs that an ONNX file declares."""
     inputs: tuple[DeclaredTensor, ...]          # without an initializer
-    defaulted: tuple[DeclaredTensor, ...]       # with an initializer, which is their default
+    defaulted: tuple[DeclaredTensor, ...]       # inputs with an initializer as their default
     outputs: tuple[DeclaredTensor, ...]
 
 

@@ -8,7 +8,7 @@ import onnx
 from engines.errors import ModelError
 from engines.frontend.names import nodes_in
 
-UNSAID_OPSET = 9        # of a domain without an opset_import
+UNSAID_OPSET = 9        # opset of a domain without an opset_import
 _DOMAINS = ("", "ai.onnx")      # names of ONNX's default domain
 # Operators that a later opset redefined: another default, other shapes (slopes, scales) or types.
 _REDEFINED = frozenset({"Dropout", "GroupNormalization", "PRelu", "RoiAlign"})

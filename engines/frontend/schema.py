@@ -72,7 +72,7 @@ class Schema:
     since: int
     attributes: Mapping[str, int]       # name -> AttributeProto.AttributeType
     required: frozenset[str]            # attributes
-    defaults: Mapping[str, Any]         # of attributes that have one
+    defaults: Mapping[str, Any]         # default values of attributes
     inputs: tuple[_Parameter, ...]      # the last one may be variadic
     mixed: bool                         # variadic inputs may differ in type
     counts: tuple[int, int]             # number of inputs: least, most

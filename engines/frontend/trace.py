@@ -83,7 +83,7 @@ class TypeInference:
         try:
             types = infer(op, node, inputs, values) if self._counted else op.infer(node, inputs, values)
             types = types[:len(node.outputs)]
-        except GraphError:      # its shape may depend on values, which may be known
+        except GraphError:      # the shape may depend on values that are known
             if op is not OnnxReferenceOp or (results := op.known(node, inputs,
                                                                  [*map(self._computed, node.inputs)])) is None:
                 raise

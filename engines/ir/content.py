@@ -44,7 +44,7 @@ class EqualArrays:
 
     def __init__(self) -> None:
         self._count = 0
-        self._single: dict[Hashable, tuple[Array, int] | None] = {}     # by sample; None: their digests were computed
+        self._single: dict[Hashable, tuple[Array, int] | None] = {}     # by sample; None: see _numbers
         self._numbers: dict[bytes, int] = {}                            # by digest
 
     def number(self, array: Array) -> int:

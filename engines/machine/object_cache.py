@@ -24,8 +24,8 @@ from engines.files import atomic_write
 
 VARIABLE = "INFER_OBJECT_CACHE"
 OFF = "off"
-USUAL_BYTES = 1 << 30               # of a folder that $INFER_OBJECT_CACHE names
-_FORMAT = b"1"                      # of an entry: its checksum, then the object
+USUAL_BYTES = 1 << 30               # default limit for a folder named by $INFER_OBJECT_CACHE
+_FORMAT = b"1"                      # format of an entry: its checksum, then the object
 _CHECKSUM_BYTES = 20
 _SLACK = 16                         # eviction leaves 1/16 of the limit free, and bounds what is written between scans
 _ABANDONED_SECONDS = 3600           # a temporary file that is older has lost its writer

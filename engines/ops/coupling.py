@@ -41,7 +41,7 @@ class PairwiseCoupling(Op):
         gradient = -against * pairs
         gradient[:, range(classes), range(classes)] = (against ** 2).sum(axis=2)
         p = np.full(r.shape[:2], 1 / classes, r.dtype)
-        rows = np.arange(len(r))        # not yet converged
+        rows = np.arange(len(r))        # rows that have not converged yet
         for _ in range(SWEEPS):
             slope = np.einsum("nij,nj->ni", gradient[rows], p[rows])
             error = np.abs(slope - (p[rows] * slope).sum(axis=1, keepdims=True)).max(axis=1, initial=0)

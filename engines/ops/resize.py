@@ -190,7 +190,7 @@ def _unsmoothed(node: Node, axis: int, i: Any, convert: Callable[[Any, str], Any
         return convert((convert(i, "f64") + 0.5) / scale + float(offset) - 0.5, "f32")
     if mode in ("half_pixel", "pytorch_half_pixel"):
         return (i + 0.5) / scale - 0.5
-    if mode == "tf_half_pixel_for_nn":      # of opsets 11 and 12: TensorFlow's for nearest neighbours
+    if mode == "tf_half_pixel_for_nn":      # a mode of opsets 11 and 12: TensorFlow's for nearest neighbours
         return (i + 0.5) / scale
     raise GraphError(f"unknown coordinate_transformation_mode '{mode}'")
 

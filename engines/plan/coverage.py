@@ -27,7 +27,7 @@ REFERENCE_BYTES_PER_US, REFERENCE_CALL_US = 500, 50
 TIMED, ESTIMATED = "timed at the build", "estimated by what steps move and multiply"
 PARTLY = "timed at the build, but estimated for what the reference could not run there, or the host runs"
 NAME = re.compile("'[^']*'")
-MOST_NAMES = 8              # of the nodes that have a reason in common
+MOST_NAMES = 8              # most nodes named per reason
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class EngineExecutor:
         self._batched = self._counts and not is_mixed       # tensors have a leading batch axis
         self._max_batch = max_batch
         self._is_open, self._gpu, self._may_bind = is_open, gpu, not is_mixed
-        self._placing = self._placing_of(context)   # for the current shapes
+        self._placing = self._placing_of(context)   # the context, if it can read inputs in place at the current shapes
 
     def close(self) -> None:
         self._context.close()

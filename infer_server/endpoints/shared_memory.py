@@ -100,7 +100,7 @@ class SystemRegion(SharedMemoryRegion):
 
     def truncation_error(self, offset: int, byte_size: int) -> ServeError | None:
         lost = self.mapping is not None and self.mapping.is_lost        # the file may have been extended again
-        if lost or os.fstat(self.descriptor).st_size < self.offset + offset + byte_size:    # its last page has zeros
+        if lost or os.fstat(self.descriptor).st_size < self.offset + offset + byte_size:   # the rest of a page is zeros
             return self._shrunk()
         return None
 

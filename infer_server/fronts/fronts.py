@@ -101,7 +101,7 @@ class _FrontendWorker:
         self._started: asyncio.Future[str]      # "" once it listens, or the reason why it cannot
         self._gone: asyncio.Event               # set when it has ended
         self._watching: asyncio.Task[None] | None = None    # restarts it
-        self._closed = False                    # it is not restarted any more
+        self._closed = False                    # once True, the worker is not restarted
 
     @property
     def pid(self) -> int:

@@ -21,7 +21,7 @@ _NUMBERS = {"trace_rate": ("rate", 0), "trace_count": ("count", -1), "log_freque
 class TraceSettings:
     """Settings of traces in files."""
     file: str = ""                      # path; "" if traces cannot be written to files
-    levels: tuple[str, ...] = ()        # of LEVELS; empty for no traces
+    levels: tuple[str, ...] = ()        # a subset of LEVELS; empty for no traces
     rate: int = 1000                    # trace one of `rate` requests; 0 for none
     count: int = -1                     # number of requests to trace; -1 for no limit
     log_frequency: int = 0              # number of traces in each of FILE.0, FILE.1, ...; 0 for all in FILE

@@ -42,7 +42,7 @@ class Stub:
         self._pid = os.getpid()
         self._work: queue.SimpleQueue[ChannelMessage | None] = queue.SimpleQueue()
         self._open = OpenRequests()
-        self._senders: dict[int, pb_utils.ResponseSender] = {}      # of rescheduled requests
+        self._senders: dict[int, pb_utils.ResponseSender] = {}      # senders of rescheduled requests
         self._calls: dict[int, _Responses] = {}         # open calls to the server, by number
         self._numbers = itertools.count()
         self._in_background = False                     # True if asynchronous executions are not awaited
@@ -231,7 +231,7 @@ class Stub:
             failed = f"Failed to process the request(s) for model '{self._name}', message: "
             answers = [_failed(error, failed)] * len(requests)
         for request, answer in zip(requests, answers, strict=True):
-            if answer:                                  # its last response
+            if answer:                                  # the final response
                 self._open.end(request.number)
                 if request.sender:
                     request.sender.is_closed = True

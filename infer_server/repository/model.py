@@ -60,7 +60,7 @@ class Status:
     reason: str = ""                    # why the version is not ready
     model: Model | None = None          # set while the version is ready
     replaces: bool = False              # True if an older version is served meanwhile, so that this is not a failure
-    fingerprint: Fingerprint = field(default_factory=dict, compare=False)      # of the files it was loaded from
+    fingerprint: Fingerprint = field(default_factory=dict, compare=False)      # fingerprint of the loaded files
 
     def matches(self, fingerprint: Fingerprint) -> bool:
         """Return True if loading a version with this fingerprint would give the loaded model again."""

@@ -95,7 +95,7 @@ class RemoteFolder(RepositoryRoot):
             self._held.add(name)
             try:
                 self._fetch(name, is_held)
-            except OSError as error:            # from the local disk
+            except OSError as error:            # an error of the local disk
                 raise FetchError(f"{self}/{name}: {error}") from error
 
     def release(self, name: str) -> None:
@@ -158,7 +158,7 @@ class RemoteFolder(RepositoryRoot):
                     os.replace(Path(incoming, path), folder / path)
             log.info("copied %d files of %s/%s", len(changed), self, name)
         _remove_others(folder, versions)        # regardless of the manifest, which is absent after a failed copy
-        with atomic_write(manifest) as new:     # its modification time is the time of last use
+        with atomic_write(manifest) as new:     # the manifest's modification time is the time of last use
             new.write(json.dumps(versions).encode())
 
     def _about(self, name: str) -> dict[str, Mapping[str, Any]]:

@@ -64,7 +64,7 @@ class Repository:
         self._load = load
         self._watchers: list[Callable[[], None]] = []
         self._versions: dict[str, dict[int, Status]] = {}
-        self._reasons: dict[str, str] = {}                  # of models that failed before a version was found
+        self._reasons: dict[str, str] = {}                  # reasons of models that failed before a version was found
         self._locks: dict[str, asyncio.Lock] = {}           # by model, while it is loaded or unloaded
         self._users = Counter[str]()                        # holders and waiters of each lock
         self._drains = set[asyncio.Future[None]]()          # in progress

@@ -36,7 +36,7 @@ def test_every_step_runs_what_fails_is_said_and_nothing_is_done_twice(
     def fails(bench: gpu.Bench) -> None:
         raise ValueError("the reason")
 
-    for name in ("open_gpu", "find"):       # which the command replaces
+    for name in ("open_gpu", "find"):       # the command replaces these functions
         monkeypatch.setattr(DEVICE, name, getattr(DEVICE, name))
     monkeypatch.setattr(tuner, "HOPEFUL", 1.0)                      # one tactic of each kernel
     monkeypatch.setattr(gpu, "TUNED_FOR", (1,))
@@ -74,7 +74,7 @@ def test_what_has_no_end_is_given_up_and_the_rest_starts_anew_behind_it(
     anew, begun, give_up = Awaited(), [], Findings._give_up
 
     def give_up_who_waits(*given: Any) -> None:
-        assert anew.is_awaited.wait(60)         # which may take longer than the time that it has
+        assert anew.is_awaited.wait(60)         # give up only after the wait has begun, however late
         give_up(*given)
 
     def start(program: str, arguments: list[str]) -> None:

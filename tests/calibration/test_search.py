@@ -53,7 +53,7 @@ def test_only_floating_outputs_are_compared_and_agreement_needs_a_classifier():
     found = [{**reference[0], "scores": np.float32([[1, 3, 2]]), "index": np.int64([1])}]
     errors = compare(reference, found)
     assert errors.top1 == 0.0
-    assert errors.sqnr_db == pytest.approx(10 * np.log10(14 / 2))       # of "scores"; "map" is exact
+    assert errors.sqnr_db == pytest.approx(10 * np.log10(14 / 2))       # the error of "scores"; "map" is exact
     assert compare([{"map": reference[0]["map"]}], [{"map": reference[0]["map"]}]).top1 is None
 
 

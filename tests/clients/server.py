@@ -17,14 +17,14 @@ import protos
 from clients.codec import decode, encode
 from protos import inference as pb
 
-TIMEOUT_SECS = 120          # of whatever a test waits for: what takes so long hangs, however busy the machine is
+TIMEOUT_SECS = 120          # time limit of everything a test waits for; longer means a hang, even on a busy machine
 
 
 @dataclass
 class Doubler:
     """Model "doubler": y = 2 x of float32 [batch, 4]. Tests set the upper fields."""
-    delay_s: float = 0.001                      # of every request
-    stall_at: int = 0                           # from the n-th request on nothing is answered, for stall_s
+    delay_s: float = 0.001                      # delay of every response
+    stall_at: int = 0                           # from this request on, the server does not respond for stall_s
     stalls_when_measured: bool = False          # the n-th since statistics were first asked for
     stall_s: float = 0.0
     fail_every: int = 0                         # every n-th request ends with INTERNAL
@@ -37,7 +37,7 @@ class Doubler:
     most_at_once: int = 0                       # ... and at most
     busy_ns: int = 0
     stall_ends: float = 0.0                     # on time.monotonic()
-    counted_from: int | None = None             # of the received requests
+    counted_from: int | None = None             # index of the first received request that is counted
 
     async def ServerLive(self, request: Any, context: Any) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)

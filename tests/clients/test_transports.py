@@ -54,7 +54,7 @@ def test_every_way_sends_the_data_and_counts_what_fails(server: RunningServer, t
                  "--input-data", str(tmp_path / "x.npz"), "--json", str(tmp_path / "r.json")]
     assert main(arguments) == FAILED
     (level,) = json.loads((tmp_path / "r.json").read_text())["levels"]
-    assert set(level["errors"]) == {"INTERNAL"}     # of the second request alone
+    assert set(level["errors"]) == {"INTERNAL"}     # only the second request fails
     assert abs(level["requests"] - level["errors"]["INTERNAL"]) <= 2 and level["server"]["executions"] > 0
     assert "a negative value" in capsys.readouterr().out
     assert main(["-m", "nobody", "-u", urls(server)[way]]) == CANNOT_RUN
@@ -123,7 +123,7 @@ def test_a_region_that_cannot_be_made_is_a_failed_request_in_a_load_and_an_error
             raise full
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    room = 2                                                # for the inputs', and the outputs' of the trial
+    room = 2                                                # two regions: for inputs, and for the trial's outputs
     assert main(["-m", "affine", "-u", urls(server)["shm"], *FAST, "--concurrency", "2", "--json",
                  str(tmp_path / "r.json")]) == FAILED
     (level,) = json.loads((tmp_path / "r.json").read_text())["levels"]

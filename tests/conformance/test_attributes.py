@@ -26,7 +26,7 @@ from tests.conformance.cases import Arrays, cases, data_of, is_about_tensors, mo
 
 NUMBERS = {AttributeProto.INT: (-1, 0, 1, 2), AttributeProto.FLOAT: (0.0, 0.5, 2.0), AttributeProto.FLOATS: ([0.5],),
            AttributeProto.INTS: ([0], [1], [1, 1], [2, 2], [1, 1, 1, 1], [0, 1, 1, 0])}
-NOT_IN_THE_REFERENCE = ("clip", "input_forget")     # which ignores them, of recurrent layers
+NOT_IN_THE_REFERENCE = ("clip", "input_forget")     # attributes of recurrent layers that the reference ignores
 OLDEST_OPSET = 9        # older ones are not in onnx.reference
 EACH = 2            # models of an operator in the newest opset; one in each older
 

@@ -35,7 +35,7 @@ PORTS = (8001, 8000, 8002)      # gRPC, HTTP, metrics
 class Block:
     language: str
     code: str
-    line: int           # of the page, before the code
+    line: int           # line of the page before the code
     reason: str         # why it is not run; "": it is
 
     @property

@@ -48,7 +48,7 @@ def test_the_blocks_of_a_guide_run_in_order(page: Path, tmp_path: Path, base: Pa
     folder = tmp_path / "folder"
     folder.mkdir()
     for path in (*DEMO.iterdir(), *(ROOT / "examples" / "detector").glob("*.py")):
-        (folder / path.name).symlink_to(path)       # what is built of the same files is built once
+        (folder / path.name).symlink_to(path)       # so that engines of the same files are built once
     run(page, folder, base, monkeypatch)
 
 

@@ -7,7 +7,7 @@ import pytest
 from engines.backends.llvm.runtime import chunks, workers
 from engines.backends.llvm.runtime.execution import time_steps
 
-LEAST_SECS = 1e-7       # of a step, for a schedule: what the clock cannot tell from a call's own cost would not be cut
+LEAST_SECS = 1e-7       # least time of a step in a schedule: shorter steps would not be divided among threads
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ from engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import node, small_model
 from tests.fuzz.worker import Worker
 
-ITEMS = 2                   # of a batch
-TOLERANCE = 1e-3            # of the largest value expected
+ITEMS = 2                   # items per batch
+TOLERANCE = 1e-3            # relative to the largest expected value
 HUGE = 1e6                  # weights beyond make nonsense of a gate's last bit: nobody could say what then is right
 TEXT = FieldDescriptor.CPPTYPE_STRING
 NUMBERS = (0, 1, -1, 2, 3, 4, 5, 7, 10, 11, 16, 17, 64, 255, 1 << 18, 1 << 31, (1 << 31) - 1, 1 << 40, (1 << 63) - 1,

@@ -85,7 +85,7 @@ class File:
         return header + body[HEADER.size:] + packed
 
 
-FINE = ("refused", "right", "loaded")       # of outcomes
+FINE = ("refused", "right", "loaded")       # outcomes that are not failures
 Feed = dict[str, Any]                       # arrays by name
 Places = list[tuple[Any, Any]]      # (container, key) of each value in a document
 

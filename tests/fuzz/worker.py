@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-SECONDS, BYTES = 120.0, 2 << 30      # what takes so long hangs, however busy the machine is
+SECONDS, BYTES = 120.0, 2 << 30      # limits of a case; longer means a hang, even on a busy machine
 
 
 class Worker:
@@ -25,7 +25,7 @@ class Worker:
         self._process = self._context.Process(target=_serve, args=(its, self._answer), daemon=True)
         self._process.start()
         its.close()
-        self._mine.recv()       # it has imported all it needs
+        self._mine.recv()       # wait until the child has imported all it needs
 
     def ask(self, *question: Any) -> str:
         """Return the worker's answer, or "CRASH: ...", "HANG: ..." or "TRACEBACK: ..."."""

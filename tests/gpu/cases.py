@@ -29,7 +29,7 @@ from tests.engines.backends.test_recurrence import Case as Layer
 from tests.engines.backends.test_recurrence import node_of
 
 Case = tuple[Any, list[Array], dict[str, Any]]      # a problem, its inputs for some items, its constants
-TOLERANCE = {"int8": 0, "int16": 0, "fp32": 1e-4, "bf16": 4e-2, "fp16": 8e-3}    # of sums in another order
+TOLERANCE = {"int8": 0, "int16": 0, "fp32": 1e-4, "bf16": 4e-2, "fp16": 8e-3}    # tolerance for sums in another order
 
 
 def inputs_of(problem: Problem, seed: int = 0) -> list[Array]:
@@ -262,7 +262,7 @@ def product(precision: str, across: bool = True, rows: int = 19, depth: int = 44
     """Return a product whose broadcast second factor is plain, or transposed unless `across`."""
     dtype, integer = STORED[precision], precision == "int8"
     size = View(dtype, (), (), 0).size
-    wide = -(-columns // 8) * 8         # from a row to the next
+    wide = -(-columns // 8) * 8         # distance between rows
     steps = (depth * wide * size, size, depth * size) if across else (depth * wide * size, wide * size, size)
     program, constants = requantise(columns, np.random.default_rng(0), 0.001 if integer else 1.0, residual=True)
     y = gapped(dtype, (2, rows, columns))

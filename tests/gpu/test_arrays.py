@@ -14,7 +14,7 @@ from engines.ir.graph import Array
 from engines.plan.plan import TensorView
 
 ARRAY = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-CUDA, FLOAT, BFLOAT = 2, 2, 4           # of DLPack: a device, kinds of elements
+CUDA, FLOAT, BFLOAT = 2, 2, 4           # DLPack's codes of a device and of element types
 
 
 class Versioned(ctypes.Structure):

@@ -77,7 +77,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             yield Served(server, gpus, client, engine)
 
 
-GPU, CPU = 1, 2         # of ModelInstanceGroup.Kind
+GPU, CPU = 1, 2         # values of ModelInstanceGroup.Kind
 
 
 def test_instances_are_on_the_gpus_that_their_groups_name_or_on_all_that_run_the_plan(served: Served) -> None:

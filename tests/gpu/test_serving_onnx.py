@@ -20,7 +20,7 @@ from tests.infer_server.serving import RunningServer, serving
 
 X = np.linspace(-2, 2, 8, dtype=np.float32).reshape(1, 8)
 WANTED = np.maximum(X + 1, 0)
-GPU, CPU = 1, 2         # of ModelInstanceGroup.Kind
+GPU, CPU = 1, 2         # values of ModelInstanceGroup.Kind
 USUAL = 'max_batch_size: 4 parameters { key: "timing" value { string_value: "false" } } '
 CONFIGS = {
     "asks": "instance_group { kind: KIND_GPU count: 2 }",

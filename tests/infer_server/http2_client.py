@@ -90,7 +90,7 @@ class Http2Client:
         if not data:
             self.is_closed = True
             return False
-        with suppress(NGH2Error):                   # what follows the last GOAWAY
+        with suppress(NGH2Error):                   # frames after the last GOAWAY
             self.http2.receive_data(data)
         self.events += self.http2.events()
         self.send()

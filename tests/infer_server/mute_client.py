@@ -11,7 +11,7 @@ import struct
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
-_FRAME_BYTES = 16384                    # what a server must take
+_FRAME_BYTES = 16384                    # largest frame that every server must accept
 _FIRST_WINDOW = 65535
 _INITIAL_WINDOW_SIZE = 4                # the setting
 
@@ -45,7 +45,7 @@ class MuteClient:
             if room <= 0:
                 kind, stream, _ = self.read_frame()
                 if kind == _RST_STREAM and stream == self._stream:
-                    return                          # it takes no more of this request
+                    return                          # the server takes no more of this request
                 continue
             piece, left = left[:room], left[room:]
             self._send(_frame(_DATA, 0 if left or announced else _END_STREAM, self._stream, piece))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from engines.errors import PlanCorruptError
 from infer_server.repository import checking
 
-TIMEOUT_SECS = 120          # of whatever a test waits for: what takes so long hangs, however busy the machine is
+TIMEOUT_SECS = 120          # time limit of everything a test waits for; longer means a hang, even on a busy machine
 
 
 class Gate:
@@ -33,7 +33,7 @@ class Gate:
         self._closed = False
         self._held = 0
         self._passes = 0
-        self.held_items = 0             # of the executions that are held
+        self.held_items = 0             # items of the executions that are held
 
     @contextmanager
     def closed(self) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Gate:
             self._changed.notify_all()
 
 
-CONTEXTS: weakref.WeakSet[NumpyContext] = weakref.WeakSet()        # whose memory is still held
+CONTEXTS: weakref.WeakSet[NumpyContext] = weakref.WeakSet()        # contexts whose memory is still held
 GATES: defaultdict[str, Gate] = defaultdict(Gate)
 
 

@@ -21,7 +21,7 @@ from infer_server.batching import engine_executor
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
 SHAPE = (3, 80, 80)             # 75 KiB an item
-CLIENTS, REQUESTS = 4, 12       # of each
+CLIENTS, REQUESTS = 4, 12       # requests of each client
 Float32s = NDArray[np.float32]
 
 

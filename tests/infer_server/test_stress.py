@@ -30,8 +30,8 @@ from tests.infer_server.mute_client import MuteClient
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
-VALUES = 512 << 10                              # of an input, and of an answer: 2 MiB
-ONE_CALL = 3 * 4 * VALUES                       # what the server counts: an input, and an answer twice
+VALUES = 512 << 10                              # values of an input and of an output: 2 MiB
+ONE_CALL = 3 * 4 * VALUES                       # bytes that the server counts: an input, and an output twice
 
 
 def held(server: RunningServer) -> int:

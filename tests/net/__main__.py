@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.net.check import check, seen
 from tests.net.strategies import NAMES, cases
 
-SECONDS = 60            # of one case: then it hangs
+SECONDS = 60            # time limit of a case; longer means a hang
 
 
 def main() -> int:

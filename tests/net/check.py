@@ -30,7 +30,7 @@ REFUSALS = (
     "batch == ",                                                # a Split of the items
     "does not fit an extent",                                   # a window that is wider than the image and its padding
 )
-seen: Counter[str] = Counter()      # what became of the cases: "right", or why they were refused
+seen: Counter[str] = Counter()      # results of the cases: "right", or why they were refused
 
 
 class Wrong(AssertionError):

@@ -22,8 +22,8 @@ OPSET = 21
 # Relative rounding of what computes or stores so, with the errors of its functions.
 ROUNDING = {"float64": 1e-12, "float32": 4e-6, "float16": 1e-3, "bfloat16": 8e-3,
             "fp32": 4e-6, "best": 8e-3, "fp16": 1e-3, "bf16": 8e-3, "int8": 4e-6}
-STEPS = 127             # of int8, over the range of a tensor
-SAMPLES = 2             # of moved graphs, each moved the other way too: what was equal then differs one way or other
+STEPS = 127             # steps of int8 over the range of a tensor
+SAMPLES = 2             # perturbed evaluations, each also with the opposite sign, so that ties differ in one of them
 FUNCTIONS = 4e-6        # absolute errors of kernels' functions; float64 has none, for it has no kernels
 MARGIN = 8              # how much more than the largest of the samples' moves an element may differ
 EXACT = "c"             # names of constants that say what to do begin so: they are not rounded
@@ -39,7 +39,7 @@ class Evaluator:
     """Executable node."""
     node: onnx.NodeProto
     session: ReferenceEvaluator
-    dtypes: tuple[np.dtype[Any], ...]       # of its outputs
+    dtypes: tuple[np.dtype[Any], ...]       # dtypes of the outputs
 
     def run(self, arrays: Sequence[Array | None]) -> list[Array]:
         feeds = {name: widened(array) for name, array in zip(self.node.input, arrays, strict=True) if array is not None}

@@ -14,9 +14,9 @@ from onnx import helper, numpy_helper
 
 from tests.net.evaluation import EXACT, OPSET, Array, Evaluator, Unsupported, evaluate, evaluator
 
-ITEMS = 3               # of the values that inputs are drawn with; fewer are the first of these
+ITEMS = 3               # items of the drawn inputs; smaller batches are the first of these
 FEWER = 2
-LARGEST = 1e4           # of a float: beyond, float16 is at its end
+LARGEST = 1e4           # largest float drawn: float16 overflows soon beyond
 MOST_ELEMENTS = 4000
 SIGNED = ("int8", "int16", "int32", "int64")
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")

@@ -12,7 +12,7 @@ from benchmarks.zoo.workloads import WORKLOADS
 from calibration import Calibration
 from engines import build_engine
 
-FLOAT_ERROR = 1e-3          # of the largest value
+FLOAT_ERROR = 1e-3          # relative to the largest value
 LEAST_DB = 10.0             # INT8 of random weights, few of them, in ranges of a few random inputs
 COVERED = ("alexnet", "googlenet", "resnet18", "resnet34", "resnet50", "inception_v3")     # as TINY has them
 BY_REFERENCE = {"mask_rcnn", "unet3d"}

@@ -9,7 +9,7 @@ from engines.ir.graph import Graph
 from engines.lowering.problems.problem import Array
 from engines.plan.plan import Operand
 
-ALIGNMENT = 256         # of each array; no access needs more
+ALIGNMENT = 256         # alignment of each array in bytes; no access needs more
 
 
 class Constants:
@@ -20,7 +20,7 @@ class Constants:
         self._parts: list[Array] = []
         self._size = 0
         self._known: dict[bytes, Operand] = {}
-        self.weight_offsets: dict[str, int] = {}    # of graph constants that kernels read unpacked
+        self.weight_offsets: dict[str, int] = {}    # offsets of graph constants that kernels read unpacked
 
     def add(self, array: Array) -> tuple[Operand, int]:
         """Add an array and return its operand and its size in bytes."""

@@ -21,7 +21,7 @@ ISSUE = 128                 # lanes that can issue an instruction per cycle
 EPILOGUE, OPERAND = 7, 3    # SASS instructions per output: requantise a sum; add an operand's byte
 PLAIN = 4                   # instructions per scalar product: two loads, the product, address arithmetic
 START, LAUNCH = 1200, 2e-6  # cycles before a block's first product; seconds between kernels of a graph
-LATENCY = 6e-7              # of a load from memory, in seconds
+LATENCY = 6e-7              # latency of a load from memory, in seconds
 REGISTERS, BASE_REGISTERS = 65536, 90  # per multiprocessor; per thread in addition to its sums
 MOST_REGISTERS = 250                # per thread before it spills
 THREADS = 2048                      # per multiprocessor
@@ -83,7 +83,7 @@ CARDS: Mapping[str, Card] = {
 @dataclass(frozen=True)
 class BlockTraffic:
     """Blocking and memory traffic of a contraction, the input of its cost model."""
-    pixels: int                 # of all items
+    pixels: int                 # pixels of all items
     couts: int
     depth: int                  # padded bytes of K
     tile: tuple[int, int]       # pixels and couts per block

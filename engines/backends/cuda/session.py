@@ -37,7 +37,7 @@ class GpuChoice:
     kernel: GpuKernel[Any]
     tactic: Any
     seconds: float
-    items: int              # of the launch that takes `seconds`
+    items: int              # items of the launch that takes `seconds`
 
 
 Key = tuple[Problem, tuple[int, ...]]       # a problem and the alignments of its tensors

@@ -67,7 +67,7 @@ def kinds_of(model: onnx.ModelProto, weights: Mapping[str, Array]) -> dict[str, 
 
     `weights` are the initializers, which the model itself lacks.
     """
-    with suppress(Exception):   # it raises many kinds; tensors without an inferred type are treated as any tensor
+    with suppress(Exception):  # inference raises many kinds; tensors without an inferred type are treated as any tensor
         model = onnx.shape_inference.infer_shapes(_with_weights(model, weights))
     found: dict[str, onnx.TypeProto] = {}
 

@@ -199,14 +199,14 @@ def _resize(node: Node, types: Sequence[TensorType | None], constant: Constant) 
     if "sizes" not in node.attrs:
         scales = constant("scales", np.array(node.attrs["scales"], np.float32))
         return [("Resize", [*node.inputs, roi, scales], node.outputs, attrs)]
-    sizes = node.attrs["sizes"][2:]             # of the image axes only: the batch may be symbolic
+    sizes = node.attrs["sizes"][2:]             # only the image axes: the batch may be symbolic
     axes = list(range(2, 2 + len(sizes)))
     if "scales" in node.attrs:                  # the least of these sizes' quotients by the image's is that one scale
         shape = present(types)[0].shape
         image = fixed(shape[1:-1] if node.attrs.get("channels_last") else shape[2:])
         sizes = [math.ceil(scale * d - 1e-6) for scale, d in zip(node.attrs["scales"][2:], image, strict=True)]
         attrs["keep_aspect_ratio_policy"] = "not_larger"
-        axes = [axis for axis in axes if node.attrs["scales"][axis] != 1.0] or axes     # those that it is the scale of
+        axes = [axis for axis in axes if node.attrs["scales"][axis] != 1.0] or axes     # axes that are scaled
         sizes = [sizes[axis - 2] for axis in axes]
     extents = constant("sizes", np.array([int(extent(d)) for d in sizes], np.int64))     # type: ignore[arg-type]
     return [("Resize", [*node.inputs, roi, "", extents], node.outputs, {**attrs, "axes": axes})]

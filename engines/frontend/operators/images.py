@@ -16,7 +16,7 @@ from engines.ir.graph import BATCH, Node
 from engines.ir.shapes import dim, fixed, normal_axis
 from engines.ops.window import Window
 
-COUNTS_INSIDE_PADS = 19     # from this opset on an AveragePool divides by what of a window is inside of the pads
+COUNTS_INSIDE_PADS = 19     # first opset whose AveragePool does not divide by elements beyond the pads
 
 
 @rule("Conv", "ConvTranspose")
@@ -44,7 +44,7 @@ def _pool(call: OperatorCall) -> list[Node]:
     attrs = {"kernel_shape": kernel, **_steps(call, len(kernel)), **call.keep("p", "count_include_pad")}
     attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
     attrs |= _without_ceil(call, attrs) if call.attr("ceil_mode", 0) else _with_one_window(call, attrs)
-    order = call.keep("storage_order")      # of the indices that are the second output
+    order = call.keep("storage_order")      # only affects the indices, which are the second output
     return call.node_with(1, **attrs | (order if len(call.node.outputs) > 1 else {}))
 
 
@@ -277,7 +277,7 @@ def _resize(call: OperatorCall) -> list[Node]:
         "coordinate_transformation_mode": call.attr("coordinate_transformation_mode", "half_pixel"),
         "nearest_mode": call.attr("nearest_mode", "round_prefer_floor"),
         **call.keep("cubic_coeff_a", "exclude_outside", "extrapolation_value", "antialias")}
-    call.ignore("keep_aspect_ratio_policy")     # of sizes, where there are any
+    call.ignore("keep_aspect_ratio_policy")     # applies to sizes only
     if call.opset < 11:
         return _without_modes(call, attrs)
     shape = call.type().shape

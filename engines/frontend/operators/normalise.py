@@ -196,7 +196,7 @@ def _variadic(call: OperatorCall) -> list[Node]:
 @rule("Cast", "CastLike")
 def _cast(call: OperatorCall) -> list[Node]:
     to = call.type(1).dtype if call.node.op == "CastLike" else _target(call.attr("to"))
-    rounding = call.keep("saturate", "round_mode")      # for types of at most 8 bits
+    rounding = call.keep("saturate", "round_mode")      # these matter only for types of at most 8 bits
     return [replace(node, op="Cast") for node in call.node_with(1, to=to.name, **rounding if is_rare(to) else {})]
 
 
@@ -255,7 +255,7 @@ def _lp_normalization(call: OperatorCall) -> list[Node]:
 def _batch_normalization(call: OperatorCall) -> list[Node]:
     if call.attr("training_mode", 0) or (len(call.node.outputs) > 1 and call.opset >= 14):
         raise GraphError("it is in training mode; export the model for inference")
-    call.ignore("momentum")         # for training, which has more outputs
+    call.ignore("momentum")         # used only in training
     return [replace(node, outputs=node.outputs[:1]) for node in call.node_with(5, epsilon=call.attr("epsilon", 1e-5))]
 
 
@@ -273,7 +273,7 @@ def plain_sums(call: OperatorCall) -> None:
 
 @rule("Range")
 def _range(call: OperatorCall) -> list[Node]:
-    call.ignore("stash_type")       # it is computed while the engine is built, in double precision
+    call.ignore("stash_type")       # the engine's build computes in double precision
     return call.node_with(3)
 
 
@@ -309,7 +309,7 @@ def _quantised(call: OperatorCall) -> list[Node]:
     if (known := call.values[1]) is not None and not np.all(np.isfinite(known)):
         raise GraphError("the scale must be finite")
     attrs: dict[str, Any] = call.keep("block_size")
-    saturate = call.keep("saturate")        # for 8-bit floats
+    saturate = call.keep("saturate")        # matters only for 8-bit floats
     if is_rare(call.type(2).dtype if call.has(2) else wanted or np.dtype(np.uint8)):
         attrs |= saturate
     axis = call.attr("axis", 1)

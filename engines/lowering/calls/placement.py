@@ -21,7 +21,7 @@ ITEMS = -1          # pseudo-axis of an item: the leading axis of a tensor witho
 @dataclass(frozen=True)
 class Storage:
     """Buffer. `whole` is the view of one item, halo included; `pad` is the value of the halo."""
-    name: str                   # of the tensor it was created for
+    name: str                   # name of the tensor that the buffer was created for
     whole: View
     items: Dim                  # BATCH, or a number
     halo: Halo = Halo()

@@ -142,7 +142,7 @@ class Gate:
     beyond the ends.
     """
     end: float
-    coefficients: tuple[float, ...]     # of u**0, u**1, ...
+    coefficients: tuple[float, ...]     # coefficients of u**0, u**1, ...
 
     def __call__(self, machine: Machine, x: Floats) -> Floats:
         near = machine.min(machine.max(x, -self.end), self.end)
@@ -275,12 +275,12 @@ def _acos(machine: Machine, x: Floats) -> Floats:
 
 FUNCTIONS: dict[str, Function] = {      # each a dependency chain of about a dozen instructions
     "exp": _any_exp,
-    "exp_of_moderate": _exp,        # from -87 to 88
+    "exp_of_moderate": _exp,        # for x from -87 to 88
     "exp_of_negative": _exp_of_negative,        # x <= 0
     "exp_down_to_0": _exp_down_to_0,            # likewise
     "log": _any_log,
     "log_of_positive": _log,
-    "log1p": _log1p,                # from 0 to 1
+    "log1p": _log1p,                # for x from 0 to 1
     "sigmoid": _sigmoid,
     "tanh": _tanh,
     "erf": _erf,

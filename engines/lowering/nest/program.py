@@ -152,7 +152,7 @@ class Term:
     writer: Writer = field(repr=False)
     number: int
     kind: str
-    linear: Linear | None = None        # of an i64 that is affine in the loops
+    linear: Linear | None = None        # the affine function of the loops, if this i64 is one
 
     def binary(self, op: str, other: Term | Number, kind: str = "") -> Term:
         other = self.like(other)

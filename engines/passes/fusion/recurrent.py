@@ -122,7 +122,7 @@ class _RecurrentSplitter(GraphEditor):
             return ""
         made = self.graph.producer.get(state)
         if made is not None and made.op == "Expand" and made.inputs[0] in self.graph.constants:
-            state = made.inputs[0]      # one state for every item
+            state = made.inputs[0]      # the same initial state for every item
         if state in self.graph.constants:
             array = self.graph.constants[state]
             array = array if node.attrs["layout"] else array.transpose(_TIME_FIRST)

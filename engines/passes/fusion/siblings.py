@@ -79,7 +79,7 @@ class _Merge:
         self.editor, self.graph, self.members = editor, editor.graph, members
         first = members[0]
         self.rank = len(self.graph.shape(first.outputs[0]))
-        self.axis = 1 if first.op == "Conv" and not first.attrs.get("channels_last") else self.rank - 1    # of channels
+        self.axis = 1 if first.op == "Conv" and not first.attrs.get("channels_last") else self.rank - 1    # channels
         self.sizes = tuple(self.graph.constants[node.inputs[1]].shape[output_axis(node)] for node in members)
         self.ends = tuple(node.outputs[0] for node in members)
         self.merged = {id(node) for node in members}

@@ -53,7 +53,7 @@ def fuse_pointwise(graph: Graph) -> Graph:
 
 
 def _grouped(graph: Graph, positions: Mapping[int, int]) -> list[_FusionGroup]:
-    groups: dict[str, _FusionGroup] = {}          # by result
+    groups: dict[str, _FusionGroup] = {}          # by the group's result
     seen: set[int] = set()
     for position, node in enumerate(graph.nodes):
         if id(node) in seen:

@@ -22,7 +22,7 @@ class InferReply(ABC):
     def __init__(self) -> None:
         self.held: OpenCall | None = None           # counts the bytes of the call
         self.submitted: Submitted | None = None
-        self.gone = False                           # it has ended: answered, failed, or left by its client
+        self.gone = False                           # True once the call has ended: answered, failed, or cancelled
 
     @abstractmethod
     def respond(self, response: bytes) -> None:

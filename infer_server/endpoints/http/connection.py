@@ -59,7 +59,7 @@ class HttpConnection(asyncio.Protocol):
         self._peer = ""
         self._keep_alive = True
         self._has_begun = False                                 # a streamed response has begun
-        self._chunked = False                                   # its body is sent in chunked coding
+        self._chunked = False                                   # True if the body is sent in chunked coding
         self._awaits_go_on = False                              # the client waits for 100 Continue
         self._has_ended = False                                 # received bytes are discarded
         self._silence: asyncio.TimerHandle | None = None        # closes a TLS connection after the last response

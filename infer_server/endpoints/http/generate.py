@@ -85,7 +85,7 @@ class GenerateCall(InferenceCall):
         request = exchange.request
         self.model, self.version, self.received_ns = model.name, version, request.received_ns
         self._services, self._held, self._headers = services, exchange.held, request.headers
-        self._answer_bytes = 0                  # not known
+        self._answer_bytes = 0                  # 0: unknown
         self.id = member(body, "id", str, "")
         members = {**body, **member(body, _PARAMETERS, dict, {})}
         specs = {spec.name: spec for spec in model.config.inputs}

@@ -20,7 +20,7 @@ from infer_server.errors import MemoryLimitError, ServeError
 from infer_server.protocol.parameters import digits
 from protos.http2 import ErrorCode, Header
 
-_MAX_STREAMS = 256                  # that a client may have open on a connection
+_MAX_STREAMS = 256                  # most concurrent streams on a connection
 _MAX_EARLY_PINGS = 100              # less than a second after the one before, between two answers
 
 
@@ -109,7 +109,7 @@ class RequestStream:
         self._ended = self._refused = False                     # the client has sent everything; it has its answer
         self._held: OpenCall | None = None                      # counts the request and its answer
         self._unsent: list[OpenCall] = []                       # count the pieces of an answer that are not sent
-        self.exchange: Exchange | None = None                   # that is being answered
+        self.exchange: Exchange | None = None                   # the exchange being answered
         self.answered_at, self.is_partial, self.partial_bytes = 0.0, False, 0
 
     # ---- inflight.Client

@@ -86,7 +86,7 @@ def _set_parameters(parameters: Any, body: Any) -> None:
 
 def _read(body: bytes | bytearray) -> Steps[dict[str, Any]]:
     """Parse a large body in steps, decoding the files in it from base64."""
-    document = yield from read_members(body, len(body), lambda count: None)     # as large as the body, which is counted
+    document = yield from read_members(body, len(body), lambda count: None)     # the body is already counted
     parameters = member(document, "parameters", dict, {})
     for name, value in parameters.items():
         if isinstance(value, JsonArray):

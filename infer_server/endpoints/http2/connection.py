@@ -192,7 +192,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             elif isinstance(event, SettingsReceived):
                 self._limits.on_settings()
             elif isinstance(event, ConnectionClosed):
-                self.flush_soon()           # which closes the transport
+                self.flush_soon()           # flushing then closes the transport
         if self._uncounted:
             uncounted, self._uncounted = self._uncounted, []
             for partial in uncounted:
@@ -343,7 +343,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     def close(self) -> None:
         """Close the connection, which ends all its calls, when the transport's buffer has been sent."""
         if self._transport:
-            with suppress(NGH2Error):           # it is terminating already
+            with suppress(NGH2Error):           # the session is already terminating
                 self._http2.terminate_connection()
             self.flush()
             self._close_transport()

@@ -80,7 +80,7 @@ def _of_onnx(source: Source) -> _Onnx | None:
     ranks = {spec.name: len(model_dims(spec)) + (asked > 0) for spec in source.message.output}
     unranked = [each.name for each in outline.outputs if each.extents is None]
     if not source.message.HasField("max_batch_size") and not ranks.keys().isdisjoint(unranked):
-        return None                             # its dims may or may not include the batch axis
+        return None                             # dims may or may not include the batch axis
 
     def shape(output: str, extents: Sequence[Any] | None) -> tuple[str, ...]:
         """Return an output's shape with open extents: they follow from the nodes, not from the declaration."""

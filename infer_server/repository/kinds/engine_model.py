@@ -104,7 +104,7 @@ class EngineModel(QueuedModel):
                 executor.execute([request])
         self.warmup_secs = time.monotonic() - began
         self.precision, self.built_secs = precision_of(engine), next(iter(engines.loaded.values())).built_secs
-        if not (config.ragged or config.sequences):     # those are assembled in host memory
+        if not (config.ragged or config.sequences):     # such batches are assembled in host memory
             self.zero_copy_devices = {None, *(device for context, device in zip(contexts, config.devices, strict=True)
                                     if device is not None and isinstance(context, InPlaceContext)
                                     and context.binds_arrays)}

@@ -126,7 +126,7 @@ class EnsembleModel(Model):
 
     def drain(self) -> None:
         self._closed = True
-        while self._runs:               # their steps complete on the event loop
+        while self._runs:               # the steps of runs complete on the event loop
             time.sleep(0.01)
         if self._cached:
             self._cached.drop()

@@ -52,7 +52,7 @@ class ImageInput:
     """Model input that accepts encoded images."""
     name: str
     dtype: str                                  # dtype of the tensor, as engines name it
-    preprocess: Preprocess                      # with the size and layout of the input
+    preprocess: Preprocess                      # preprocessing to the size and layout of the input
 
     @property
     def item(self) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ class Peer:
                                           (b"grpc-status", b"%d" % status), *fields), end_stream=True)
 
 
-Handler = Callable[[Peer, int, dict[bytes, bytes]], None]       # of the connection, a stream and its headers
+Handler = Callable[[Peer, int, dict[bytes, bytes]], None]  # called with the connection, a stream number and its headers
 
 
 @dataclass
@@ -179,7 +179,7 @@ class Proxy:
 
     def __init__(self, upstream: str) -> None:
         self.upstream: str | None = upstream        # None: connections are closed as soon as they are made
-        self.count = 0                              # of connections
+        self.count = 0                              # number of connections so far
         self._open: list[socket.socket] = []
 
     def cut(self) -> None:

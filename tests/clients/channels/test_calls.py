@@ -162,7 +162,7 @@ def test_connections_are_encrypted(tmp_path: Path, certificates: Path, kind: str
             with client_of(kind, running.address, tls=given, transport=transport) as client:
                 for _ in range(3):
                     np.testing.assert_array_equal(client.infer("wide", {"x": x})["y"], 2 * x + 1)
-        for refused in (Tls(f"{own}.pem"), ssl.create_default_context()):       # not the server's authority
+        for refused in (Tls(f"{own}.pem"), ssl.create_default_context()):       # without the server's authority
             with client_of(kind, running.address, tls=refused) as client, pytest.raises(
                     ServerUnavailableError, match="certificate"):
                 client.is_server_live()

@@ -162,7 +162,7 @@ def test_retries_stop_while_half_of_the_tokens_are_gone() -> None:
     assert [is_retried() for _ in range(3)] == [True, False, False]     # 3, 2 and 1 tokens
     for _ in range(5):
         throttle.succeeded()
-    assert [is_retried() for _ in range(2)] == [True, False]            # of 3.5
+    assert [is_retried() for _ in range(2)] == [True, False]            # 2.5 and 1.5 tokens
 
 
 def test_a_method_has_its_own_settings_those_of_its_service_or_those_of_all() -> None:

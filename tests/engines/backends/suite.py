@@ -13,7 +13,7 @@ from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View, dense_view
 
-UNTOUCHED = 0xA5        # what lies around an output
+UNTOUCHED = 0xA5        # fill of the bytes around an output
 
 _NUMPY = {"bfloat16": "uint16"}
 

@@ -40,7 +40,7 @@ class Shape:
     dilation: tuple[int, ...] = (1, 1)
     groups: int = 1
     gaps: bool = False
-    planes: int = 0         # of volumes
+    planes: int = 0         # depth of a volume; 0 for an image
 
     def spec(self, precision, program, stored="", residual=True):
         view = gapped if self.gaps else dense_view

@@ -100,7 +100,7 @@ def test_every_instruction_rounds_as_its_meaning_says(op, runner):
     if op in ("sqrt", "log_of_positive"):
         inputs = [np.abs(x) for x in inputs]
     if op in ("less", "less_or_equal", "equal"):
-        inputs = [np.rint(x) for x in inputs]       # so that some are equal
+        inputs = [np.rint(x) for x in inputs]       # so that some elements are equal
     for place, x in enumerate(inputs):
         x[:, 7 * place + 1] = np.nan
     check(spec, runner, inputs, {"program": []})

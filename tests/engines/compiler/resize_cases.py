@@ -158,7 +158,7 @@ def fault(case: Case, made: NDArray[Any], right: NDArray[Any]) -> str:
     if made.shape != right.shape or made.dtype != right.dtype:
         return f"{made.dtype} {made.shape} for {right.dtype} {right.shape}: {case}"
     if case.family == "nearest" or made.dtype.kind != "f":
-        allowed = case.family == "antialias"        # sums of a filter whose halves are rounded to the other side
+        allowed = case.family == "antialias"        # a difference of 1: antialiasing may round ties the other way
         wrong = np.abs(made.astype(np.float64) - right) > allowed
     else:
         wrong = ~np.isclose(made, right, rtol=TOLERANCES[made.dtype.name], atol=3 * TOLERANCES[made.dtype.name])

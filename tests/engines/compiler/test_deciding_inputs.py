@@ -77,7 +77,7 @@ def test_one_plan_serves_all_values(model: onnx.ModelProto, feeds: list[dict[str
 def test_each_value_is_specialised_once() -> None:
     engine = build_engine(branching(), cache=False, timing=False).engine()
     assert isinstance(engine, OpenEngine)
-    assert engine.specialised == [{"items": 1, "value of rate": (8000,)}]       # which it compares
+    assert engine.specialised == [{"items": 1, "value of rate": (8000,)}]       # the value that the engine compares
     first, again, other = (engine.at({"x": (2, 6), "rate": ()}, {"rate": np.array(n)}) for n in (8000, 8000, 1))
     assert first is again and first is not other
     assert engine.deciding == ("rate",) and "'rate'" not in str(first.inputs)
@@ -92,7 +92,7 @@ def test_a_value_of_another_type_is_refused() -> None:
     engine = build_engine(branching(), cache=False, timing=False).engine()
     engine.run(rated(1, 8000))
     with pytest.raises(InputError, match="input 'rate' is float64, the model takes int64"):
-        engine.run({"x": random(1, 6), "rate": np.array(8000).view(np.float64)})       # of the same bytes
+        engine.run({"x": random(1, 6), "rate": np.array(8000).view(np.float64)})       # a float64 with the same bytes
 
 
 def test_the_first_value_is_that_of_the_data() -> None:

@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 
 from tests.engines.compiler.zoo_engines import engine_of, fallbacks, relative_error
 
-TOLERANCE = 2e-5        # of the largest value: float32 sums in another order
+TOLERANCE = 2e-5        # relative to the largest value: float32 sums in another order
 ITEMS = 3
 VOCABULARY = 40
 

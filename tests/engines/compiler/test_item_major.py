@@ -82,7 +82,7 @@ def test_a_tensor_from_outside_that_dies_inside_a_band_keeps_its_memory_to_the_e
     assert verify(run_item_major(plan, [run]))
     dying = [buffer for buffer in plan.machine.buffers if buffer.first < run.first <= buffer.last < run.last - 1]
     wrong = plan.with_machine(item_major=(run,)) if dying else \
-        plan.with_machine(item_major=(replace(run, first=run.first + 1),))     # its first step's are outside's now
+        plan.with_machine(item_major=(replace(run, first=run.first + 1),))     # the first step is now outside
     with pytest.raises(PlanCorruptError, match="alive in steps"):
         verify(wrong)
 

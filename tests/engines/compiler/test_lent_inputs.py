@@ -30,7 +30,7 @@ def test_what_one_run_was_lent_is_not_read_by_the_next_one() -> None:
     assert context.in_place == {"a", "b"}
     lent, copied, items = ending_at(2047, 7), ending_at(PAGE - 1, 1), ending_at(2047, 5)
     context.run({"a": lent, "b": copied}, 2)
-    lent[...] = 99                                          # it is its caller's again
+    lent[...] = 99                                          # the caller owns the array again
     context.input("a", 2)[...] = 3
     context.execute_with(2, {"b": [items]})
     y = context.output("y", 2)

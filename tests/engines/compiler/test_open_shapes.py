@@ -453,7 +453,7 @@ def test_contexts_of_many_shapes_take_the_memory_of_one_another(monkeypatch: pyt
     class Counted(memory):              # type: ignore[valid-type, misc]
         def __init__(self, size: int, huge_pages: bool = True) -> None:
             nonlocal made
-            made += size >= 1 << 16         # of a pool; constants are smaller
+            made += size >= 1 << 16         # size of a pool; constants are smaller
             super().__init__(size, huge_pages)
 
     monkeypatch.setattr(arena, "Memory", Counted)

@@ -25,7 +25,7 @@ from tests.engines.compiler.zoo_engines import fallbacks, relative_error
 from tests.zoo import run_onnx
 
 EVERY = pytest.mark.parametrize("name", MODELS)
-TOLERANCE = 2e-5        # of the largest value: float32 sums in another order, fed back
+TOLERANCE = 2e-5        # relative to the largest value: float32 sums in another order, fed back
 
 
 def oracle(name: str, model: onnx.ModelProto, x: NDArray[np.float32]) -> dict[str, NDArray[Any]]:

@@ -15,7 +15,7 @@ from engines.runtime.engine import Engine
 from tests.engines.compiler.zoo_engines import MAX_BATCH, engine_of, fallbacks, relative_error
 from tests.zoo import images_for, run_onnx
 
-TOLERANCE = 1e-4        # of the largest value: float32 sums in another order
+TOLERANCE = 1e-4        # relative to the largest value: float32 sums in another order
 ENCODERS: dict[str, dict[str, Any]] = {
     "as MiniLM": {},
     "token types, first token": {"token_types": True, "pooling": "first"},

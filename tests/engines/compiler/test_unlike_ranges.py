@@ -25,7 +25,7 @@ from engines.plan.plan import graph_of
 from infer_server.cli.inspect_engine import describe, layers
 from tests.engines.compiler.small_models import small_model
 
-LEAST_DB = 25       # of a part of an output; one scale for unlike parts leaves less than 15
+LEAST_DB = 25       # least SQNR of a part of an output; with one scale for unlike parts it is below 15
 
 
 class Net:

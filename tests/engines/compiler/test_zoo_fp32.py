@@ -10,7 +10,7 @@ from tests.engines.compiler.zoo_engines import MAX_BATCH, engine_of, fallbacks, 
 from tests.zoo import TINY, images_for, run_onnx
 from tests.zoo.variants import save_with_external_data, with_constant_nodes, with_initializers_as_inputs
 
-TOLERANCE = 1e-4        # of the largest value: float32 sums in another order
+TOLERANCE = 1e-4        # relative to the largest value: float32 sums in another order
 EVERY = pytest.mark.parametrize("name", TINY)
 
 

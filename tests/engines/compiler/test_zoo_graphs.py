@@ -13,7 +13,7 @@ from engines.passes.pipeline import optimise, simplify
 from tests.engines.compiler.zoo_engines import relative_error
 from tests.zoo import TINY, images_for, run_onnx
 
-TOLERANCE = 1e-5        # of the largest value: float32 sums in another order, no kernels yet
+TOLERANCE = 1e-5        # relative to the largest value: float32 sums in another order, without kernels
 
 
 @pytest.mark.parametrize("name", TINY)

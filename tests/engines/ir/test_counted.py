@@ -68,7 +68,7 @@ def test_what_was_counted_at_one_extent_is_right_at_every_other_at_which_the_gua
                 polynomials = [getattr(one, "polynomial", None) for one in traced]
                 assert [value_at(counting, p, extents) if p is not None else one
                         for p, one in zip(polynomials, traced, strict=True)] == run(*extents)
-    assert served > others // 20        # it says something
+    assert served > others // 20        # the test is not vacuous
 
 
 def test_what_is_so_for_all_extents_is_not_guarded() -> None:

@@ -93,7 +93,7 @@ def test_blocks_of_four_bits_come_back_whatever_their_zero_point(lowest: int) ->
 def test_weights_of_four_bits_are_told_from_floats_by_a_few_of_them() -> None:
     random = np.random.default_rng(0)
     numbers = random.integers(-8, 8, (6, 64)).astype(np.float32)
-    numbers[0, :16] = 5                                         # of one level, and of none but 0
+    numbers[0, :16] = 5                                         # a block of one level, and one of zeros
     numbers[1, :16] = 0
     blocks = block_params(numbers * np.repeat(random.uniform(0.01, 1, (6, 2)).astype(np.float32), 32, axis=1))
     assert blocks is not None and blocks.block <= 32

@@ -209,7 +209,7 @@ def test_a_plan_for_another_cpu_is_refused_or_compiled_again(tmp_path: Path, mon
 
 
 def test_a_plan_whose_graph_cannot_be_compiled_again_is_refused(tmp_path: Path) -> None:
-    plan = mix_plan(READS, OUTPUTS).with_machine(cpu={"features": ["amx_int4096"]})     # its graph is none
+    plan = mix_plan(READS, OUTPUTS).with_machine(cpu={"features": ["amx_int4096"]})     # the graph is invalid
     write_plan(plan, tmp_path / "m.plan")
     with pytest.raises(PlanError, match="a graph that cannot be read"):
         load_engine(tmp_path / "m.plan")

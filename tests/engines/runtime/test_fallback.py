@@ -83,8 +83,8 @@ def failing_plan(node: Node, inputs: tuple[TensorView | str, ...], **changes: An
 
 @pytest.mark.parametrize(("node", "inputs"), [
     (Node("Nonsense", ("t1",), ("t2",)), ("w",)),
-    (Node("MatMul", ("w", "w"), ("t2",)), ("w", "w")),              # its extents do not fit each other
-    (Node("Neg", ("s",), ("t2",)), ("s",)),                         # it would be repeated
+    (Node("MatMul", ("w", "w"), ("t2",)), ("w", "w")),              # the extents of w and w do not match
+    (Node("Neg", ("s",), ("t2",)), ("s",)),                         # the scalar result would be broadcast
     (Node("Neg", ("t1",), ("t2", "t3")), ("w",)),
     (Node("Transpose", ("w",), ("t2",), {"perm": (5, 0)}), ("w",)),
 ])

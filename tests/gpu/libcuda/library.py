@@ -70,7 +70,7 @@ class Stream:
     tasks: list[Task] = field(default_factory=list)
     captured: list[tuple[Task, float]] | None = None
     spoiled: bool = False           # the capture
-    timed: Event | None = None      # what is put here since it was recorded is counted by the clock, and does not run
+    timed: Event | None = None      # launches after this event only advance the clock, and do not run
     seconds: float = 0.0
 
     def put(self, task: Task, seconds: float = 0.0) -> None:
@@ -89,7 +89,7 @@ class Stream:
 
 @dataclass
 class Event:
-    at: float | None = None         # of its stream's clock
+    at: float | None = None         # time on the stream's clock
     stream: Stream | None = None
 
 
@@ -119,9 +119,9 @@ class Libcuda:
         self.allocated: dict[int, int] = {}     # address -> bytes
         self.pinned: dict[int, Array] = {}      # by address
         self.shared: dict[bytes, int] = {}      # address, by handle
-        self.opened: list[int] = []             # of other processes
-        self.lost = False                       # as a device after an error of the hardware: whatever is asked fails
-        self.version, self.ptx = 13000, 9.0     # of CUDA, as the driver says it; of the latest PTX that it compiles
+        self.opened: list[int] = []             # memory handles opened from other processes
+        self.lost = False                       # after a hardware error, every call fails
+        self.version, self.ptx = 13000, 9.0  # CUDA version that the driver reports; latest PTX version that it compiles
         self.refusal = IMAGE                    # what it says of machine code,
         self.lazy = False                       # ... and that it says so no sooner than a kernel of it is asked for
         self.copies: Counter[str] = Counter()   # bytes that were copied, by where from and to

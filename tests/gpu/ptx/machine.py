@@ -22,7 +22,7 @@ TYPES = {f"{kind}{bits}": np.dtype(f"{name}{bits}") for kind, name in (("b", "ui
                                          "f64": np.dtype(np.float64), "pred": np.dtype(bool)}
 
 Action = Callable[["Run", Instruction], None]
-ACTIONS: dict[str, tuple[Action, frozenset[str]]] = {}      # by the first word: what it does, modifiers that it takes
+ACTIONS: dict[str, tuple[Action, frozenset[str]]] = {}      # by opcode: its implementation and accepted modifiers
 
 
 def action(*names: str, modifiers: str = "") -> Callable[[Action], Action]:
@@ -40,7 +40,7 @@ class Machine:
     count: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        for name in ("scalar", "movement", "tensor"):      # which fill ACTIONS
+        for name in ("scalar", "movement", "tensor"):      # importing these modules fills ACTIONS
             import_module(f"tests.gpu.ptx.{name}")
 
     def launch(self, kernel: Kernel, grid: tuple[int, ...], threads: int, arguments: Sequence[int],
@@ -64,7 +64,7 @@ class Run:
         self.lanes = len(ids) * threads
         self.block = np.repeat(np.arange(len(ids)), threads)
         self.thread = np.tile(np.arange(threads), len(ids))
-        self.number = np.repeat(ids, threads) * threads + self.thread       # of each thread in the grid
+        self.number = np.repeat(ids, threads) * threads + self.thread       # number of each thread in the grid
         self.shared = Shared(len(ids), shared_bytes)
         places = zip(("x", "y", "z"), (ids % grid[0], ids // grid[0] % grid[1], ids // grid[0] // grid[1]), strict=True)
         self.special = {"%tid.x": self.thread.astype(np.uint32)} | {
@@ -72,7 +72,7 @@ class Run:
         self.arguments = dict(zip(kernel.parameters, arguments, strict=True))
         self.registers: dict[str, Array] = {}
         self.copies: list[tuple[Array, Array, Array, Array]] = []       # threads, their group, places, bytes
-        self.groups = np.zeros(self.lanes, np.int64)        # of copies that a thread has committed
+        self.groups = np.zeros(self.lanes, np.int64)        # number of copy groups that a thread has committed
         self.sel: Array | None = None           # threads that run now; None: all of them
 
     def run(self) -> None:

@@ -17,9 +17,9 @@ Array = NDArray[Any]
 BASE = 1 << 20          # address of byte 0 of the memory: low addresses are faults
 GAP = 64                # bytes between allocations
 WORD = 4
-_LAUNCHES = 255         # that the stamps of writers tell apart
+_LAUNCHES = 255         # launches that the stamps of writers distinguish
 _THREADS = 16           # bits of a thread's number
-_SEVERAL = -2           # as a reader or writer: more than one thread
+_SEVERAL = -2           # reader or writer of a byte: more than one thread
 
 
 class Memory:

@@ -39,7 +39,7 @@ class Kernel:
     registers: dict[str, str]           # beginning of a register's name -> type
     code: tuple[Instruction, ...]
     labels: dict[str, int]
-    threads: int                        # of a block, at most; 0: any
+    threads: int                        # most threads of a block; 0: any number
     unread: frozenset[str]              # registers that are named but once: of loads of several, LLVM fills the gaps
 
 

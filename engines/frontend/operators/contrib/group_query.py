@@ -68,7 +68,7 @@ class _Cache:
          "num_heads:int! qk_norm_epsilon=1e-6 qk_output=0 rotary_interleaved=0 scale=0.0 sliding_window_cache=0 "
          "smooth_softmax=-1 softcap=0.0 v_quant_type=NONE", 3)
 def _group_query(call: OperatorCall) -> list[Node]:
-    call.ignore("qk_norm_epsilon")      # of inputs that are not supported
+    call.ignore("qk_norm_epsilon")      # belongs to inputs that are not supported
     w, cache = StandardNodeBuilder(call), _Cache.of(call)
     q, k, v = _heads(w, call)
     positions = _positions(w, call, cache)

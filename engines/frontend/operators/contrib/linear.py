@@ -117,7 +117,7 @@ def _matmul_bnb4(call: OperatorCall) -> list[Node]:
     for 4-bit floats (fp4) and 1 for quantiles of the normal distribution (nf4).
     """
     w, (n, k), size = StandardNodeBuilder(call), (call.attr("N"), call.attr("K")), int(call.attr("block_size"))
-    call.ignore("training_mode")        # of what is kept for gradients
+    call.ignore("training_mode")        # concerns only outputs for gradients
     if not call.attr("transB", 1):
         raise GraphError("only transposed weights (transB = 1) are supported")
     packed, scales = _known(call, 1).reshape(-1), _known(call, 2).reshape(-1)

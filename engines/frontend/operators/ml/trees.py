@@ -17,7 +17,7 @@ from engines.ir.graph import Array, Node
 from engines.ir.shapes import fixed
 from engines.ops.trees import FLAGS, LEFT_IF_EQUAL, LEFT_IF_MISSING
 
-_MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ")     # as numbers from 0 on
+_MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ")     # numbered from 0
 _MEMBER, _LEAF = "BRANCH_MEMBER", "LEAF"
 _KINDS = {mode: number for number, mode in enumerate((*_MODES, _LEAF), 1)}
 _AGGREGATES = ("AVERAGE", "SUM", "MIN", "MAX")

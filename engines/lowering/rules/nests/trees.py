@@ -75,7 +75,7 @@ def _expected_steps(records: Array, is_inner: Array, roots: Array, depth: int) -
 
     At every node half of the rows go left.
     """
-    shares: Array = np.bincount(roots, minlength=len(records)) / len(roots)     # of the rows, by node
+    shares: Array = np.bincount(roots, minlength=len(records)) / len(roots)     # share of the rows, by node
     steps = 0.0
     for _ in range(depth):
         nodes = np.flatnonzero(is_inner & (shares > 0))

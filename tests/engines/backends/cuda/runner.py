@@ -23,7 +23,7 @@ from engines.lowering.problems.problem import Array, Problem
 from engines.machine.timing_cache import TimingCache
 from tests.gpu.emulated import EmulatedGpu
 
-ALIGNED = 256       # of every tensor, unless a test says otherwise
+ALIGNED = 256       # default alignment of every tensor
 
 
 @dataclass(frozen=True)

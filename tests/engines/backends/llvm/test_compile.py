@@ -86,7 +86,7 @@ def test_the_portable_path_converts_halves_exactly(source, target):
         x = x[~np.isnan(x)]
     else:
         x = random.integers(0, 1 << 32, 60_000, dtype=np.uint64).astype(np.uint32).view(np.float32)
-        near = random.integers(0x33000000, 0x47900000, 60_000).astype(np.uint32).view(np.float32)   # what a half holds
+        near = random.integers(0x33000000, 0x47900000, 60_000).astype(np.uint32).view(np.float32)   # float16's range
         x = np.concatenate([x[~np.isnan(x)], near, -near, np.float32([65519, 65520, 2.0 ** -25, np.inf])])
     b = ProgramBuilder(False)
     b.operand()

@@ -89,7 +89,7 @@ def test_a_general_kernel_is_found_for_the_numbers_that_its_guards_allow() -> No
         assert found.tactic == tactics[0] and found.general == made.general and height // 2 in found.table
     (other,) = kernels_for(Pool(dense_view("float32", (8, 10, 9)), dense_view("float32", (4, 5, 9)), (),
                                 EpilogueProgram(()), "max", (2, 2), (2, 2)))
-    assert not kernels.find(other, tactics)         # of other channels
+    assert not kernels.find(other, tactics)         # different channel counts
     guarded = GeneralKernels(PORTABLE)
     guarded.add([replace(made.general, guards=((leaf(0), 8),))], kernels.code)
     assert guarded.find(small, tactics) and not guarded.find(large, tactics)

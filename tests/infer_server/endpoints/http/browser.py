@@ -43,7 +43,7 @@ class Page:
     def __init__(self, send: Callable[[bytes], None], receive: Callable[[], bytes]) -> None:
         self._send, self._receive = send, receive
         self._number = 0
-        self.errors: list[str] = []         # of scripts, of the console, and of requests
+        self.errors: list[str] = []         # errors of scripts, the console and requests
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):

@@ -63,7 +63,7 @@ class WinogradEmitter:
         self.views = (*self.problem.inputs, self.problem.y)
         self.panel = tactic.vectors * isa.lanes
         self.v_tile = tiling.tile_bytes         # bytes of a tile in V, at one position
-        self.m_tile = self.panel * 4            # and in M
+        self.m_tile = self.panel * 4            # bytes of a tile in M, at one position
         self.plus: Plus = isa.fma if self.arithmetic is FP32 else lambda a, n, b: a * n + b
 
     def emit(self) -> None:
