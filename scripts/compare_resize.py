@@ -1,11 +1,11 @@
-"""Random Resize nodes, beside ONNX Runtime: by the NumPy reference and by the kernels for this CPU.
+"""Compare random Resize nodes with ONNX Runtime: the NumPy reference, or the kernels for this CPU.
 
     python -m scripts.compare_resize --cases 5000
     python -m scripts.compare_resize --cases 200 --kernels --dtypes uint8,int32
 
-Prints the first cases of each family of modes that differ, and counts; exits with 1 if any differs. Nearest pixels have
-to be equal, blends within 1e-5, integers equal (with antialias within 1). tests/engines/compiler/test_resize.py does
-this in short.
+The script prints the first differing cases of each family of modes, and counts; it exits with 1 if any case differs.
+Results of mode "nearest" and integers must be equal (integers with antialias within 1), others within 1e-5.
+tests/engines/compiler/test_resize.py is a shorter version.
 """
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The whole job on real data: build, measure, serve, query and load-test a digit classifier; exits 0 if all went well.
+"""Demonstrate everything on real data: build, measure, serve, query and load-test a digit classifier.
 
-Each step runs the installed command that a user would type, and prints it. Every answer is checked: this is a test of
-the installation as much as a demonstration.
+Each step prints and runs the installed command that a user would type. Every result is checked, so this is also a test
+of the installation; it exits with 0 if all checks pass.
 """
 from __future__ import annotations
 

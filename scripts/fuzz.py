@@ -1,10 +1,10 @@
-"""Messages that no client would send, over gRPC and HTTP, to a server that must refuse each and go on.
+"""Send mutated messages over gRPC and HTTP to a server, which must refuse each and continue.
 
     python -m scripts.fuzz --messages 50000 --seed 1
 
-Valid messages of every call are mutated: bytes changed, cut, doubled, spliced. What counts as a failure is an answer
-that says "internal error", a status of gRPC for a fault of the server (UNKNOWN), no answer at all, or a server that
-does not serve the next valid request. test_fuzz.py does the same in short.
+The messages are valid ones of every method with bytes changed, cut, doubled or spliced. Failures are a response with
+"internal error", gRPC's status UNKNOWN, no response, or a server that does not serve the next valid request.
+test_fuzz.py is a shorter version.
 """
 from __future__ import annotations
 

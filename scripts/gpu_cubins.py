@@ -1,10 +1,12 @@
-"""Assembles plans for NVIDIA GPUs without one: no kernel may spill, and each architecture's own products must be there.
+"""Assemble plans for NVIDIA GPUs without a GPU, and check their machine code.
+
+No kernel may spill registers, and each architecture's own matrix instructions must occur.
 
     python -m scripts.gpu_cubins --results cubins.json PLAN...              # plans of any machine, with their graphs
     python -m scripts.gpu_cubins --results cubins.json PLAN... --targets sm_61,sm_80
-    python -m scripts.gpu_cubins --results cubins.json --table              # what has been found so far
+    python -m scripts.gpu_cubins --results cubins.json --table              # results so far
 
-Needs the extra `cuda`.
+The script needs the extra `cuda`.
 """
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Whole networks on the emulated GPU: INT8 gives the bytes of the plan for a CPU, other precisions are near its floats.
+"""Run whole networks on the emulated GPU, and compare them with a plan for the CPU.
+
+INT8 results must be equal; other precisions must be near the plan's floats.
 
     python -m scripts.gpu_networks --results networks.json PLAN... --targets sm_61,sm_80      # plans of any machine
-    python -m scripts.gpu_networks --results networks.json --table                            # what was found so far
+    python -m scripts.gpu_networks --results networks.json --table                            # results so far
 
-A network of few pixels or tokens takes a minute.
+A network with few pixels or tokens takes a minute.
 """
 from __future__ import annotations
 

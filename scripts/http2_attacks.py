@@ -1,10 +1,10 @@
-"""Attack a port with HTTP/2 that no client speaks, and check that other clients are served meanwhile.
+"""Attack a port with invalid HTTP/2, and check that other clients are served meanwhile.
 
     python -m scripts.http2_attacks 127.0.0.1:8001 --seeds 8000
     python -m scripts.http2_attacks 127.0.0.1:8000 --http
 
-Each attack has connections of its own. Before, during and after all of them another client asks whether the server is
-live; the slowest of its answers is reported. The exit status is 1 if one of them failed.
+Each attack uses its own connections. Another client checks before, during and after the attacks that the server is
+live; its longest response time is reported. The exit status is 1 if a check failed.
 """
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The server under stress: what test_stress.py checks in seconds, for as long and as large as it matters.
+"""Put a server under stress: the checks of test_stress.py at full length and size.
 
-    python -m scripts.stress overload --seconds 60          # three times what the server can do, with deadlines
-    python -m scripts.stress terminate                      # SIGTERM while 64 clients ask
-    python -m scripts.stress slow-readers                   # 64 answers of 16 MB that nobody reads
-    python -m scripts.stress cancel                         # 50,000 requests that wait, and are all cancelled
-    python -m scripts.stress models                         # 2,000 models: the start, the index, the looks of polling
-    python -m scripts.stress connections                    # 9,000 connections to each port that say nothing more
+    python -m scripts.stress overload --seconds 60          # three times the server's capacity, with deadlines
+    python -m scripts.stress terminate                      # SIGTERM while 64 clients send requests
+    python -m scripts.stress slow-readers                   # 64 responses of 16 MB that no client reads
+    python -m scripts.stress cancel                         # 50,000 waiting requests, all of which are cancelled
+    python -m scripts.stress models                         # 2,000 models: starting, the index, polling
+    python -m scripts.stress connections                    # 9,000 idle connections to each port
 
-A server of this project with engines in numpy runs in a process of its own; what it does is asked of its statistics.
+The server runs in its own process with engines in numpy; its statistics show its behaviour.
 """
 from __future__ import annotations
 

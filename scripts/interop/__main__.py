@@ -1,11 +1,11 @@
-"""Clients, tools and proxies of others against this server: how each check ends, as a table.
+"""Check clients, tools and proxies of other projects against this server, with a table of the results.
 
     python -m scripts.interop                           # all that is installed here
     python -m scripts.interop --only nginx --only curl
     python -m scripts.interop --write docs/reference/interop.md   # puts the table into the document
 
-Servers run in processes of their own, with engines of this project and models in Python. A peer that is not installed
-is left out, and the table says so; @grpc/grpc-js is installed by npm, if that is there, into the user's cache.
+Servers run in their own processes, with engines of this project and models in Python. Programs that are not installed
+are left out, and the table says so; npm, if installed, installs @grpc/grpc-js into the user's cache.
 """
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""The server for as long as you like, under load and among accidents, none of which may cost anybody an answer.
+"""Run the server under load for a given time, with accidents that must not affect the responses to other clients.
 
     python -m scripts.soak --seconds 3600 --load 0.7
 
-Clients of every protocol ask models of every kind on this machine's engines, and compare each answer with what it
-must be: unary and in streams, over HTTP, in shared memory, in sequences, through an ensemble. Meanwhile clients are
-killed in the midst of their requests (kill -9), connections are opened and left half way, one model is loaded anew
-again and again, another one comes and goes, and the process of one in Python is killed: its clients alone learn of
-that. In the end the server must have let go of all that: descriptors and memory.
+Clients of every protocol send requests to models of every kind, and compare each response with the expected one: unary
+and in streams, over HTTP, in shared memory, in sequences, through an ensemble. The accidents: clients are killed during
+requests, connections are left half open, a model is reloaded repeatedly, another is loaded and unloaded, and the
+process of a Python model is killed, which only its own clients may notice. At the end, the server must have released
+all descriptors and memory of these.
 
-With --load the clients first ask whenever they are answered, which is what the server can do beside the accidents and
-beside what else this machine does; then each asks at random times, at that share of the rate that it had.
-test_soak.py does the same in short.
+With --load, clients first send a request whenever the last one is answered, which measures the server's rate under
+accidents on this machine; then each sends at random times, at that share of its measured rate. test_soak.py is a
+shorter version.
 """
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Clients of every kind, each of which compares what it is answered with what it must be.
+"""Clients of every kind, each of which compares responses with the expected values.
 
-A client is a function that asks once and raises a ValueError if that was answered wrongly, or what its transport raises
-if it was not answered.
+A client is a function that sends one request. It raises ValueError if the response is wrong, or its transport's
+exception if there is none.
 """
 from __future__ import annotations
 

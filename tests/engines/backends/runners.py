@@ -22,7 +22,7 @@ _GPUS = filter(None, os.environ.get("INFER_TEST_GPUS", "").split(","))
 OTHERS: list[Runner] = [NumpyRunner(), *(at_hand() if name == "cuda" else GpuRunner(GPUS[name]) for name in _GPUS)]
 TOLD: list[Runner] = [ToldRunner(PORTABLE)]
 RUNNERS: list[Runner] = [*map(CpuRunner, ALL), *OTHERS]
-CPU = CpuRunner(PORTABLE)       # for tests that are of one runner
+CPU = CpuRunner(PORTABLE)       # for tests that need only one runner
 
 
 def _each(name: str, runners: Sequence[Runner]) -> pytest.MarkDecorator:

@@ -68,7 +68,7 @@ class TritonPythonModel:
                 pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([x], np.float32))]),
                 pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
-# Asks the one of which the first request is answered when the second has come.
+# Calls a model that responds to its first request only when its second has arrived.
 ASKS_BOTH = HEAD + """
 import asyncio
 
@@ -85,7 +85,7 @@ class TritonPythonModel:
             raise ValueError("that there are no more is a response of its own, without tensors")
         return [response.output_tensors()[0].as_numpy()[0] for response in found]
 """
-# How many responses a model has whose last one says that it is the last.
+# Returns the number of responses of a model that marks its last response as final.
 COUNTS = HEAD + """
 class TritonPythonModel:
     def execute(self, requests):

@@ -54,7 +54,7 @@ class WinogradWeights(Problem):
 
     @property
     def _vectors(self) -> int:
-        """Return the vectors of all panels and steps."""
+        """Return the number of vectors of cout channels, over all panels and input-channel steps."""
         return (self.panels * self.vectors + self.last) * self.steps
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
