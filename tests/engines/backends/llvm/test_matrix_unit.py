@@ -171,17 +171,17 @@ def test_no_micro_kernel_spills_vectors(shape: Shape, residual: bool, precision:
 
 def test_the_epilogue_of_a_tile_is_spread_among_the_products_of_the_next() -> None:
     text = assembly_of(Shape(1, 64, 256, 64), AmxTile(1, 32, 2))
-    micro_kernel = text[text.index("1x32x32:\n"):]
-    woven = micro_kernel[micro_kernel.index("vpacku"):]
-    order = [line.split()[0] for line in woven.splitlines() if line.startswith(("\ttdpbusd", "\tvpackuswb"))]
-    between = [len(part) for part in "".join("d" if word == "tdpbusd" else "p" for word in order).split("d")]
-    assert max(between[:12]) <= 3 and sum(between[:12]) >= 10
+    letters = {"tdpbusd": "d", "vpackuswb": "p", "tilestored": "s", "retq": "."}
+    words = (line.split()[0] for line in text[text.index("1x32x32:\n"):].splitlines() if line.startswith("\t"))
+    order = "".join(letters.get(word, "") for word in words)
+    woven = order[order.index("sdsdsdsd") + 8:order.index(".")]         # three blocks of K are left for the epilogue
+    assert woven.count("d") == 12 and woven.count("p") == 16 and max(map(len, woven.split("d"))) <= 2
 
 
 def test_a_tile_of_32_pixels_by_32_couts_loads_a_register_for_each_product() -> None:
     text = assembly_of(Shape(1, 64, 256, 64), AmxTile(1, 32, 2))
     counts = Counter(line.split()[0] for line in text.splitlines() if line.startswith(("\ttile", "\ttdp", "\tldtile")))
-    assert counts["tdpbusd"] == counts["tileloadd"] and counts["tilestored"] == 4
+    assert counts["tdpbusd"] == counts["tileloadd"] and counts["tilestored"] == 4 * 2      # woven, and of the last tile
     assert counts["ldtilecfg"] == counts["tilerelease"] == 1
 
 
