@@ -10,7 +10,7 @@ that the vector units, the stores and the matrix unit work at the same time:
     ...
     stores and epilogue of the last tile
 
-A record on the stack describes the pending tile: the address of the function that stores it and runs its epilogue alone,
+A record on the stack describes the pending tile: the address of the function that stores it and runs its epilogue,
 which also identifies its micro-kernel, and the addresses of its constants, y and operands. If the next tile has another
 size, that function runs first.
 """
