@@ -70,6 +70,20 @@ class Isa(Primitives):
         name, type_ = f"llvm.x86.avx512bf16.cvtneps2bf16.{8 * self.bytes}", vector(self.lanes, "bfloat")
         return x.f.cast("bitcast", x.f.call(type_, name, x, hint="bfloat"), vector(self.lanes, I16), "bits")
 
+    @property
+    def rounds_pairs(self) -> bool:
+        """Return True if `floats_to_bfloats` is the better way to store two vectors.
+
+        It takes as long as the conversion of one vector on CPUs with AMX.
+        """
+        return self.bf16 and self.matrix is not None
+
+    def floats_to_bfloats(self, low: Value, high: Value) -> Value:
+        """Round two vectors as float_to_bfloat does, and return the bits of both as one vector."""
+        name, type_ = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{8 * self.bytes}", vector(2 * self.lanes, "bfloat")
+        both = low.f.call(type_, name, high, low, hint="bfloats")
+        return low.f.cast("bitcast", both, vector(2 * self.lanes, I16), "bits")
+
     # ---- u8 in memory: `vectors` registers (1, 2 or 4) hold the channels of one pixel
     def vectors_for(self, channels: int) -> int:
         return next((n for n in (1, 2) if n * self.lanes >= channels), 4)

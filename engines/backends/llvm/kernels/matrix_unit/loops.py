@@ -232,7 +232,7 @@ class MatrixLoops(TiledLoops):
         pitch, places = lanes.vectors * LINE, [self.cut(part).position(i, j) for i, j in part.pixels]
         emit_epilogue(f, lanes, problem.program, problem.operands, problem.y, part.pixels,
                       lambda p: _StoredSums(self.isa, scratch + places[p] * pitch, lanes.vectors, self.exact),
-                      pending.addresses())
+                      pending.addresses(), sums_in_memory=True)
 
 
 def _of_item(call: Callable[..., None], row: Value, column: Value, offsets: Sequence[Value]) -> Callable[..., None]:
