@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_VNNI
-from engines.backends.llvm.codegen.tiles import AMX, Tiles
+from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_AMX_FP16, AVX512_VNNI
+from engines.backends.llvm.codegen.tiles import AMX_FP16, Tiles
 from engines.codegen.ir_builder import Module, Value
 from engines.codegen.types import I64, PTR
 from engines.lowering.problems.problem import Array
@@ -67,7 +67,7 @@ def test_instructions_that_need_no_permission_get_a_form_that_traps() -> None:
 # ---- execution
 def job_of(write: Write, *arrays: Array) -> KernelJob:
     """Return what `write(tiles, addresses)` emits, on the arrays."""
-    return KernelJob(compiled(module_of(write, len(arrays)), AVX512_AMX), "kernel", arrays)
+    return KernelJob(compiled(module_of(write, len(arrays)), AVX512_AMX_FP16), "kernel", arrays)
 
 
 def module_of(write: Write, operands: int, emulation: dict[str, str] | None = None) -> Module:
@@ -103,7 +103,7 @@ def operands_of(instruction: str) -> list[Array]:
 
 
 @TRAPPED
-@pytest.mark.parametrize("instruction", [instruction for _, instruction in AMX.products])
+@pytest.mark.parametrize("instruction", [instruction for _, instruction in AMX_FP16.products])
 @pytest.mark.parametrize("shape", [(16, 16, 16), (5, 3, 7)])
 def test_a_product_equals_its_meaning_in_ir_and_this_cpu(instruction: str, shape: tuple[int, int, int],
                                                          tmp_path: Path) -> None:
@@ -112,11 +112,11 @@ def test_a_product_equals_its_meaning_in_ir_and_this_cpu(instruction: str, shape
     result.check()
     got = result.outputs["0"].view(np.uint32)
     emulated = [array.copy() for array in arrays]
-    LoadedKernel(module_of(write, 3, EMULATION).text(), "kernel", AVX512_AMX, emulate=True)(emulated, (0, 1))
+    LoadedKernel(module_of(write, 3, EMULATION).text(), "kernel", AVX512_AMX_FP16, emulate=True)(emulated, (0, 1))
     np.testing.assert_array_equal(got, emulated[0].view(np.uint32).ravel())
-    if runs_here(AVX512_AMX):
+    if runs_here(AVX512_AMX_FP16 if instruction == "tdpfp16ps" else AVX512_AMX):
         native = [array.copy() for array in arrays]
-        LoadedKernel(module_of(write, 3).text(), "kernel", AVX512_AMX)(native, (0, 1))
+        LoadedKernel(module_of(write, 3).text(), "kernel", AVX512_AMX_FP16)(native, (0, 1))
         np.testing.assert_array_equal(got, native[0].view(np.uint32).ravel())
     assert result.counts == {"ldtilecfg": 1, "tileloadd": 3, instruction: 1, "tilestored": 1, "tilerelease": 1}
 

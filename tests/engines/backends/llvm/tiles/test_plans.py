@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from calibration.workflow import Calibration
-from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_BF16, AVX512_VNNI
+from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_AMX_FP16, AVX512_BF16, AVX512_VNNI, isa_named
 from engines.compiler.build import build_engine
 from engines.compiler.specialise import relower
 from engines.plan.file import write_plan
@@ -24,8 +24,9 @@ from tests.engines.compiler.zoo_engines import relative_error
 pytestmark = pytest.mark.skipif(not runs_here(AVX512_VNNI), reason="instructions other than tiles need AVX-512 VNNI")
 BFLOAT = pytest.mark.skipif(not runs_here(AVX512_BF16), reason="instructions other than tiles need AVX-512 BF16")
 DIGITS = Path(__file__).resolve().parents[5] / "scripts" / "demo_data"
-BFLOAT_TOLERANCE = 2e-2         # of the largest output: sums of another order, stored in 8 bits after each layer
 ITEMS = 2
+# Precision -> target, instruction, tolerance of the largest output: sums of another order, stored in 8 or 11 bits
+FLOATS = {"bf16": (AVX512_AMX, "tdpbf16ps", 2e-2), "fp16": (AVX512_AMX_FP16, "tdpfp16ps", 2e-3)}
 MATRIX = [64, 96]
 
 
@@ -72,7 +73,7 @@ def plan_of(model: onnx.ModelProto | Path, calibration: Arrays, precision: str, 
     np.savez(folder / "calibration.npz", **calibration)
     ranges = Calibration(folder / "calibration.npz", "minmax") if precision == "int8" else None
     return build_engine(model, calibration=ranges, cache=False, timing=False, precision=precision, max_batch=ITEMS,
-                        target=AVX512_AMX.name).plan
+                        target=FLOATS.get(precision, (AVX512_AMX,))[0].name).plan
 
 
 def trapped(plan: Plan, feeds: Arrays, folder: Path) -> Result:
@@ -89,7 +90,7 @@ def steps_on_tiles(plan: Plan) -> int:
 def compare(plan: Plan, feeds: Arrays, folder: Path, targets: list[str], tolerance: float = 0.0) -> Result:
     """Compare a plan's outputs on a TileMachine with those on tile registers, if there are, and on vectors."""
     result = trapped(plan, feeds, folder)
-    if runs_here(AVX512_AMX):
+    if runs_here(isa_named(plan.machine.target)):
         for name, native in Engine(plan).run(feeds).items():
             np.testing.assert_array_equal(result.outputs[name], native)
     for target in targets:
@@ -113,13 +114,15 @@ def test_a_layer_of_bytes_equals_vectors_bit_for_bit(name: str, tmp_path: Path) 
 
 
 @BFLOAT
+@pytest.mark.parametrize("precision", FLOATS)
 @pytest.mark.parametrize("name", ["3x3 on 7x7 pixels", "1x1", "matrix product with weights"])
-def test_a_layer_of_bfloat_agrees_with_vectors(name: str, tmp_path: Path) -> None:
+def test_a_layer_of_16_bit_floats_agrees_with_vectors(name: str, precision: str, tmp_path: Path) -> None:
     make, steps = LAYERS[name]
+    _, instruction, tolerance = FLOATS[precision]
     feeds = feeds_for(make(), 1)
-    plan = plan_of(make(), feeds, "bf16", tmp_path)
+    plan = plan_of(make(), feeds, precision, tmp_path)
     assert steps_on_tiles(plan) == steps
-    assert compare(plan, feeds, tmp_path, ["avx512_bf16"], BFLOAT_TOLERANCE).counts["tdpbf16ps"]
+    assert compare(plan, feeds, tmp_path, ["avx512_bf16"], tolerance).counts[instruction]
 
 
 def digits(folder: str, items: int) -> Arrays:
@@ -136,7 +139,8 @@ def test_a_whole_network_of_bytes_equals_vectors_bit_for_bit(tmp_path: Path) -> 
 
 
 @BFLOAT
-def test_a_whole_network_of_bfloat_agrees_with_vectors(tmp_path: Path) -> None:
-    plan = plan_of(DIGITS / "model.onnx", {}, "bf16", tmp_path)
+@pytest.mark.parametrize("precision", FLOATS)
+def test_a_whole_network_of_16_bit_floats_agrees_with_vectors(precision: str, tmp_path: Path) -> None:
+    plan = plan_of(DIGITS / "model.onnx", {}, precision, tmp_path)
     assert steps_on_tiles(plan) >= 9
-    compare(plan, digits("test", 1), tmp_path, ["avx512_bf16"], BFLOAT_TOLERANCE)
+    compare(plan, digits("test", 1), tmp_path, ["avx512_bf16"], FLOATS[precision][2])
