@@ -11,7 +11,7 @@ import numpy as np
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.matrix_unit.contraction import MatrixUnitContraction
-from engines.backends.llvm.tuning.candidates import Choice
+from engines.backends.llvm.tuning.candidates import Candidate
 from engines.backends.llvm.tuning.tuner import Tuner
 from engines.lowering.problems.convolution import Contraction
 from engines.machine.timing_cache import TimingCache
@@ -95,22 +95,21 @@ RECOGNISER = [
 MODELS = {"ResNet-50": RESNET50, "MobileNetV2": MOBILENET_V2, "MiniLM": MINILM, "recogniser": RECOGNISER}
 
 
-def choices_of(layers: Iterable[Layer], isa: Isa, precision: str = "int8") -> dict[Layer, Choice]:
-    """Return the kernel that a build without timing takes for each layer."""
-    problems = {layer: layer.problem(precision) for layer in layers}
-    chosen = Tuner(isa, TimingCache(), "", timing=False).choose({problem: {} for problem in problems.values()})
-    return {layer: chosen[problem] for layer, problem in problems.items()}
+def candidates_of(layers: Iterable[Layer], isa: Isa, precision: str = "int8") -> dict[Layer, Candidate]:
+    """Return the kernel and the tactic that a build without timing takes for each layer."""
+    tuner = Tuner(isa, TimingCache(), "", timing=False)
+    return {layer: tuner._usual(layer.problem(precision)) for layer in layers}
 
 
-def tiled(choices: dict[Layer, Choice]) -> dict[Layer, Choice]:
-    """Return the choices whose kernel uses tile registers."""
-    return {layer: choice for layer, choice in choices.items() if isinstance(choice.kernel, MatrixUnitContraction)}
+def tiled(candidates: dict[Layer, Candidate]) -> dict[Layer, Candidate]:
+    """Return the candidates whose kernel uses tile registers."""
+    return {layer: one for layer, one in candidates.items() if isinstance(one.kernel, MatrixUnitContraction)}
 
 
-def count_job(choice: Choice, isa: Isa) -> KernelJob:
+def count_job(one: Candidate, isa: Isa) -> KernelJob:
     """Return the count of a kernel's tile instructions for one item."""
-    kernel, problem = choice.kernel, choice.kernel.problem
+    kernel, problem = one.kernel, one.kernel.problem
     constants = {"weights": np.zeros((problem.cout, problem.cin, *problem.taps), np.int8),
                  "program": [np.zeros(problem.cout, np.float32)] * problem.program.constants}
     inputs = [np.zeros((1, *view.shape), numpy_dtype(view.dtype)) for view in problem.inputs]
-    return counting(kernel_job(kernel, isa, choice.tactic, inputs, constants))
+    return counting(kernel_job(kernel, isa, one.tactic, inputs, constants))

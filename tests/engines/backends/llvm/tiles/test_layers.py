@@ -10,33 +10,33 @@ from pathlib import Path
 import pytest
 
 from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_VNNI
-from engines.backends.llvm.tuning.candidates import Choice
+from engines.backends.llvm.tuning.candidates import Candidate
 from engines.codegen.ir_builder import Module
 from tests.engines.backends.llvm.jit import assembly, runs_here, spills
-from tests.engines.backends.llvm.tiles.layers import MODELS, Layer, choices_of, count_job, tiled
+from tests.engines.backends.llvm.tiles.layers import MODELS, Layer, candidates_of, count_job, tiled
 from tests.engines.backends.llvm.tiles.trapped import run_trapped
 
 TRAPPED = pytest.mark.skipif(not runs_here(AVX512_VNNI), reason="instructions other than tiles need AVX-512 VNNI")
 MOST_CONFIGURATIONS = 750       # in MobileNetV2, one item; each takes AMX.configure_cycles
 
 
-def kernels_of(model: str, precision: str = "int8") -> dict[Layer, Choice]:
+def kernels_of(model: str, precision: str = "int8") -> dict[Layer, Candidate]:
     """Return the tile kernels of a model; in float precisions all tensors are stored in the precision."""
     layers = MODELS[model]
-    return tiled(choices_of(layers if precision == "int8" else [replace(layer, stored="") for layer in layers],
+    return tiled(candidates_of(layers if precision == "int8" else [replace(layer, stored="") for layer in layers],
                             AVX512_AMX, precision))
 
 
-def ir_of(choice: Choice) -> str:
+def ir_of(one: Candidate) -> str:
     module = Module()
-    choice.kernel.emit(module, "kernel", AVX512_AMX, choice.tactic)
+    one.kernel.emit(module, "kernel", AVX512_AMX, one.tactic)
     return module.text()
 
 
-def executed(choices: Mapping[Layer, Choice], folder: Path) -> dict[tuple[Layer, Choice], Counter[str]]:
+def executed(candidates: Mapping[Layer, Candidate], folder: Path) -> dict[tuple[Layer, Candidate], Counter[str]]:
     """Count the tile instructions of each kernel for one item."""
-    results = run_trapped([count_job(choice, AVX512_AMX) for choice in choices.values()], folder)
-    return {one: result.counts for one, result in zip(choices.items(), results, strict=True)}
+    results = run_trapped([count_job(one, AVX512_AMX) for one in candidates.values()], folder)
+    return {one: result.counts for one, result in zip(candidates.items(), results, strict=True)}
 
 
 def test_the_layers_are_those_of_the_models() -> None:
@@ -52,12 +52,12 @@ def test_the_layers_are_those_of_the_models() -> None:
 @pytest.mark.parametrize("precision", ["int8", "bf16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_no_micro_kernel_spills_vectors_and_each_kernel_releases_once(model: str, precision: str) -> None:
-    choices = kernels_of(model, precision)
-    assert len(choices) > 0.9 * len(MODELS[model])
-    for layer, choice in choices.items():
-        text = assembly(ir_of(choice), AVX512_AMX)
-        assert spills(text[text.index("\ntile_"):]) == 0, f"{layer}: {choice.tactic}"
-        assert text.count("\ttilerelease") == 1, f"{layer}: {choice.tactic}"
+    candidates = kernels_of(model, precision)
+    assert len(candidates) > 0.9 * len(MODELS[model])
+    for layer, one in candidates.items():
+        text = assembly(ir_of(one), AVX512_AMX)
+        assert spills(text[text.index("\ntile_"):]) == 0, f"{layer}: {one.tactic}"
+        assert text.count("\ttilerelease") == 1, f"{layer}: {one.tactic}"
 
 
 def test_a_spill_is_noticed() -> None:
@@ -68,10 +68,10 @@ def test_a_spill_is_noticed() -> None:
 @pytest.mark.parametrize("model", ["MobileNetV2", "MiniLM"])
 def test_a_kernel_configures_once_unless_it_has_tiles_of_several_shapes(model: str, tmp_path: Path) -> None:
     counts = executed(kernels_of(model), tmp_path)
-    for (layer, choice), count in counts.items():
-        shapes = len(set(re.findall(r"@tiles\.[0-9a-f.]+", ir_of(choice))))
-        assert count["tilerelease"] == 1 and (count["ldtilecfg"] == 1) == (shapes == 1), f"{layer}: {choice.tactic}"
+    for (layer, one), count in counts.items():
+        shapes = len(set(re.findall(r"@tiles\.[0-9a-f.]+", ir_of(one))))
+        assert count["tilerelease"] == 1 and (count["ldtilecfg"] == 1) == (shapes == 1), f"{layer}: {one.tactic}"
     total = sum(layer.count * count["ldtilecfg"] for (layer, _), count in counts.items())
     most = sorted(counts, key=lambda one: -one[0].count * counts[one]["ldtilecfg"])[:5]
     assert total <= MOST_CONFIGURATIONS, f"{total} configurations, most of them by " + ", ".join(
-        f"{layer.count} x {counts[layer, choice]['ldtilecfg']} {layer}: {choice.tactic}" for layer, choice in most)
+        f"{layer.count} x {counts[layer, one]['ldtilecfg']} {layer}: {one.tactic}" for layer, one in most)
