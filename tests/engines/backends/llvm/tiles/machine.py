@@ -62,7 +62,10 @@ class TileError(Exception):
 
 @dataclass(frozen=True)
 class Instruction:
-    """Decoded tile instruction; an address is that of its end if `relative`, plus base, displacement."""
+    """Decoded tile instruction.
+
+    The address of memory is the sum of the displacement and the base register or, if `relative`, the instruction's end.
+    """
     name: str
     length: int
     tiles: tuple[int, int, int] = (0, 0, 0)     # ModRM.reg, ModRM.rm, VEX.vvvv: c, a, b of a product

@@ -109,7 +109,6 @@ def _load_trapping_code() -> None:
 
 def _pretend_tiles() -> None:
     """Let plans for CPUs with AMX load, without the request for permission of cpu.detect."""
-    model, features = cpu.parse_cpuinfo(cpu._CPUINFO.read_text())
     error, permitted = tiles._arch_prctl(_GET_PERMITTED, 0)
     assert error or permitted & tiles._BOTH != tiles._BOTH, "this process may use tile registers"
     tiles.tile_refusal = lambda: ""             # type: ignore[assignment]
