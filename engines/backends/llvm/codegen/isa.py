@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit
+from engines.backends.llvm.codegen.tiles import AMX, AMX_FP16, MatrixUnit
 from engines.codegen.ir_builder import Number, Value
 from engines.codegen.types import I8, I16, I32, overload, vector
 from engines.codegen.words import Primitives
@@ -358,8 +358,11 @@ def _avx512(name: str, features: str, requires: frozenset[str], bf16: bool = Fal
     return Vnni(name, 16, 32, **machine, **_512, half=half, matrix=matrix)
 
 
-AVX512_AMX = _avx512("avx512_amx", "+avx512vnni,+avx512bf16,+amx-tile,+amx-int8,+amx-bf16",
-                     _V4 | {"avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"}, bf16=True, matrix=AMX)
+_AMX_FEATURES, _AMX_REQUIRES = "+avx512vnni,+avx512bf16,+amx-tile,+amx-int8,+amx-bf16", _V4 | {
+    "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"}
+AVX512_AMX_FP16 = _avx512("avx512_amx_fp16", f"{_AMX_FEATURES},+amx-fp16", _AMX_REQUIRES | {"amx_fp16"}, bf16=True,
+                          matrix=AMX_FP16)
+AVX512_AMX = _avx512("avx512_amx", _AMX_FEATURES, _AMX_REQUIRES, bf16=True, matrix=AMX)
 AVX512_BF16 = _avx512("avx512_bf16", "+avx512vnni,+avx512bf16", _V4 | {"avx512_bf16"}, bf16=True)
 AVX512_VNNI = _avx512("avx512_vnni", "+avx512vnni", _V4)
 AVX_VNNI = Vnni("avx_vnni", 8, 16, "x86-64-v3", "+avxvnni", _V3 | {"avx_vnni"}, packs=_PACKS_256, tiles=_TILES_256,
@@ -376,7 +379,8 @@ AARCH64 = Isa("aarch64", 4, 32, "generic", "+neon", frozenset({"asimd"}), _ARM, 
 PORTABLE = Portable("portable", 4, 16, "", "", frozenset(), float_tiles=_TILES_256)
 
 # Best first: best_isa returns the first one whose features the machine has.
-ALL = (AVX512_AMX, AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2, AARCH64_I8MM, AARCH64_DOTPROD, AARCH64, PORTABLE)
+ALL = (AVX512_AMX_FP16, AVX512_AMX, AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2, AARCH64_I8MM, AARCH64_DOTPROD, AARCH64,
+       PORTABLE)
 
 
 def isa_named(name: str) -> Isa:
