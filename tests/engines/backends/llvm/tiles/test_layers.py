@@ -17,7 +17,7 @@ from tests.engines.backends.llvm.tiles.layers import MODELS, Layer, candidates_o
 from tests.engines.backends.llvm.tiles.trapped import run_trapped
 
 TRAPPED = pytest.mark.skipif(not runs_here(AVX512_VNNI), reason="instructions other than tiles need AVX-512 VNNI")
-MOST_CONFIGURATIONS = 750       # in MobileNetV2, one item; each takes AMX.configure_cycles
+MOST_CONFIGURATIONS = 700       # in MobileNetV2, one item; each takes AMX.configure_cycles
 
 
 def kernels_of(model: str, precision: str = "int8") -> dict[Layer, Candidate]:
@@ -53,7 +53,7 @@ def test_the_layers_are_those_of_the_models() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_no_micro_kernel_spills_vectors_and_each_kernel_releases_once(model: str, precision: str) -> None:
     candidates = kernels_of(model, precision)
-    assert len(candidates) > 0.9 * len(MODELS[model])
+    assert len(candidates) > 0.85 * len(MODELS[model])      # the others have one pixel
     for layer, one in candidates.items():
         text = assembly(ir_of(one), AVX512_AMX)
         assert spills(text[text.index("\ntile_"):]) == 0, f"{layer}: {one.tactic}"
