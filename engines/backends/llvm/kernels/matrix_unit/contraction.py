@@ -35,6 +35,7 @@ from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContracti
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.kernels.matrix_unit.loops import MatrixLoops
 from engines.backends.llvm.kernels.matrix_unit.registers import PixelRuns
+from engines.backends.llvm.tuning.cost import pieces
 from engines.codegen.ir_builder import Module
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
@@ -174,6 +175,25 @@ class MatrixUnitContraction(TiledContraction):
         products = vectors * sum(self.unit.cycles(places) for _, _, places in runs)
         copies = COPY_CYCLES * pixels if self.staged else 0.0
         return max(products, self.unit.load_cycles * (len(runs) + vectors)) + copies
+
+    def _cycles(self, isa: Isa, tactic: Tile, items: int) -> float:
+        configurations = self._configurations(isa, tactic, items)
+        return super()._cycles(isa, tactic, items) + self.unit.configure_cycles * configurations
+
+    def _configurations(self, isa: Isa, tile: Tile, items: int) -> int:
+        """Estimate how often a batch configures the registers: where tiles or panels of two sizes follow each other."""
+        flat, rows = self.flat, self.tile_rows(tile)
+        panels = pieces(self.problem.cout, tile.vectors * isa.lanes)
+        if self.by_batch:
+            images, blocks, changes = 1, 1, 2 * (items * flat.cols % tile.cols != 0)
+        elif flat.rows == 1:
+            images, blocks, changes = items, -(-rows // (tile.block or rows)), 2 * (flat.cols % tile.cols != 0)
+        else:
+            widths = len(set(self.widths(tile)))
+            images, blocks = items * self.planes.count, -(-rows // (tile.block or rows))
+            changes = rows * widths * (widths > 1) + 2 * (flat.rows % tile.rows != 0)
+        visits = sum(count for _, count in panels)
+        return 1 + images * (visits * changes + 2 * blocks * (len({isa.vectors_for(couts) for couts, _ in panels}) > 1))
 
     # ---- constants
     def packing_anywhere(self, tactic: Tile) -> Any:
