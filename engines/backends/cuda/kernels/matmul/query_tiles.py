@@ -41,8 +41,8 @@ from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import STORED
 from engines.lowering.problems.view import View
 
-Rows = dict[int, Value]                     # by the lane's row: 0, 1
-Scores = dict[tuple[int, int], Value]       # by the lane's row and key
+Rows = dict[int, Value]                     # values by row of a lane: 0 or 1
+Scores = dict[tuple[int, int], Value]       # scores by row of a lane, and key
 Sums = dict[tuple[int, int], Value]         # by COUTS columns and element of products.multiply's sums
 QUERIES = TILE
 

@@ -114,7 +114,7 @@ class Tiled(Sharing):
         return -(-problem.hidden // (UNITS * self.tiles)) * WARP
 
     def is_full(self, problem: Recurrence) -> bool:
-        """Return True if every place belongs to a unit."""
+        """Return True if the hidden size fills every column of the tiles."""
         return problem.hidden % (UNITS * self.tiles) == 0
 
     def pitch(self, problem: Recurrence) -> int:
