@@ -8,14 +8,15 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import protos
-from infer_server.endpoints.grpc.compression import plain
-from infer_server.endpoints.grpc.context import CallContext, Client, Serve, unary
+from infer_server.endpoints.grpc.context import CallContext, Client, Serve
 from infer_server.endpoints.grpc.errors import StatusError
-from infer_server.endpoints.grpc.methods import INFER_PATH, Methods
+from infer_server.endpoints.grpc.infer_reply import InferReply
+from infer_server.endpoints.grpc.methods import INFER_PATH, Methods, awaiting
 from infer_server.endpoints.inflight import Inflight, OpenCall
+from infer_server.errors import MemoryLimitError
 from infer_server.fronts import link
 from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
 from infer_server.fronts.link import Frame
@@ -24,7 +25,7 @@ from infer_server.fronts.settings import FrontSettings
 log = logging.getLogger(__name__)
 
 _PATHS = {f"/{service}/{method.name}" for service in (protos.INFERENCE_SERVICE, protos.HEALTH_SERVICE)
-              for method in protos.methods(service)}
+          for method in protos.methods(service)}
 _REFLECTION = "/grpc.reflection."
 
 
@@ -40,37 +41,31 @@ class GrpcCalls:
         self._end, self._inflight = end, inflight
         self._tells_metadata, self._reflection = settings.tells_metadata, settings.reflection
         self._most_bytes = settings.max_message_bytes
-        self._awaited: dict[int, tuple[asyncio.Future[bytes], OpenCall]] = {}
+        self._replies: dict[int, InferReply] = {}               # pending ModelInfer calls by number
         self._streams: dict[int, _Stream] = {}
 
     def methods(self) -> Methods:
-        return Methods(self._find)
+        return Methods(self._find, self)
 
     def _find(self, path: str) -> Serve | None:
         if path == INFER_PATH:
-            return unary(self._infer)
+            return awaiting(self, self._inflight, self._most_bytes)
         is_served = path in _PATHS or self._reflection and path.startswith(_REFLECTION)
         return partial(self._stream, path) if is_served else None
 
-    async def _infer(self, data: bytes, context: CallContext) -> bytes:
-        """Forward a ModelInfer call. Raises MemoryLimitError, InvalidRequestError, StatusError."""
-        received_ns, remaining_secs = time.monotonic_ns(), context.time_remaining()
-        held = self._inflight.begin(Client(context), len(data))
-        context.when_done(partial(self._inflight.end, held))
-        data = await plain(data, self._most_bytes, self._inflight, held)
+    # ---- methods.TakesInfer
+    def take(self, reply: InferReply, data: bytes, received_ns: int, remaining_secs: float | None) -> None:
         number = self._end.next_number()
-        response: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._awaited[number] = response, held
-        self._end.send(link.INFER, number, data,
-                       about=_encoded(context.metadata()) if self._tells_metadata else b"",
-                       peer=context.peer().encode(), received_ns=received_ns,
-                       remaining_secs=link.NEVER if remaining_secs is None else remaining_secs)
         try:
-            return await response
-        except asyncio.CancelledError:
-            if self._awaited.pop(number, None):
-                self._end.send(link.LEFT_INFER, number)
-            raise
+            reply.held = reply.held or self._inflight.begin(reply, len(data))
+        except MemoryLimitError as error:
+            reply.fail(error)
+            return
+        self._replies[number] = reply
+        reply.submitted = _Forwarded(self._end, self._replies, number)
+        self._end.send(link.INFER, number, data, about=_encoded(reply.metadata()) if self._tells_metadata else b"",
+                       peer=reply.peer().encode(), received_ns=received_ns,
+                       remaining_secs=link.NEVER if remaining_secs is None else remaining_secs)
 
     async def _stream(self, path: str, context: CallContext) -> None:
         stream = _Stream(self._end, path, context, self._inflight)
@@ -89,26 +84,34 @@ class GrpcCalls:
 
     # ---- front_end.Infers
     def answered(self, frame: Frame, is_held: bool) -> None:
-        number, response = frame.number, frame.payload
-        awaited, held = self._awaited.pop(number, (None, None))
-        if awaited is None or held is None or held.client is None:      # the client has disconnected
+        reply = self._replies.pop(frame.number, None)
+        if reply is None or reply.held is None:             # the client has disconnected
             if is_held:
-                self._end.read(number)
+                self._end.read(frame.number)
             return
         if is_held:
-            self._inflight.held_as(held, number)
-        self._inflight.answered(held, len(response))
-        if not awaited.done():
-            awaited.set_result(bytes(response))
+            self._inflight.held_as(reply.held, frame.number)
+        reply.send(bytes(frame.payload))
 
     def failed(self, number: int, code: int, details: str) -> None:
-        awaited, _ = self._awaited.pop(number, (None, None))
-        if awaited and not awaited.done():
-            awaited.set_exception(StatusError(code, details))
+        if reply := self._replies.pop(number, None):
+            reply.submitted = None
+            reply.refuse(code, details)
 
     def streamed(self, frame: Frame) -> None:
         if stream := self._streams.get(frame.number):       # else the client has disconnected
             stream.received(frame)
+
+
+class _Forwarded(NamedTuple):
+    """ModelInfer call that waits for its response."""
+    end: FrontEnd
+    replies: dict[int, InferReply]
+    number: int
+
+    def cancel(self) -> None:
+        if self.replies.pop(self.number, None):
+            self.end.send(link.LEFT_INFER, self.number)
 
 
 class _Stream:
