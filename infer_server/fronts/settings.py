@@ -20,7 +20,6 @@ class FrontSettings:
     """Settings of a frontend worker."""
     grpc: Door | None                   # None: no gRPC port
     http: Door | None                   # None: no HTTP port
-    others: str                         # path of the Unix socket of the server of all gRPC calls but inference
     max_message_bytes: int              # maximum size of a gRPC message
     max_body_bytes: int                 # maximum size of an HTTP body
     max_inflight_bytes: int
@@ -30,6 +29,6 @@ class FrontSettings:
     body_grace_secs: float = 10.0
     grpc_front: str = "nghttp2"         # library that serves gRPC
     tells_metadata: bool = False        # forward the metadata of gRPC calls
-    reflection: bool = False            # forward calls of server reflection to the server at `others`
+    reflection: bool = False            # forward calls of server reflection
     channel: Mapping[str, int] = field(default_factory=dict)        # gRPC channel arguments by name
     log_level: int = 0

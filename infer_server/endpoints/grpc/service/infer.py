@@ -1,16 +1,13 @@
 """ModelInfer: from a serialised request to a serialised response; protobuf never parses the tensors."""
 from __future__ import annotations
 
-import asyncio
 import functools
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from infer_server.batching.request import Arrays, AwaitedReply, Outputs, parameters_of
+from infer_server.batching.request import Arrays, Outputs, parameters_of
 from infer_server.endpoints.front import Front
-from infer_server.endpoints.grpc.compression import plain
-from infer_server.endpoints.grpc.context import CallContext, Client, HasHeaders
+from infer_server.endpoints.grpc.context import HasHeaders
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.shared_memory import Place
 from infer_server.endpoints.tensors import (
@@ -24,32 +21,11 @@ from infer_server.endpoints.tensors import (
 from infer_server.errors import ServeError
 from infer_server.protocol.codec import InputTensor, declared_inputs, decode_inputs, encode_raw, object_bytes
 from infer_server.protocol.parameters import NONE, Parameters, from_messages, set_parameter
-from infer_server.protocol.wire import InferRequest, join_response, response_prefix, split_request
+from infer_server.protocol.wire import InferRequest, join_response, response_prefix
 from infer_server.serving import Call, Served
 from protos import inference
 
 _FEW_BYTES = 64 << 10       # size of a batch's output up to which one copy is split into responses
-
-
-async def infer(front: Front, data: bytes, context: CallContext) -> bytes:
-    """Serve one serialised ModelInferRequest and return the serialised response. Raises ServeError."""
-    received_ns = time.monotonic_ns()
-    inflight = front.inflight
-    held = inflight.begin(Client(context), len(data))
-    context.when_done(functools.partial(inflight.end, held))
-    data = await plain(data, front.max_message_bytes, inflight, held)
-    call = GrpcCall(split_request(data), received_ns, context.time_remaining(), front, held)
-    if front.on_demand:
-        await front.on_demand.load(call.model)
-    reply = AwaitedReply(asyncio.get_running_loop())
-    submitted = front.inferences.submit(call, reply)
-    try:
-        response: bytes = await reply.response
-    except asyncio.CancelledError:
-        submitted.cancel()
-        raise
-    inflight.answered(held, len(response))
-    return response
 
 
 class GrpcCall(Call):
