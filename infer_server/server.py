@@ -15,7 +15,6 @@ from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.config.kinds import ModelKind
 from infer_server.endpoints.front import InferenceServices
-from infer_server.endpoints.grpc.grpcio.server import Behind, GrpcioServer
 from infer_server.endpoints.grpc.methods import Methods
 from infer_server.endpoints.grpc.service.methods import HEADER_PREFIX, service_methods
 from infer_server.endpoints.http.exchange import Handler
@@ -178,9 +177,7 @@ class Server:
         restrictions = Restrictions(options.grpc_secrets, HEADER_PREFIX)
         self._methods = service_methods(self._service, self._services, self.lifecycle, restrictions,
                                         options.grpc_reflection)
-        self._workers = FrontendWorkers(
-            options.workers, Behind(GrpcioServer(self._methods, self._inflight, options.max_message_bytes, {})),
-            self._services, restrictions) if options.workers > 1 else None
+        self._workers = FrontendWorkers(options.workers, self._inflight, self._methods) if options.workers > 1 else None
         self._loading: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
         self._state = ServerState(self.repository, self.lifecycle, self._inflight, options.max_inflight_bytes,
@@ -309,7 +306,7 @@ class Server:
             return None if what in options.closed else ListenAddress(self._host(what), port, tls)
 
         return WorkerSettings(
-            door("grpc", options.grpc_port, options.grpc_tls), door("http", options.http_port, options.http_tls), "",
+            door("grpc", options.grpc_port, options.grpc_tls), door("http", options.http_port, options.http_tls),
             options.max_message_bytes, options.max_body_bytes, options.max_inflight_bytes, options.send_timeout_secs,
             max_json_bytes=options.max_json_bytes, min_body_rate=options.min_body_rate,
             body_grace_secs=options.body_grace_secs, grpc_front=options.grpc_front,

@@ -54,6 +54,7 @@ __all__ = ["Connection", "ConnectionClosed", "DataReceived", "ErrorCode", "Event
 Header = tuple[bytes, bytes]
 Headers = Iterable[Header]
 
+_FRAME_BYTES = 64 << 10                 # each DATA frame is an event; gRPC's C core sends as large ones as are allowed
 MAX_HEADER_BYTES = 16 << 10             # decoded, with 32 bytes for each field: as gRPC's C core
 _MAX_HEADERS = 256
 _CONNECTION_WINDOW_BYTES = 1 << 30      # streams have windows of their own, and bytes are counted when they arrive
@@ -81,7 +82,7 @@ def server_connection(max_streams: int, window_bytes: int) -> Connection:
         max_inbound_header_list_size=MAX_HEADER_BYTES, max_inbound_header_count=_MAX_HEADERS))
     connection.initiate_connection({
         Setting.MAX_CONCURRENT_STREAMS: max_streams, Setting.INITIAL_WINDOW_SIZE: window_bytes,
-        Setting.MAX_HEADER_LIST_SIZE: MAX_HEADER_BYTES})
+        Setting.MAX_HEADER_LIST_SIZE: MAX_HEADER_BYTES, Setting.MAX_FRAME_SIZE: _FRAME_BYTES})
     connection.set_local_window_size(_CONNECTION_WINDOW_BYTES)
     return connection
 
@@ -91,6 +92,7 @@ def client_connection(window_bytes: int) -> Connection:
     connection = Connection(Role.CLIENT, Configuration(max_inbound_header_list_size=MAX_HEADER_BYTES,
                                                        max_inbound_header_count=_MAX_HEADERS))
     connection.initiate_connection({Setting.ENABLE_PUSH: 0, Setting.INITIAL_WINDOW_SIZE: window_bytes,
-                                    Setting.MAX_HEADER_LIST_SIZE: MAX_HEADER_BYTES})
+                                    Setting.MAX_HEADER_LIST_SIZE: MAX_HEADER_BYTES,
+                                    Setting.MAX_FRAME_SIZE: _FRAME_BYTES})
     connection.set_local_window_size(_CONNECTION_WINDOW_BYTES)
     return connection

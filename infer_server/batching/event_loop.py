@@ -8,7 +8,7 @@ from collections.abc import Callable
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.request import Request
 
-_QUIET_TURNS = 8            # iterations of the loop without a new request; about 20 us if the loop is idle
+_QUIET_TURNS = 8            # most iterations of the loop without a new request; about 20 us if the loop is idle
 _LIMIT_NS = 5_000_000       # limit of the wait while requests keep coming; reached only by a busy loop
 _LONGEST_NS = 1_000_000_000     # longest timer: due times change with the measured times of batches
 
@@ -18,8 +18,8 @@ class Waker:
 
     Requests that arrive together are read one after the other, each over several iterations of the loop. Waking an
     instance for the first one would execute it alone, and its thread would compete with the loop for the interpreter
-    lock. There is no timer: an idle loop completes its quiet iterations at once. While requests arrive one by one,
-    their number is reduced, down to one.
+    lock. There is no timer: an idle loop completes its quiet iterations at once. Their number falls to one while
+    requests arrive one by one, or together without a quiet iteration between them.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, batcher: Batcher, max_batch_size: int,
@@ -36,18 +36,24 @@ class Waker:
         self._quiet_turns = 0
         self._required_turns = _QUIET_TURNS
         self._together = 0              # requests since the first one of this wait
+        self._widest_gap = 0            # most quiet iterations between two of them
+        self._was_alone = False         # the last wait was for one request
         self._limit_ns = 0
 
     def submitted(self) -> None:
         """Note that a request was queued; an instance is woken a few iterations of the loop later."""
-        self._quiet_turns = 0
-        self._together += 1
-        if not self._watching:
+        if self._watching:
+            self._together += 1
+            if self._quiet_turns > self._widest_gap:
+                self._widest_gap = self._quiet_turns
+            self._quiet_turns = 0
+        else:
+            self._quiet_turns = 0
             self._watch()
 
     def _watch(self) -> None:
         self._watching = True
-        self._together = 1
+        self._together, self._widest_gap = 1, 0
         self._limit_ns = time.monotonic_ns() + _LIMIT_NS
         self._loop.call_soon(self._turn)
 
@@ -57,13 +63,23 @@ class Waker:
         if gathering and self._quiet_turns < self._required_turns and time.monotonic_ns() < self._limit_ns:
             self._loop.call_soon(self._turn)
             return
-        self._required_turns = _QUIET_TURNS if self._together > 1 else max(1, self._required_turns // 2)
+        self._adapt()
         self._watching = False
         if not self._execute_short():
             self._batcher.wake()
         elif len(self._batcher) and not self._watching:
             self._quiet_turns = self._required_turns
             self._watch()
+
+    def _adapt(self) -> None:
+        """Choose the number of quiet iterations of the next wait."""
+        was_alone, self._was_alone = self._was_alone, self._together == 1
+        if self._was_alone:
+            self._required_turns = max(1, self._required_turns // 2)
+        elif was_alone:
+            self._required_turns = _QUIET_TURNS
+        else:
+            self._required_turns = min(_QUIET_TURNS, max(2 * self._widest_gap + 1, self._required_turns - 1))
 
 
 class ExpiryTimer:

@@ -8,13 +8,11 @@ import pickle
 from collections.abc import Callable
 from functools import lru_cache
 
-from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.infer_reply import InferReply
-from infer_server.endpoints.grpc.service.infer_calls import InferCalls
+from infer_server.endpoints.grpc.methods import Methods
 from infer_server.endpoints.http.exchange import Exchange, Handler
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, response_of
-from infer_server.endpoints.inflight import LITTLE_BYTES, OpenCall
-from infer_server.endpoints.restrictions import Restrictions
+from infer_server.endpoints.inflight import LITTLE_BYTES, Inflight, OpenCall
 from infer_server.errors import MemoryLimitError
 from infer_server.fronts import link
 from infer_server.fronts.link import Frame, Link
@@ -30,15 +28,16 @@ _OF_STREAMS = (link.STREAM, link.MESSAGE, link.ALL_SENT, link.LEFT_STREAM, link.
 class EngineEnd(Link):
     """Engine-process end of the link to one frontend worker, open while the worker's process lives."""
 
-    def __init__(self, services: InferenceServices, restrictions: Restrictions, handle: Handler,
+    def __init__(self, inflight: Inflight, methods: Methods, handle: Handler,
                  ready: Callable[[str], None], gone: Callable[[], None]) -> None:
         """Create the end of a link.
 
         Parameters
         ----------
-        services : Front
-        restrictions : Restrictions
-            Restrictions of gRPC calls.
+        inflight : Inflight
+            Counts the bytes of requests and responses.
+        methods : Methods
+            gRPC calls that are served, ModelInfer without a coroutine.
         handle : Handler
             Answers HTTP requests.
         ready : callable
@@ -47,11 +46,12 @@ class EngineEnd(Link):
             Called when the worker's process has ended.
         """
         super().__init__()
-        self._inflight, self._handle, self._ready, self._gone = services.inflight, handle, ready, gone
-        self._infers = InferCalls(services, restrictions)
+        assert methods.infer
+        self._inflight, self._handle, self._ready, self._gone = inflight, handle, ready, gone
+        self._infers = methods.infer
         self._replies: dict[int, _Reply] = {}               # pending gRPC calls by number
         self._exchanges: dict[int, _Connection] = {}        # pending HTTP requests by number
-        self._streams = ForwardedStreams(services, restrictions, self)
+        self._streams = ForwardedStreams(methods.find, self)
         self._sent_away = asyncio.Event()                   # clients have been sent GOAWAY, or the worker has ended
         self._unread: dict[int, OpenCall] = {}              # responses that clients have not read yet
 

@@ -15,10 +15,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from infer_server.endpoints.front import InferenceServices
-from infer_server.endpoints.grpc.grpcio.server import Behind
+from infer_server.endpoints.grpc.methods import Methods
 from infer_server.endpoints.http.exchange import Handler
-from infer_server.endpoints.restrictions import Restrictions
+from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import RepositoryError
 from infer_server.fronts.engine_end import EngineEnd
 from infer_server.fronts.ports import Reserved
@@ -41,9 +40,9 @@ MakeEnd = Callable[[Callable[[str], None], Callable[[], None]], EngineEnd]      
 class FrontendWorkers:
     """Frontend workers of a server. Call start() once, then close() once, on one event loop."""
 
-    def __init__(self, count: int, behind: Behind, services: InferenceServices, restrictions: Restrictions) -> None:
-        """Set the number of workers, the server of all gRPC calls but ModelInfer, and the restrictions of gRPC."""
-        self._count, self._behind, self._services, self._restrictions = count, behind, services, restrictions
+    def __init__(self, count: int, inflight: Inflight, methods: Methods) -> None:
+        """Set the number of workers, and what counts and serves the gRPC calls that they forward."""
+        self._count, self._inflight, self._methods = count, inflight, methods
         self._reserved: list[Reserved] = []
         self._workers: list[_FrontendWorker] = []
 
@@ -58,8 +57,8 @@ class FrontendWorkers:
         """
         try:
             grpc, http = self._reserve(settings.grpc), self._reserve(settings.http)
-            settings = replace(settings, grpc=grpc, http=http, others=await self._behind.start())
-            make_end = partial(EngineEnd, self._services, self._restrictions, handle)
+            settings = replace(settings, grpc=grpc, http=http)
+            make_end = partial(EngineEnd, self._inflight, self._methods, handle)
             code = _code_on_disk()
             self._workers = [_FrontendWorker(i, make_end, code) for i in range(self._count)]
             await asyncio.gather(*(worker.start(settings) for worker in self._workers))
@@ -74,8 +73,7 @@ class FrontendWorkers:
 
     async def close(self, answered: bool) -> None:
         """Have the workers send pending responses and end. answered: see Listeners.close."""
-        await asyncio.gather(*(worker.close(answered) for worker in self._workers))
-        await self._behind.stop()
+        await asyncio.gather(*(front.close(answered) for front in self._workers))
         for reserved in self._reserved:
             reserved.close()
 

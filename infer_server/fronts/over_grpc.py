@@ -1,4 +1,4 @@
-"""gRPC port of a frontend worker: forwards inference over the link, all other calls to the grpc.aio server."""
+"""gRPC port of a frontend worker: forwards ModelInfer in a frame over the link, other calls message by message."""
 from __future__ import annotations
 
 import asyncio
@@ -8,16 +8,15 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
-
-import grpc
+from typing import Any, NamedTuple
 
 import protos
-from infer_server.endpoints.grpc.compression import plain
-from infer_server.endpoints.grpc.context import CallClient, CallContext, Serve, unary
+from infer_server.endpoints.grpc.context import CallClient, CallContext, Serve
 from infer_server.endpoints.grpc.errors import ForwardedStatusError
-from infer_server.endpoints.grpc.methods import INFER_PATH, Methods
+from infer_server.endpoints.grpc.infer_reply import InferReply
+from infer_server.endpoints.grpc.methods import INFER_PATH, Methods, awaiting
 from infer_server.endpoints.inflight import Inflight, OpenCall
+from infer_server.errors import MemoryLimitError
 from infer_server.fronts import link
 from infer_server.fronts.front_end import HeldElsewhere, WorkerEnd
 from infer_server.fronts.link import Frame
@@ -25,11 +24,9 @@ from infer_server.fronts.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-_STREAM = f"/{protos.INFERENCE_SERVICE}/ModelStreamInfer"
-_ELSEWHERE = {f"/{service}/{method.name}" for service in (protos.INFERENCE_SERVICE, protos.HEALTH_SERVICE)
-              for method in protos.methods(service)}
+_PATHS = {f"/{service}/{method.name}" for service in (protos.INFERENCE_SERVICE, protos.HEALTH_SERVICE)
+          for method in protos.methods(service)}
 _REFLECTION = "/grpc.reflection."
-_OF_THE_CONNECTION = ("user-agent",)        # metadata that the forwarded call sets itself
 
 
 def _encoded(metadata: Iterable[tuple[str, Any]]) -> bytes:
@@ -44,48 +41,40 @@ class GrpcCalls:
         self._end, self._inflight = end, inflight
         self._tells_metadata, self._reflection = settings.tells_metadata, settings.reflection
         self._most_bytes = settings.max_message_bytes
-        self._channel = grpc.aio.insecure_channel(f"unix:{settings.others}", options=[
-            ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])
-        self._awaited: dict[int, tuple[asyncio.Future[bytes], OpenCall]] = {}
+        self._replies: dict[int, InferReply] = {}               # pending ModelInfer calls by number
         self._streams: dict[int, _Stream] = {}
-        self._own = {INFER_PATH: unary(self._infer), _STREAM: self._stream}
 
     def methods(self) -> Methods:
-        return Methods(self._find)
+        return Methods(self._find, self)
 
     def _find(self, path: str) -> Serve | None:
-        if path in _ELSEWHERE or self._reflection and path.startswith(_REFLECTION):
-            return self._own.get(path) or partial(_hand_on, self._channel.stream_stream(path))
-        return None
+        if path == INFER_PATH:
+            return awaiting(self, self._inflight, self._most_bytes)
+        is_served = path in _PATHS or self._reflection and path.startswith(_REFLECTION)
+        return partial(self._stream, path) if is_served else None
 
-    async def _infer(self, data: bytes, context: CallContext) -> bytes:
-        """Forward a ModelInfer call. Raises MemoryLimitError, InvalidRequestError, ForwardedStatusError."""
-        received_ns, remaining_secs = time.monotonic_ns(), context.time_remaining()
-        held = self._inflight.begin(CallClient(context), len(data))
-        context.when_done(partial(self._inflight.end, held))
-        data = await plain(data, self._most_bytes, self._inflight, held)
+    # ---- methods.TakesInfer
+    def take(self, reply: InferReply, data: bytes, received_ns: int, remaining_secs: float | None) -> None:
         number = self._end.next_number()
-        response: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._awaited[number] = response, held
-        self._end.send(link.INFER, number, data,
-                       about=_encoded(context.metadata()) if self._tells_metadata else b"",
-                       peer=context.peer().encode(), received_ns=received_ns,
-                       remaining_secs=link.NEVER if remaining_secs is None else remaining_secs)
         try:
-            return await response
-        except asyncio.CancelledError:
-            if self._awaited.pop(number, None):
-                self._end.send(link.LEFT_INFER, number)
-            raise
+            reply.held = reply.held or self._inflight.begin(reply, len(data))
+        except MemoryLimitError as error:
+            reply.fail(error)
+            return
+        self._replies[number] = reply
+        reply.submitted = _Forwarded(self._end, self._replies, number)
+        self._end.send(link.INFER, number, data, about=_encoded(reply.metadata()) if self._tells_metadata else b"",
+                       peer=reply.peer().encode(), received_ns=received_ns,
+                       remaining_secs=link.NEVER if remaining_secs is None else remaining_secs)
 
-    async def _stream(self, context: CallContext) -> None:
-        stream = _Stream(self._end, context, self._inflight)
+    async def _stream(self, path: str, context: CallContext) -> None:
+        stream = _Stream(self._end, path, context, self._inflight)
         self._streams[stream.number] = stream
         context.when_done(stream.is_sent)
         try:
             code, details = await stream.serve()
         except TimeoutError:
-            log.warning("%s does not read its stream, which is ended", context.peer())
+            log.warning("%s does not read the responses of its call, which is ended", context.peer())
             context.disconnect()
             return
         finally:
@@ -95,33 +84,41 @@ class GrpcCalls:
 
     # ---- front_end.Infers
     def answered(self, frame: Frame, is_held: bool) -> None:
-        number, response = frame.number, frame.payload
-        awaited, held = self._awaited.pop(number, (None, None))
-        if awaited is None or held is None or held.client is None:      # the client has disconnected
+        reply = self._replies.pop(frame.number, None)
+        if reply is None or reply.held is None:             # the client has disconnected
             if is_held:
-                self._end.read(number)
+                self._end.read(frame.number)
             return
         if is_held:
-            self._inflight.held_as(held, number)
-        self._inflight.answered(held, len(response))
-        if not awaited.done():
-            awaited.set_result(bytes(response))
+            self._inflight.held_as(reply.held, frame.number)
+        reply.send(bytes(frame.payload))
 
     def failed(self, number: int, code: int, details: str) -> None:
-        awaited, _ = self._awaited.pop(number, (None, None))
-        if awaited and not awaited.done():
-            awaited.set_exception(ForwardedStatusError(code, details))
+        if reply := self._replies.pop(number, None):
+            reply.submitted = None
+            reply.refuse(code, details)
 
     def streamed(self, frame: Frame) -> None:
         if stream := self._streams.get(frame.number):       # else the client has disconnected
             stream.received(frame)
 
 
-class _Stream:
-    """ModelStreamInfer call that a worker forwards."""
+class _Forwarded(NamedTuple):
+    """ModelInfer call that waits for its response."""
+    end: WorkerEnd
+    replies: dict[int, InferReply]
+    number: int
 
-    def __init__(self, end: WorkerEnd, context: CallContext, inflight: Inflight) -> None:
-        self._end, self._context, self.number = end, context, end.next_number()
+    def cancel(self) -> None:
+        if self.replies.pop(self.number, None):
+            self.end.send(link.LEFT_INFER, self.number)
+
+
+class _Stream:
+    """InferenceCall that a worker forwards message by message."""
+
+    def __init__(self, end: WorkerEnd, path: str, context: CallContext, inflight: Inflight) -> None:
+        self._end, self._path, self._context, self.number = end, path, context, end.next_number()
         self._inflight, self._client = inflight, CallClient(context)
         self._untaken: deque[int] = deque()                     # sizes of forwarded requests not yet consumed
         self._consumed = asyncio.Event()                        # set when one has been consumed
@@ -129,9 +126,9 @@ class _Stream:
         self._unsent: OpenCall | None = None                    # set while responses or the status are to be sent
 
     async def serve(self) -> tuple[int, str]:
-        """Serve the stream and return its final status. Raises TimeoutError if the client does not read."""
+        """Serve the call and return its status. Raises TimeoutError if the client does not read."""
         context, remaining_secs = self._context, self._context.time_remaining()
-        self._end.send(link.STREAM, self.number, about=_encoded(context.metadata()),
+        self._end.send(link.STREAM, self.number, self._path.encode(), about=_encoded(context.metadata()),
                        peer=context.peer().encode(), received_ns=time.monotonic_ns(),
                        remaining_secs=link.NEVER if remaining_secs is None else remaining_secs)
         reading = asyncio.ensure_future(self._read_all())
@@ -172,30 +169,3 @@ class _Stream:
         if self._unsent:
             self._inflight.end(self._unsent)
             self._unsent = None
-
-
-async def _hand_on(elsewhere: grpc.aio.StreamStreamMultiCallable, context: CallContext) -> None:
-    """Proxy a call to another server message by message. Raises ForwardedStatusError.
-
-    If the call ends before all requests are sent, grpc.aio's client may report an internal error instead of its status.
-    """
-    call = elsewhere(timeout=context.time_remaining(), metadata=[
-        pair for pair in context.metadata() if pair[0] not in _OF_THE_CONNECTION])
-    sending = asyncio.ensure_future(_send_all(context, call))
-    try:
-        while (response := await call.read()) is not grpc.aio.EOF:
-            await context.write(response)
-    except grpc.aio.AioRpcError as error:
-        raise ForwardedStatusError(error.code().value[0], error.details() or "") from error
-    finally:
-        sending.cancel()
-        call.cancel()
-
-
-async def _send_all(context: CallContext, call: grpc.aio.StreamStreamCall) -> None:
-    try:
-        while (data := await context.read()) is not None:
-            await call.write(data)
-        await call.done_writing()
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        log.debug("a call that was handed on has ended before all was sent: its status says why")

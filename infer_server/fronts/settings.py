@@ -20,16 +20,15 @@ class WorkerSettings:
     """Settings of a frontend worker."""
     grpc: ListenAddress | None                   # None: no gRPC port
     http: ListenAddress | None                   # None: no HTTP port
-    others: str                         # path of the Unix socket of the server of all gRPC calls but inference
     max_message_bytes: int              # maximum size of a gRPC message
     max_body_bytes: int                 # maximum size of an HTTP body
     max_inflight_bytes: int
     send_timeout_secs: float
     max_json_bytes: int = 64 << 20
-    min_body_rate: int = 500            # see Limits
+    min_body_rate: int = 500            # see PortLimits
     body_grace_secs: float = 10.0
     grpc_front: str = "nghttp2"         # library that serves gRPC
     tells_metadata: bool = False        # forward the metadata of gRPC calls
-    reflection: bool = False            # forward calls of server reflection to the server at `others`
+    reflection: bool = False            # forward calls of server reflection
     channel: Mapping[str, int] = field(default_factory=dict)        # gRPC channel arguments by name
     log_level: int = 0

@@ -1,4 +1,4 @@
-"""Engine-process side of ModelStreamInfer calls that frontend workers forward."""
+"""Engine-process side of the gRPC calls, except ModelInfer, that frontend workers forward message by message."""
 from __future__ import annotations
 
 import asyncio
@@ -8,30 +8,29 @@ from collections.abc import Callable
 
 import grpc
 
-from infer_server.endpoints.front import InferenceServices
-from infer_server.endpoints.grpc.context import CallContext
+from infer_server.endpoints.grpc.context import Serve
 from infer_server.endpoints.grpc.errors import described
-from infer_server.endpoints.grpc.service.stream import infer_stream
 from infer_server.endpoints.inflight import LITTLE_BYTES
-from infer_server.endpoints.restrictions import OF_CALL, Restrictions
+from infer_server.errors import NotServedError
 from infer_server.fronts import link
 from infer_server.fronts.link import Frame, Link
 
 
 class ForwardedStreams:
-    """Streams of one frontend worker. Not thread-safe: belongs to the event loop."""
+    """Calls of one frontend worker. Not thread-safe: belongs to the event loop."""
 
-    def __init__(self, services: InferenceServices, restrictions: Restrictions, end: Link) -> None:
-        self._services, self._restrictions, self._end = services, restrictions, end
+    def __init__(self, find: Callable[[str], Serve | None], end: Link) -> None:
+        """Create the calls; `find` is that of Methods."""
+        self._find, self._end = find, end
         self._open: dict[int, tuple[_ForwardedContext, asyncio.Task[None]]] = {}
 
     def received(self, frame: Frame) -> None:
         if frame.kind == link.STREAM:
             context = _ForwardedContext(frame, self._end)
-            task = asyncio.ensure_future(self._serve(frame.number, context))
+            task = asyncio.ensure_future(self._serve(frame.number, frame.payload.decode(), context))
             self._open[frame.number] = context, task
             task.add_done_callback(lambda _: self._open.pop(frame.number))      # also if it is cancelled at once
-        elif found := self._open.get(frame.number):     # else the stream has ended
+        elif found := self._open.get(frame.number):     # else the call has ended
             context, task = found
             if frame.kind == link.LEFT_STREAM:
                 task.cancel()
@@ -42,10 +41,12 @@ class ForwardedStreams:
         for _, task in self._open.values():
             task.cancel()
 
-    async def _serve(self, number: int, context: _ForwardedContext) -> None:
+    async def _serve(self, number: int, path: str, context: _ForwardedContext) -> None:
         code, details = grpc.StatusCode.OK, ""
         try:
-            await infer_stream(self._services, self._check, context)
+            if (serve := self._find(path)) is None:
+                raise NotServedError("Method not found!")
+            await serve(context)
         except asyncio.CancelledError:
             return
         except Exception as error:
@@ -53,12 +54,8 @@ class ForwardedStreams:
         self._end.send(link.ENDED, number, details.encode(), about=str(code.value[0]).encode())
 
 
-    def _check(self, context: CallContext) -> None:
-        self._restrictions.check(OF_CALL["ModelStreamInfer"], dict(context.metadata()).get)
-
-
 class _ForwardedContext:
-    """The CallContext of a stream that a frontend worker hands on."""
+    """The CallContext of a call that a frontend worker hands on."""
 
     def __init__(self, begun: Frame, end: Link) -> None:
         self._number, self._end, self._peer = begun.number, end, begun.peer.decode()
@@ -94,7 +91,7 @@ class _ForwardedContext:
         """Do nothing: the worker ends the connection, by its own clock."""
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        raise NotImplementedError("streams count their answers one by one")
+        raise NotImplementedError("ModelInfer alone needs it, which is forwarded in a frame of its own")
 
     async def write(self, message: bytes) -> None:
         """Send a response; wait while the window is full, or until the client has read it if it is large."""

@@ -1,8 +1,9 @@
-"""Parse large JSON requests in steps, with ijson's incremental parser.
+"""Parse large JSON requests in steps: lists of numbers with orjson, everything else with ijson's incremental parser.
 
 Parsing the whole text at once would block the event loop for seconds, and Python objects for its numbers would take
 thirty times the bytes that were sent. Values of tensors become arrays instead (JsonArray); the rest of a document, the
-*frame*, is limited to MOST_FRAME_BYTES.
+*frame*, is limited to MOST_FRAME_BYTES. orjson parses a number in a sixth of ijson's time, but only complete texts:
+where ijson has entered a list of numbers, orjson is given pieces of that list between two commas.
 
     {"inputs": [{"name": "x", "shape": [1, 3], "data": [0.1, ...]}]}        frame: all but 0.1, ...
 
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ijson
+import orjson
 from ijson.utils import sendable_list
 
 from infer_server.errors import InvalidRequestError, TooLargeError
@@ -27,6 +29,12 @@ _PIECE_BYTES = 16 << 10         # text parsed in one step, a few milliseconds
 _VALUE_BYTES = 64               # accounted for each value of the frame in addition to its text
 _MOST_AT_ONCE_BYTES = 1 << 20   # limit of a document with NaN or Infinity
 
+_NUMBERS_BYTES = 128 << 10      # text of numbers that orjson parses in one step, in about a millisecond
+_FEW_NUMBERS_BYTES = 256        # length of a list of numbers from which orjson is faster
+
+_OF_NUMBERS = b"-+.0123456789eE, \t\r\n"
+_LONG_LIST = re.compile(rb"\[[-+.0-9eE, \t\r\n]{%d}" % _FEW_NUMBERS_BYTES)
+_FRACTION = re.compile(rb"[.eE]")
 _LONG_NUMBER = re.compile(rb"[0-9]{1000}")
 
 # Paths of values that may be long. _ANY matches any key, _EACH any element of an array.
@@ -84,26 +92,65 @@ def _read(body: bytes | bytearray, size: int, hold: Hold,
 def _parsed_in_steps(body: bytes | bytearray, size: int, document: _DocumentBuilder, hold: Hold,
                      use_float: bool = True) -> Steps[dict[str, Any]]:
     """Parse a document. Raises ijson.JSONError with a byte position, ValueError, and the errors of read_inference."""
-    events, text, at = sendable_list(), memoryview(body), 0
+    events, text, at, yielded_at = sendable_list(), memoryview(body), 0, 0
     parser = ijson.basic_parse_coro(events, use_float=use_float)
     try:
-        for at in range(0, size, _PIECE_BYTES):
-            piece = bytes(text[at:min(at + _PIECE_BYTES, size)])
+        while at < size:
+            end, is_bracket = min(at + _PIECE_BYTES, size), False
+            if use_float and (found := _LONG_LIST.search(body, at, min(end + _FEW_NUMBERS_BYTES, size))):
+                is_bracket = found.start() == at        # parsed alone: within a string, it gives no event
+                end = at + 1 if is_bracket else min(end, found.start())
+            piece = bytes(text[at:end])
             if not use_float and _LONG_NUMBER.search(piece):        # Python refuses to convert it
                 raise InvalidRequestError("failed to parse the request JSON: a number has more than 1000 digits")
             parser.send(piece)
+            at = end
             if events:
+                begins_list = is_bracket and len(events) == 1 and events[0][0] == "start_array"
                 document.take(events)
                 del events[:]
+                if begins_list and document.collects:
+                    at = yield from _numbers_in_steps(body, at, size, document)
             else:
                 hold(2 * len(piece))                # within a long string, which the parser buffers and then decodes
-            yield
+            if at - yielded_at >= _PIECE_BYTES:
+                yielded_at = at
+                yield
         parser.close()
     except ijson.JSONError as error:
         reason, *_ = str(error).splitlines()
         raise ijson.JSONError(f"{reason} (at byte {at} or within {_PIECE_BYTES} behind it)") from error
     document.take(events)
     return document.root()
+
+
+def _numbers_in_steps(body: bytes | bytearray, at: int, size: int, document: _DocumentBuilder) -> Steps[int]:
+    """Add the numbers that begin a list at `at` to the document. Return the position of the first one not added.
+
+    The last number, and what is no number, are left to ijson, which has read the list's bracket.
+    """
+    text = memoryview(body)
+    while True:
+        limit = min(at + _NUMBERS_BYTES, size)
+        end = body.find(b"]", at, limit)
+        piece = bytes(text[at:limit if end < 0 else end])
+        comma = piece.rfind(b",")
+        if comma >= 0 and not piece[comma + 1:].strip():        # a list does not end with a comma
+            comma = piece.rfind(b",", 0, comma)
+        if comma < 0 or piece.translate(None, _OF_NUMBERS):
+            return at
+        piece = piece[:comma]
+        try:
+            values = orjson.loads(b"[%b]" % piece)
+        except ValueError:                          # ijson says where it is wrong, and reads numbers beyond float64
+            return at
+        if not values:
+            return at
+        document.take_numbers(values, float if _FRACTION.search(piece) else int)
+        at += comma + 1
+        if end >= 0:
+            return at
+        yield
 
 
 def _parsed_at_once(text: bytes, long_paths: tuple[tuple[str, ...], ...], hold: Hold) -> dict[str, Any]:
@@ -143,6 +190,16 @@ class _DocumentBuilder:
         if not isinstance(self._root, dict):
             raise InvalidRequestError("the request is not a JSON object")
         return self._root
+
+    @property
+    def collects(self) -> bool:
+        """True if the next values belong to a JsonArray."""
+        return self._array is not None
+
+    def take_numbers(self, values: list[int | float], kind: type) -> None:
+        """Add numbers to the JsonArray that collects values; with kind float, some of them are floats."""
+        assert self._array is not None
+        self._array.add(values, self._hold, {kind})
 
     def take(self, events: list[tuple[str, Any]]) -> None:
         """Add events. Raises InvalidRequestError or TooLargeError."""

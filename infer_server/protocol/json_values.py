@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from decimal import Decimal
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import chain
 from sys import getsizeof
 from typing import Any, TypeVar
+
+import orjson
 
 from infer_server.errors import InvalidRequestError
 
@@ -20,16 +20,16 @@ Steps = Generator[None, None, T]        # yields where the event loop may run ot
 MOST_DEPTH = 100                # maximum nesting depth of lists, as in Triton
 _FEW_BYTES = 4096               # size up to which json is as fast as orjson
 _POINTER_BYTES = 8
-# Five times as fast as json, if it is installed. It parses integers of more than 64 bits as floats.
-_orjson_loads: Callable[[bytes | bytearray], Any] | None = (
-    import_module("orjson").loads if find_spec("orjson") else None)
 
 
 def parsed(text: bytes | bytearray) -> Any:
-    """Parse JSON at once. Raises InvalidRequestError for invalid JSON, invalid UTF-8 or lone surrogates."""
-    if _orjson_loads and len(text) >= _FEW_BYTES:
+    """Parse JSON at once. Raises InvalidRequestError for invalid JSON, invalid UTF-8 or lone surrogates.
+
+    Integers of more than 64 bits are floats in a text of _FEW_BYTES or more.
+    """
+    if len(text) >= _FEW_BYTES:
         with suppress(ValueError):          # json also accepts NaN and 1e400, and its errors are clearer
-            return _orjson_loads(text)
+            return orjson.loads(text)
     try:
         decoded = str(text, "utf-8")
         value = json.loads(decoded)
@@ -54,9 +54,12 @@ class JsonArray:
         array.add(flat(data), hold)
         return array
 
-    def add(self, values: list[Any], hold: Callable[[int], None]) -> None:
-        """Append values; `hold` accounts for the bytes that they take and may raise."""
-        chunk = _compact(values)
+    def add(self, values: list[Any], hold: Callable[[int], None], kinds: set[type] | None = None) -> None:
+        """Append values; `hold` accounts for the bytes that they take and may raise.
+
+        kinds: types of the values if known; {float} if they are numbers of which some are floats.
+        """
+        chunk = _compact(values, set(map(type, values)) if kinds is None else kinds)
         hold(sum(map(getsizeof, chunk)) + _POINTER_BYTES * len(chunk) if isinstance(chunk, list) else chunk.nbytes)
         self._chunks.append(chunk)
         self.count += len(chunk)
@@ -67,10 +70,9 @@ class JsonArray:
             yield self._chunks.popleft()
 
 
-def _compact(values: list[Any]) -> Any:
+def _compact(values: list[Any], kinds: set[type]) -> Any:
     """Return values of one type as an ndarray (int64, uint64, float64 or bool), others unchanged."""
     import numpy as np  # here: frontend workers that read no JSON do without it
-    kinds = set(map(type, values))
     if Decimal in kinds:                    # from the parser with exact decimals
         values = [float(value) if type(value) is Decimal else value for value in values]
         kinds = kinds - {Decimal} | {float}

@@ -84,6 +84,8 @@ def described(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
 
 def _clipped(text: str) -> str:
     """Shorten a message to the size of metadata that gRPC clients accept by default."""
+    if len(text) <= _MOST_BYTES and text.isascii() and text.isprintable() and "%" not in text:
+        return text
     sizes = accumulate(map(_escaped_bytes, text[:_MOST_BYTES]))
     most = sum(size <= _MOST_BYTES for size in sizes)
     return text if most == len(text) else f"{text[:most]} ..."

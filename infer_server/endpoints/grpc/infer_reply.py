@@ -1,15 +1,20 @@
-"""Reply to a ModelInfer call that is served without a coroutine."""
+"""Reply to a ModelInfer call, which no coroutine serves."""
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from infer_server.endpoints.grpc.errors import described
+from infer_server.endpoints.grpc.context import CallContext
+from infer_server.endpoints.grpc.errors import ForwardedStatusError, described
 from infer_server.endpoints.inflight import OpenCall
 
-if TYPE_CHECKING:
-    from infer_server.serving import Submitted
+
+class Cancels(Protocol):
+    """Interface of a submitted request: serving.Submitted."""
+
+    def cancel(self) -> None: ...
 
 
 class InferReply(ABC):
@@ -21,7 +26,7 @@ class InferReply(ABC):
 
     def __init__(self) -> None:
         self.held: OpenCall | None = None           # counts the bytes of the call
-        self.submitted: Submitted | None = None
+        self.submitted: Cancels | None = None
         self.gone = False                           # True once the call has ended: answered, failed, or cancelled
 
     @abstractmethod
@@ -61,3 +66,30 @@ class InferReply(ABC):
         submitted, self.gone, self.submitted = self.submitted, True, None
         if submitted:
             submitted.cancel()
+
+
+class AwaitedInfer(InferReply):
+    """The reply to a call of ModelInfer that a coroutine awaits."""
+    __slots__ = ("_context", "response")
+
+    def __init__(self, context: CallContext) -> None:
+        super().__init__()
+        self._context = context
+        self.response: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def respond(self, response: bytes) -> None:
+        if not self.response.done():            # it may have been cancelled
+            self.response.set_result(response)
+
+    def refuse(self, code: int, details: str) -> None:
+        if not self.response.done():
+            self.response.set_exception(ForwardedStatusError(code, details))
+
+    def metadata(self) -> Iterable[tuple[str, Any]]:
+        return self._context.metadata()
+
+    def peer(self) -> str:
+        return self._context.peer()
+
+    def disconnect(self) -> None:
+        self._context.disconnect()

@@ -1,13 +1,18 @@
 """Methods that the gRPC port serves, by path."""
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import protos
-from infer_server.endpoints.grpc.context import Serve
-from infer_server.endpoints.grpc.infer_reply import InferReply
+from infer_server.endpoints.grpc.compression import plain
+from infer_server.endpoints.grpc.context import CallContext, Serve, unary
+from infer_server.endpoints.grpc.infer_reply import AwaitedInfer, InferReply
+from infer_server.endpoints.inflight import Inflight
 
 INFER_PATH = f"/{protos.INFERENCE_SERVICE}/ModelInfer"
 
@@ -32,3 +37,22 @@ class Methods:
     """
     find: Callable[[str], Serve | None]
     infer: TakesInfer | None = None
+
+
+def awaiting(takes: TakesInfer, inflight: Inflight, max_message_bytes: int) -> Serve:
+    """Return a coroutine for ModelInfer, for transports that serve all calls by coroutines."""
+    async def infer(data: bytes, context: CallContext) -> bytes:
+        received_ns, remaining_secs = time.monotonic_ns(), context.time_remaining()
+        reply = AwaitedInfer(context)
+        held = reply.held = inflight.begin(reply, len(data))
+        context.when_done(partial(inflight.end, held))
+        data = await plain(data, max_message_bytes, inflight, held)
+        takes.take(reply, data, received_ns, remaining_secs)
+        try:
+            response = await reply.response
+        except asyncio.CancelledError:
+            reply.leave()
+            raise
+        inflight.answered(held, len(response))
+        return response
+    return unary(infer)

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Any
 
 from infer_server.endpoints.http.exchange import Exchange, Handler
-from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, path_of, response_of
+from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, joined, path_of, response_of
 from infer_server.endpoints.http.reading import IDLE_SECS, PortLimits, RefusedError, dispatch
 from infer_server.endpoints.http2.connection import Http2Connection, Sending, Shared
 from infer_server.endpoints.http2.settings import ConnectionSettings
@@ -146,7 +146,7 @@ class RequestStream:
             if size:
                 inflight.receive(self._held, size, is_last)
                 self.partial_bytes += size
-                self._append(data)
+                self._body = joined(self._body, data)
                 connection.limits.check_size(self._request.headers, len(self._body))
         except MemoryLimitError as error:
             self.fail(error)
@@ -156,14 +156,6 @@ class RequestStream:
             if is_last:
                 inflight.complete(self._held)
                 self._take(self._held)
-
-    def _append(self, data: bytes) -> None:
-        if not self._body:
-            self._body = data
-        elif isinstance(self._body, bytearray):
-            self._body += data
-        else:
-            self._body = bytearray(self._body) + data
 
     def _take(self, held: OpenCall) -> None:
         connection, self.is_partial = self._connection, False

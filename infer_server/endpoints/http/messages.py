@@ -163,3 +163,13 @@ def compressed(response: HttpResponse, coding: str) -> HttpResponse:
     deflater = zlib.compressobj(_LEVEL, wbits=WINDOW[coding])
     body = (*(deflater.compress(piece) for piece in response.body), deflater.flush())
     return response._replace(body=body, headers={**response.headers, "Content-Encoding": coding})
+
+
+def joined(body: bytes | bytearray, data: bytes) -> bytes | bytearray:
+    """Return a body with further data; a body in one piece is not copied."""
+    if not body:
+        return data
+    if isinstance(body, bytearray):
+        body += data
+        return body
+    return bytearray(body) + data

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import httptools
 
 from infer_server.endpoints.http.exchange import Exchange, Handler
-from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response, path_of, response_of
+from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response, joined, path_of, response_of
 from infer_server.endpoints.http.transports import LARGE_BYTES
 from infer_server.endpoints.inflight import Client, Inflight, OpenCall
 from infer_server.errors import MemoryLimitError, NotServedError
@@ -348,12 +348,7 @@ class RequestReader:
     def on_body(self, body: bytes) -> None:
         incoming = self._incoming
         incoming.awaited_secs = IDLE_SECS
-        if not incoming.body:
-            incoming.body = body
-        elif isinstance(incoming.body, bytearray):
-            incoming.body += body
-        else:
-            incoming.body = bytearray(incoming.body) + body
+        incoming.body = joined(incoming.body, body)
         incoming.body_bytes += len(body)
         if incoming.body_bytes > incoming.most_bytes:           # chunked
             self._limits.check_size(incoming.headers, incoming.body_bytes)

@@ -5,19 +5,15 @@ Zero-copy receive of large bodies, probing of half-closed clients, and timeouts 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Sequence
 from typing import Protocol
 
 from infer_server.endpoints.inflight import Client, Inflight, OpenCall
+from protos.buffers import uninitialised
 
 LARGE_BYTES = 64 << 10          # a body is large if at least this many bytes are still to come
 _FIRST_SECS = 0.1               # delay of the first interim response; every next delay is twice as long
 _INTERIM = b"HTTP/1.1 102 Processing\r\n\r\n"
-
-# Creates an uninitialised bytearray: zeroing it would cost as much as a copy.
-_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
-_bytearray.argtypes, _bytearray.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
 
 
 class Owner(Protocol):
@@ -46,7 +42,7 @@ class LargeBody(asyncio.BufferedProtocol):
     def __init__(self, owner: Owner, size: int, begun: Sequence[bytes | bytearray | memoryview]) -> None:
         """Prepare for a body of `size` bytes, of which the pieces `begun` have arrived."""
         self._owner = owner
-        self._body: bytearray = _bytearray(None, size)
+        self._body = uninitialised(size)         # zeroing it would cost as much as a copy
         self._missing = memoryview(self._body)
         for piece in begun:
             self._missing[:len(piece)] = piece

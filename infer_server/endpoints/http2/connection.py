@@ -37,7 +37,7 @@ from protos.http2 import (
 
 log = logging.getLogger(__name__)
 
-_WINDOW_BYTES = 1 << 20             # flow-control window of a stream
+_WINDOW_BYTES = 4 << 20             # flow-control window of a stream; received bytes reopen it at once
 _RECEIVE_BYTES = 256 << 10          # maximum bytes read from a socket at a time
 WRITE_BYTES = 256 << 10            # maximum bytes passed to the transport at a time, and of its buffer
 _GOAWAY_SECS = 1.0                  # time for a client to acknowledge the shutdown notice

@@ -81,5 +81,12 @@ def test_after_requests_that_came_alone_the_next_one_is_waited_for_less() -> Non
     assert submissions([*alone, 30, 0, 30, 4], most=100) == [1, 2, 3, 4, 6, 8]
 
 
+def test_after_requests_that_came_together_without_pauses_the_next_ones_are_waited_for_less() -> None:
+    pair = [30, 0]
+    assert submissions([*pair * 3, 30, 4], most=100) == [2, 4, 6, 8]
+    assert submissions([*pair * 9, 30, 4], most=100) == [*range(2, 20, 2), 19, 20]
+    assert submissions([*[30, 3] * 9, 30, 4], most=100) == [*range(2, 20, 2), 20]
+
+
 def test_nobody_is_woken_for_what_the_loop_has_executed_by_itself() -> None:
     assert submissions([0, 30, 0], executes=True) == []

@@ -13,6 +13,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from infer_server.cli.serve import _options, _parser
+from tests.infer_server.http2_client import INFER, Http2Client
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
@@ -232,11 +233,11 @@ def test_loading_and_unloading_by_clients_must_be_switched_on(client: triton.Inf
 def test_answers_are_compressed_where_that_is_asked_for(tmp_path: Path, front: str) -> None:
     write_model(tmp_path, "affine", shape=[1000])
     request = request_of(shape=(1, 1000), raw=np.zeros(1000, np.float32).tobytes())
-    only_plain = {"options": [("grpc.compression_enabled_algorithms_bitset", 1)]}
-    channel = _options(_parser().parse_args(["--grpc-infer-response-compression-level=low"])).grpc_channel
-    with (serving(tmp_path, grpc_front=front, grpc_channel=channel) as server,
-          grpc.insecure_channel(server.address) as usual, grpc.insecure_channel(server.address, **only_plain) as plain):
-        answer = service_pb2_grpc.GRPCInferenceServiceStub(usual).ModelInfer(request, timeout=TIMEOUT_SECS)
+    options = _options(_parser().parse_args(["--grpc-infer-response-compression-level=low"]))
+    with (serving(tmp_path, grpc_front=front, grpc_channel=options.grpc_channel) as server,
+          grpc.insecure_channel(server.address) as channel, Http2Client(server.ports.grpc) as plain):
+        answer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=TIMEOUT_SECS)
         assert answer.raw_output_contents == [np.ones(1000, np.float32).tobytes()]
-        with pytest.raises(grpc.RpcError, match="gzip"):
-            service_pb2_grpc.GRPCInferenceServiceStub(plain).ModelInfer(request, timeout=TIMEOUT_SECS)
+        stream = plain.call(INFER, request.SerializeToString(), (b"grpc-accept-encoding", b"identity, gzip"))
+        fields, message = plain.answer(stream)
+        assert (fields[b"grpc-encoding"], message[0]) == (b"gzip", 1)

@@ -57,8 +57,7 @@ def test_the_responses_of_a_stream_reach_its_client_before_the_ports_close(
         end = End()
         inflight = Inflight(end)
         listeners = Listeners(PortLimits(1 << 20, inflight))
-        calls = GrpcCalls(end, inflight,
-                          WorkerSettings(None, None, "/nowhere", 1 << 20, 1 << 20, 1 << 30, TIMEOUT_SECS))
+        calls = GrpcCalls(end, inflight, WorkerSettings(None, None, 1 << 20, 1 << 20, 1 << 30, TIMEOUT_SECS))
         server = grpc_server(front, calls.methods(), inflight, {}, 1 << 20, 0, 10.0)
         port = await listeners.listen_grpc(server, "127.0.0.1", 0, None)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

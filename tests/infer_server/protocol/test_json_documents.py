@@ -14,7 +14,7 @@ from infer_server.protocol import json_documents
 from infer_server.protocol.codec import DATATYPES, OBJECT_BYTES, InputTensor, object_bytes
 from infer_server.protocol.json_documents import read_inference, read_members
 from infer_server.protocol.json_tensors import from_json, json_pieces, read_array, read_values
-from infer_server.protocol.json_values import JsonArray, Steps
+from infer_server.protocol.json_values import JsonArray, Steps, flat
 from infer_server.workers import at_once
 
 Read = Callable[[bytes, int, Callable[[int], None]], Steps[dict[str, Any]]]
@@ -55,6 +55,44 @@ def test_a_document_is_the_one_that_json_reads(piece: int, monkeypatch: pytest.M
 
 def test_nested_values_are_flattened() -> None:
     assert plain(read(request([[1, 2], [[3]], 4, []])))["inputs"][0]["data"] == [1, 2, 3, 4]
+
+
+NUMBERS = ", ".join(map(repr, np.random.default_rng(0).standard_normal(400).tolist()))
+INTEGERS = ",".join(map(str, range(400)))
+
+
+@pytest.mark.parametrize("step", [300, 128 << 10])
+@pytest.mark.parametrize("data", [
+    f"[{NUMBERS}]", f"[ {NUMBERS} ]", f"[[{NUMBERS}], [{INTEGERS}]]", f"[[[{NUMBERS}], 1, [{NUMBERS}]], 2]",
+    f"[{INTEGERS}, 1.5, {INTEGERS}]", f"[{INTEGERS}, 18446744073709551615]", f"[{INTEGERS}, true, {INTEGERS}]",
+    f'[{INTEGERS}, "a", [{NUMBERS}]]', f'["[{NUMBERS}]", "{NUMBERS}"]', f'[1, "{INTEGERS}"]', f"[{INTEGERS}, 1e-400]",
+    f"[{INTEGERS},\n[],[{INTEGERS}]]"])
+def test_long_lists_of_numbers_are_those_that_json_reads(data: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_documents, "_NUMBERS_BYTES", step)
+    text = f'{{"inputs": [{{"name": "x", "data": {data}}}], "parameters": {{"a": [{INTEGERS}]}}}}'.encode()
+    expected = json.loads(text)
+    expected["inputs"][0]["data"] = flat(expected["inputs"][0]["data"])
+    assert plain(read(text)) == expected
+
+
+@pytest.mark.parametrize("step", [300, 128 << 10])
+@pytest.mark.parametrize("data", [
+    f"[{NUMBERS},]", f"[{NUMBERS}, ]", f"[,{NUMBERS}]", f"[ , {NUMBERS}]", f"[{NUMBERS},,{NUMBERS}]",
+    f"[01, {NUMBERS}]", f"[{NUMBERS} {NUMBERS}]", f"[{INTEGERS}, .5, 1]", f"[{INTEGERS}, +1, 1]",
+    f"[{INTEGERS}, 1., 1]", f"[{NUMBERS}", f"[{NUMBERS}}}", f"[{INTEGERS}, 1 1, 2]", f"[{INTEGERS}, -, 2]",
+    f"[{' ' * 400},1]", f"[{' ' * 400}]]"])
+def test_long_lists_that_are_no_json_are_refused(data: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_documents, "_NUMBERS_BYTES", step)
+    with pytest.raises(InvalidRequestError, match="failed to parse"):
+        read(f'{{"inputs": [{{"name": "x", "data": {data}}}]}}'.encode())
+
+
+def test_long_lists_of_numbers_are_read_in_short_steps_and_counted() -> None:
+    values = np.random.default_rng(0).standard_normal(100_000)
+    text, held = request(values.tolist()), list[int]()
+    steps = read_inference(text, len(text), held.append)
+    assert sum(1 for _ in steps) >= len(text) // json_documents._NUMBERS_BYTES
+    assert values.nbytes <= sum(held) <= 2 * values.nbytes
 
 
 @pytest.mark.parametrize(("text", "says"), [

@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -69,11 +67,6 @@ class GrpcioServer:
         await self._server.start()
         return self._port
 
-    async def listen_unix(self, path: str) -> None:
-        """Open a Unix socket."""
-        self._server.add_insecure_port(f"unix:{path}")
-        await self._server.start()
-
     @property
     def is_connected(self) -> bool:
         return bool(self._port) and connections.is_connected(self._port)
@@ -99,24 +92,6 @@ class GrpcioServer:
     def _disconnect(self, peer: str) -> None:
         if self._port:
             connections.disconnect(self._port, peer)
-
-
-class Behind:
-    """Server for the frontend workers of this machine, on a Unix socket in a private folder instead of a port."""
-
-    def __init__(self, server: GrpcioServer) -> None:
-        self._server, self._folder = server, ""
-
-    async def start(self) -> str:
-        """Open the socket, and return its path."""
-        self._folder = tempfile.mkdtemp(prefix="infer-server-")
-        path = f"{self._folder}/grpc"
-        await self._server.listen_unix(path)
-        return path
-
-    async def stop(self) -> None:
-        await self._server.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Handlers(grpc.GenericRpcHandler):    # type: ignore[misc]     # grpc has no types

@@ -188,7 +188,7 @@ class InferCall(InferReply):
 
     def _refuse(self, code: int, details: str) -> None:
         self.answered_at = self._connection.loop.time()
-        if self.held and self.is_partial:                       # frees the message before the client closes
+        if self.held and self.is_partial:           # the client need not close the stream to free the message
             self._connection.inflight.end(self.held)
         self._reader, self.is_partial = None, False
         self._connection.refuse(self._stream, code, details, self._ended)

@@ -50,10 +50,6 @@ class Nghttp2Server:
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
-    async def listen_unix(self, path: str) -> None:
-        """Open a Unix socket. Raises OSError."""
-        self._server = await self._shared.loop.create_unix_server(self._connect, path, backlog=_BACKLOG)
-
     def _connect(self) -> GrpcConnection:
         return GrpcConnection(self._shared, self._methods)
 

@@ -1,16 +1,13 @@
 """ModelInfer: from a serialised request to a serialised response; protobuf never parses the tensors."""
 from __future__ import annotations
 
-import asyncio
 import functools
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from infer_server.batching.request import Arrays, AwaitedReply, Outputs, parameters_of
+from infer_server.batching.request import Arrays, Outputs, parameters_of
 from infer_server.endpoints.front import InferenceServices
-from infer_server.endpoints.grpc.compression import plain
-from infer_server.endpoints.grpc.context import CallClient, CallContext, HasHeaders
+from infer_server.endpoints.grpc.context import HasHeaders
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.shared_memory import TensorLocation
 from infer_server.endpoints.tensors import (
@@ -24,32 +21,11 @@ from infer_server.endpoints.tensors import (
 from infer_server.errors import ServeError
 from infer_server.protocol.codec import InputTensor, declared_inputs, decode_inputs, encode_raw, object_bytes
 from infer_server.protocol.parameters import NONE, Parameters, from_messages, set_parameter
-from infer_server.protocol.wire import InferRequest, join_response, response_prefix, split_request
+from infer_server.protocol.wire import InferRequest, join_response, response_prefix
 from infer_server.serving import InferenceCall, Served
 from protos import inference
 
 _FEW_BYTES = 64 << 10       # size of a batch's output up to which one copy is split into responses
-
-
-async def infer(services: InferenceServices, data: bytes, context: CallContext) -> bytes:
-    """Serve one serialised ModelInferRequest and return the serialised response. Raises ServeError."""
-    received_ns = time.monotonic_ns()
-    inflight = services.inflight
-    held = inflight.begin(CallClient(context), len(data))
-    context.when_done(functools.partial(inflight.end, held))
-    data = await plain(data, services.max_message_bytes, inflight, held)
-    call = GrpcCall(split_request(data), received_ns, context.time_remaining(), services, held)
-    if services.on_demand:
-        await services.on_demand.load(call.model)
-    reply = AwaitedReply(asyncio.get_running_loop())
-    submitted = services.inferences.submit(call, reply)
-    try:
-        response: bytes = await reply.response
-    except asyncio.CancelledError:
-        submitted.cancel()
-        raise
-    inflight.answered(held, len(response))
-    return response
 
 
 class GrpcCall(InferenceCall):

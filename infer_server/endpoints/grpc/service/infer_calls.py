@@ -89,7 +89,7 @@ class InferCalls:
     def _remember(self, layout: MessageLayout, reply: InferReply) -> None:
         """Cache the layout of a submitted request if its handling depends on nothing else."""
         form, submitted = layout.form, reply.submitted
-        if submitted is None:
+        if not isinstance(submitted, Submitted):
             return
         model = submitted.model
         prepared: Prepared | None = model.prepared.get(form)

@@ -11,9 +11,8 @@ import protos
 from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.context import CallContext, Serve, unary
 from infer_server.endpoints.grpc.errors import parsed
-from infer_server.endpoints.grpc.methods import Methods
+from infer_server.endpoints.grpc.methods import INFER_PATH, Methods, awaiting
 from infer_server.endpoints.grpc.service.health import health_methods
-from infer_server.endpoints.grpc.service.infer import infer
 from infer_server.endpoints.grpc.service.infer_calls import InferCalls
 from infer_server.endpoints.grpc.service.reflection import reflection_methods
 from infer_server.endpoints.grpc.service.stream import infer_stream
@@ -29,18 +28,19 @@ def service_methods(service: Service, services: InferenceServices, lifecycle: Li
                     has_reflection: bool) -> Methods:
     """Return all methods of a server that executes models."""
     methods: dict[str, Serve] = {}
+    infers = InferCalls(services, restrictions)
     for method in protos.methods(protos.INFERENCE_SERVICE):
         check = partial(_check, restrictions, OF_CALL[method.name])
         if method.name == "ModelStreamInfer":
             methods[method.path] = partial(infer_stream, services, check)
-        elif method.name == "ModelInfer":
-            methods[method.path] = unary(partial(infer, services), check)
+        elif method.path == INFER_PATH:
+            methods[method.path] = awaiting(infers, services.inflight, services.max_message_bytes)
         else:
             methods[method.path] = unary(_control(method, service.call(method.name)), check)
     methods |= health_methods(lifecycle, partial(_check, restrictions, "health"))
     if has_reflection:
         methods |= reflection_methods()
-    return Methods(methods.get, InferCalls(services, restrictions))
+    return Methods(methods.get, infers)
 
 
 def _check(restrictions: Restrictions, category: str, context: CallContext) -> None:

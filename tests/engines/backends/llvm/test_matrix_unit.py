@@ -116,7 +116,17 @@ def test_images_of_few_columns_have_tiles_of_whole_rows_in_one_run() -> None:
     assert [places for _, _, places in kernel.cut(7, 7).runs] == [16] * 4       # 6 * 9 + 7 places
     check(kernel, ToldRunner(AVX512_AMX), inputs, constants, tactic=wide, pieces=2, slack=3)
     strided, _, _ = kernel_of("3x3, stride 2", "int8")
-    assert strided.wide == 0 and all(tile.rows < 3 for tile in strided.tactics(AVX512_AMX))
+    assert strided.wide == 0 and all(runs(strided, tile.rows, tile.cols) == tile.rows * runs(strided, 1, tile.cols)
+                                     for tile in strided.tactics(AVX512_AMX))
+
+
+def test_rows_have_runs_of_their_own_where_one_run_takes_longer() -> None:
+    kernel, _, _ = kernel_of("3x3, 14 pixels a row", "int8")
+    assert kernel.wide == 16 and [places for _, _, places in kernel.cut(2, 14).runs] == [14, 14]       # not 15 and 15
+
+
+def runs(kernel: MatrixUnitContraction, rows: int, cols: int) -> int:
+    return len(kernel.cut(rows, cols).runs)
 
 
 @pytest.mark.parametrize("name", ["3x3, 7 pixels a row", "1x1, 49 pixels"])

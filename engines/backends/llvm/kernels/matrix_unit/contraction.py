@@ -71,18 +71,20 @@ class MatrixUnitContraction(TiledContraction):
         return SHAPES if self.applies(isa) else ()
 
     def tactics(self, isa: Isa) -> Sequence[Tile]:
-        tiles = dict.fromkeys((*super().tactics(isa), *self._wide_tiles(isa)))
+        tiles = dict.fromkeys((*super().tactics(isa), *self._tall_tiles(isa)))
         return [tile for tile in tiles if len(self.cut(tile.rows, tile.cols).runs) * tile.vectors <= MOST_SUMS]
 
-    def _wide_tiles(self, isa: Isa) -> Iterator[Tile]:
-        """Yield tiles of as many whole rows as one run through them can hold, for images with few columns."""
-        wide, flat = self.wide, self.flat
-        if not wide or not self.applies(isa) or flat.cols >= self.unit.rows:
+    def _tall_tiles(self, isa: Isa) -> Iterator[Tile]:
+        """Yield tiles of as many whole rows as the accumulators hold, for images with few columns."""
+        flat = self.flat
+        if flat.rows == 1 or flat.cols > self.unit.rows or not self.applies(isa):
             return
         for vectors in (1, 2, 4):
-            rows = min((MOST_SUMS // vectors * self.unit.rows - flat.cols) // wide + 1, flat.rows)
-            if rows > 1 and vectors <= isa.vectors_for(flat.cout):
-                yield self.tile(-(-flat.rows // -(-flat.rows // rows)), flat.cols, vectors)
+            registers = MOST_SUMS // vectors
+            in_one_run = (registers * self.unit.rows - flat.cols) // self.wide + 1 if self.wide else 0
+            for rows in {min(most, flat.rows) for most in (registers, in_one_run)}:
+                if rows > 1 and vectors <= isa.vectors_for(flat.cout):
+                    yield self.tile(-(-flat.rows // -(-flat.rows // rows)), flat.cols, vectors)
 
     @cached_property
     def wide(self) -> int:
@@ -96,7 +98,12 @@ class MatrixUnitContraction(TiledContraction):
         return index(row // column) if row % column == 0 and 2 * row // column <= 3 * self.flat.cols else 0
 
     def cut(self, rows: int, cols: int) -> PixelRuns:
-        return PixelRuns(rows, cols, self.wide if rows > 1 and cols == self.flat.cols else 0)
+        """Return the faster division of a tile into registers: one run through all its rows, or runs of its rows."""
+        apart = PixelRuns(rows, cols)
+        if rows == 1 or cols != self.flat.cols or not self.wide:
+            return apart
+        return min(PixelRuns(rows, cols, self.wide), apart,
+                   key=lambda cut: sum(self.unit.cycles(places) for _, _, places in cut.runs))
 
     @property
     def exact(self) -> bool:
