@@ -43,7 +43,7 @@ class _IntegerProductEmitter(ProductEmitter):
             f.store(f.cast("sitofp", zero, FLOAT, "number"), self.numbers + 4 * i, 4)
         return f, [a, b, y], bounds
 
-    def _finish(self, lanes: Lanes, rows: int, sums: Mapping[tuple[int, int], Value],
+    def finish(self, lanes: Lanes, rows: int, sums: Mapping[tuple[int, int], Value],
                 parameters: Mapping[str, Value]) -> None:
         f = parameters["y"].f
         for m, v in sums:

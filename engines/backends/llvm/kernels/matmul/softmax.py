@@ -11,6 +11,7 @@ Bytes are summed as integers before they are narrowed.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +23,8 @@ from engines.codegen.row_formulas import softmax_scale, softmax_shift
 from engines.codegen.types import FLOAT
 from engines.lowering.problems.exp2 import LOG2_E, exp2
 from engines.lowering.problems.view import SIZES
+
+RowScores = Callable[[Value], Callable[[RowVector], Value]]
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,12 @@ class AttentionSoftmax:
         """Return True if p are bytes."""
         return self.dtype == "uint8"
 
-    def peaks(self, x: Value, peaks: Value, rows: Value) -> None:
+    def peaks(self, x: Value, peaks: Value, rows: Value, score: RowScores | None = None) -> None:
+        """Emit the peaks. score: returns a vector of a row's scores, given the row; by default they are loaded from x.
+        """
         for row in x.f.loop("peak", rows):
-            score = partial(self._score, x + row * (4 * self.pitch))
-            peak = reduce_row(x.f, self.isa, self.keys, "max", score)
+            of_row = score(row) if score else partial(self._score, x + row * (4 * self.pitch))
+            peak = reduce_row(x.f, self.isa, self.keys, "max", of_row)
             x.f.store(_first(peak), peaks + row * 4)
 
     def weights(self, x: Value, peaks: Value, p: Value, totals: Value, rows: Value) -> None:
