@@ -32,6 +32,7 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
+from engines.backends.llvm.kernels.matmul.product import vector_cycles
 from engines.backends.llvm.kernels.matmul.softmax import AttentionSoftmax
 from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Module, Value
@@ -83,6 +84,10 @@ class AttentionKernel(Kernel[Attention]):
         if queries > FEW_QUERIES or not (readable(k) or readable(v)):
             return ()
         return (Tiles((queries, 1), (queries, min((isa.registers - 4) // queries, width)), queries, packed=False),)
+
+    def cost(self, isa: Isa, tactic: Tiles) -> float:
+        """Return the cycles of both products, so that the first tactic wins."""
+        return vector_cycles(self.problem.macs, self.problem.precision, isa)
 
     def refinements(self, isa: Isa, best: Tiles) -> Sequence[Tiles]:
         """Return the best tactic with other block sizes."""
@@ -311,11 +316,12 @@ class AttentionEmitter:
         name, f = self.function("softmax", **dict.fromkeys((*SOFTMAX_ARRAYS, "numbers"), PTR), rows=I64, **more)
         if f is None:
             return name
-        x, peaks, p, totals, inverse, added, numbers, rows, *_ = f.parameters.values()
+        peaks, totals, inverse, added, numbers, rows = (
+            f.parameters[name] for name in ("peaks", "totals", "inverse", "added", "numbers", "rows"))
         softmax = AttentionSoftmax(self.isa, self.problem.keys, self.pitch, self.arithmetic.dtype,
                                    natural=self.problem.mask is not None)
         self.peaks(softmax, f.parameters)
-        softmax.weights(x, peaks, p, totals, rows)
+        self.weights(softmax, f.parameters)
         softmax.inverses(peaks, totals, inverse, rows)
         if self.adds_zero:
             zero = f.load(FLOAT, numbers + 12, hint="zero") - MIDDLE
@@ -327,6 +333,11 @@ class AttentionEmitter:
     def peaks(self, softmax: AttentionSoftmax, parameters: Mapping[str, Value]) -> None:
         """Emit the peaks of the rows of scores."""
         softmax.peaks(parameters["x"], parameters["peaks"], parameters["rows"])
+
+    def weights(self, softmax: AttentionSoftmax, parameters: Mapping[str, Value]) -> None:
+        """Emit p and its sums."""
+        x, peaks, p, totals, rows = (parameters[name] for name in ("x", "peaks", "p", "totals", "rows"))
+        softmax.weights(x, peaks, p, totals, rows)
 
     def _mix(self, rows: int, columns: int) -> str:
         """Return the name of the micro-kernel for y = program(sums / sum of p + added), of rows x columns."""

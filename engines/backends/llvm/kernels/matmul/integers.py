@@ -23,10 +23,10 @@ class IntegerProductKernel(ProductKernel):
         return ()
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
-        _IntegerProductEmitter(self.problem, module, name, isa, tactic).emit()
+        IntegerProductEmitter(self.problem, module, name, isa, tactic).emit()
 
 
-class _IntegerProductEmitter(ProductEmitter):
+class IntegerProductEmitter(ProductEmitter):
     problem: IntegerProduct
 
     def _begin(self) -> tuple[Function, list[Value], list[Value]]:

@@ -70,6 +70,11 @@ def reading_once(problem: Product) -> float:
     return 4 * problem.depth * problem.y.shape[-1] * math.prod(problem.lead) * CYCLES_PER_BYTE_BEYOND
 
 
+def vector_cycles(macs: int, precision: str, isa: Isa) -> float:
+    """Return the cycles of so many multiply-accumulates by vectors, of which a CPU multiplies two a cycle."""
+    return macs / (2 * isa.lanes * product_arithmetic(precision, isa).elements)
+
+
 @solves(Product)
 class ProductKernel(Kernel[Product]):
     """Register-tiled product. A row of the grid is a matrix, a column a panel.
@@ -90,12 +95,13 @@ class ProductKernel(Kernel[Product]):
         return (*(replace(tile, packed=False) for tile in dict.fromkeys((wide, *packed))), *packed)
 
     def cost(self, isa: Isa, tactic: Tile) -> float:
-        """Return the cost if b comes from memory for a few rows; else 0, so that the first tactic wins.
+        """Return the cost if b comes from memory for a few rows; else that of the products, so that the first tactic
+        wins.
 
-        Tiles then read short pieces of each row of b, at a fraction of the bandwidth.
+        For a few rows tiles read short pieces of each row of b, at a fraction of the bandwidth.
         """
         if not few_by_large(self.problem, isa):
-            return 0.0
+            return vector_cycles(self.problem.macs, self.problem.precision, isa)
         return reading_once(self.problem) * (4 if tactic.packed else 2)
 
     def packing(self, tactic: Tile) -> int:

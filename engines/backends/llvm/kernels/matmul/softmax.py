@@ -46,15 +46,22 @@ class AttentionSoftmax:
 
     def peaks(self, x: Value, peaks: Value, rows: Value, score: RowScores | None = None) -> None:
         """Emit the peaks. score: returns a vector of a row's scores, given the row; by default they are loaded from x.
+
+        Of a symbolic row `score` computes single vectors, so that what it reads ends within a vector past the row.
         """
         for row in x.f.loop("peak", rows):
-            of_row = score(row) if score else partial(self._score, x + row * (4 * self.pitch))
-            peak = reduce_row(x.f, self.isa, self.keys, "max", of_row)
+            if score:
+                peak = reduce_row(x.f, self.isa, self.keys, "max", score(row), together=1)
+            else:
+                peak = reduce_row(x.f, self.isa, self.keys, "max", partial(self._score, x + row * (4 * self.pitch)))
             x.f.store(_first(peak), peaks + row * 4)
 
-    def weights(self, x: Value, peaks: Value, p: Value, totals: Value, rows: Value) -> None:
+    def weights(self, x: Value, peaks: Value, p: Value, totals: Value, rows: Value,
+                each: Callable[[Value], None] = lambda row: None) -> None:
+        """Emit p and its sums. each: emits code that runs before each row, for other execution units."""
         f, isa = x.f, self.isa
         for row in f.loop("weighed row", rows):
+            each(row)
             here, there = x + row * (4 * self.pitch), p + row * (SIZES[self.dtype] * self.pitch)
             peak = softmax_shift(f.splat(f.load(FLOAT, peaks + row * 4, hint="peak"), isa.lanes))
             total = (self._integers if self.exact else self._floats)(here, there, peak)

@@ -121,11 +121,12 @@ class RowCode:
                 for c in range(program.constants)]
 
 
-def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[RowVector], Value]) -> Value:
-    """Return the sum, max or min of body over `width` elements, in all lanes."""
+def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[RowVector], Value],
+               together: int = STRANDS) -> Value:
+    """Return the sum, max or min of body over `width` elements, in all lanes. together: see strips."""
     neutral = f.constant(NEUTRAL[kind], isa.floats)
     partial = dict.fromkeys(range(PARTIALS // isa.lanes), neutral)
-    for start, places in strips(f, isa, width, STRANDS, partial):
+    for start, places in strips(f, isa, width, together, partial):
         for first in range(0, len(places), STRANDS):
             values = []
             with f.interleaved(STRANDS) as begin:
