@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
@@ -143,6 +143,7 @@ class AttentionEmitter:
 
     A subclass computes the products of a block by other instructions (`queries`, `sizes`).
     """
+    row_softmax: ClassVar[type[AttentionSoftmax]] = AttentionSoftmax
 
     def __init__(self, problem: Attention, module: Module, name: str, isa: Isa, tiles: Tiles) -> None:
         self.problem, self.module, self.name, self.isa, self.tiles = problem, module, name, isa, tiles
@@ -318,7 +319,7 @@ class AttentionEmitter:
             return name
         peaks, totals, inverse, added, numbers, rows = (
             f.parameters[name] for name in ("peaks", "totals", "inverse", "added", "numbers", "rows"))
-        softmax = AttentionSoftmax(self.isa, self.problem.keys, self.pitch, self.arithmetic.dtype,
+        softmax = self.row_softmax(self.isa, self.problem.keys, self.pitch, self.arithmetic.dtype,
                                    natural=self.problem.mask is not None)
         self.peaks(softmax, f.parameters)
         self.weights(softmax, f.parameters)

@@ -24,8 +24,6 @@ from engines.codegen.types import FLOAT
 from engines.lowering.problems.exp2 import LOG2_E, exp2
 from engines.lowering.problems.view import SIZES
 
-RowScores = Callable[[Value], Callable[[RowVector], Value]]
-
 
 @dataclass(frozen=True)
 class AttentionSoftmax:
@@ -44,16 +42,10 @@ class AttentionSoftmax:
         """Return True if p are bytes."""
         return self.dtype == "uint8"
 
-    def peaks(self, x: Value, peaks: Value, rows: Value, score: RowScores | None = None) -> None:
-        """Emit the peaks. score: returns a vector of a row's scores, given the row; by default they are loaded from x.
-
-        Of a symbolic row `score` computes single vectors, so that what it reads ends within a vector past the row.
-        """
+    def peaks(self, x: Value, peaks: Value, rows: Value) -> None:
         for row in x.f.loop("peak", rows):
-            if score:
-                peak = reduce_row(x.f, self.isa, self.keys, "max", score(row), together=1)
-            else:
-                peak = reduce_row(x.f, self.isa, self.keys, "max", partial(self._score, x + row * (4 * self.pitch)))
+            score = partial(self._score, x + row * (4 * self.pitch))
+            peak = reduce_row(x.f, self.isa, self.keys, "max", score)
             x.f.store(_first(peak), peaks + row * 4)
 
     def weights(self, x: Value, peaks: Value, p: Value, totals: Value, rows: Value,

@@ -10,7 +10,7 @@ In INT8 the sums of scores begin with the terms of q's zero point: they are load
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from engines.backends.llvm.codegen.isa import Isa
@@ -33,6 +33,7 @@ from engines.backends.llvm.kernels.matrix_unit.factors import (
     pieces,
     tile_cycles,
 )
+from engines.backends.llvm.kernels.matrix_unit.softmax import GroupSoftmax
 from engines.backends.llvm.kernels.rows.passes import RowVector
 from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Module, Value
@@ -84,6 +85,7 @@ def _tiled(right: Right) -> TileRight:
 
 class _TileAttentionEmitter(AttentionEmitter):
     """Emitter of one kernel. Both products have registers of their own, so that it configures them once."""
+    row_softmax = GroupSoftmax
 
     def __init__(self, problem: Attention, module: Module, name: str, isa: Isa, tiles: attention.Tiles) -> None:
         super().__init__(problem, module, name, isa, tiles)
@@ -97,11 +99,11 @@ class _TileAttentionEmitter(AttentionEmitter):
                                  for right, a in zip(rights, (ACCUMULATORS, ACCUMULATORS + 2), strict=True))
 
     def sizes(self) -> dict[str, int]:
-        rows = -(-self.tiles.block // ROWS) * ROWS
-        copied = ROWS if self.left.direct else rows
+        copied = ROWS if self.left.direct else -(-self.tiles.block // ROWS) * ROWS
         return super().sizes() | {
-            "x": max(rows, 2*ROWS) * self.pitch * 4, "p": rows * self.weight_pitch, "q": self.left.copied_bytes(copied),
-            "sums": ROWS * self._sums_pitch}
+            "x": 2 * ROWS * self.pitch * 4, "p": ROWS * self.weight_pitch, "q": self.left.copied_bytes(copied),
+            "peaks": ROWS * 4, "totals": ROWS * self.isa.bytes, "inverse": ROWS * 4,
+            "added": ROWS * 4 * self.adds_zero, "sums": ROWS * self._sums_pitch}
 
     @property
     def _sums_pitch(self) -> int:
@@ -216,28 +218,25 @@ class _TileAttentionEmitter(AttentionEmitter):
     def peaks(self, softmax: AttentionSoftmax, parameters: Mapping[str, Value]) -> None:
         """Emit the conversion of sums to scores, and the peaks of their rows."""
         isa, mask = self.isa, self.problem.mask
-        x, peaks, rows, numbers, masks = (parameters[name] for name in ("x", "peaks", "rows", "numbers", "mask"))
+        x, peaks, totals, rows, numbers, masks = (
+            parameters[name] for name in ("x", "peaks", "totals", "rows", "numbers", "mask"))
         scale = x.f.splat(x.f.load(FLOAT, numbers, hint="scale"), isa.lanes)
         type_ = isa.ints if self.exact else isa.floats
 
-        def of_row(row: Value) -> Callable[[RowVector], Value]:
-            here = x + row * (4 * self.pitch)
-            seen = offset(masks, [row], mask.strides[-2:-1]) if mask else masks
+        def score(row: Value, at: RowVector) -> Value:
+            place = x + row * (4 * self.pitch) + at.column * 4
+            value = self.arithmetic.finish(isa, x.f.load(type_, place, isa.bytes, "sum"))
+            if mask:
+                lanes = Lanes(isa, at.lanes(isa), packed=False)
+                added, = load_channels(lanes, mask, offset(masks, [row, at.column], mask.strides[-2:]))
+                value = isa.fma(value, scale, added)
+            else:
+                value = value * scale
+            x.f.store(value, place, isa.bytes)
+            return value
 
-            def score(at: RowVector) -> Value:
-                place = here + at.column * 4
-                value = self.arithmetic.finish(isa, x.f.load(type_, place, isa.bytes, "sum"))
-                if mask:
-                    lanes = Lanes(isa, at.lanes(isa), packed=False)
-                    added, = load_channels(lanes, mask, offset(seen, [at.column], mask.strides[-1:]))
-                    value = isa.fma(value, scale, added)
-                else:
-                    value = value * scale
-                x.f.store(value, place, isa.bytes)
-                return value
-            return score
-
-        softmax.peaks(x, peaks, rows, of_row)
+        assert isinstance(softmax, GroupSoftmax)
+        softmax.group_peaks(peaks, totals, rows, score)
 
     def _means(self, rows: int, columns: int) -> str:
         """Return the name of the function that computes y from the sums of a tile."""

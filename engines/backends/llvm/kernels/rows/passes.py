@@ -121,9 +121,14 @@ class RowCode:
                 for c in range(program.constants)]
 
 
-def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[RowVector], Value],
-               together: int = STRANDS) -> Value:
-    """Return the sum, max or min of body over `width` elements, in all lanes. together: see strips."""
+def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[RowVector], Value]) -> Value:
+    """Return the sum, max or min of body over `width` elements, in all lanes."""
+    return across_lanes(isa, kind, reduce_vectors(f, isa, width, kind, body))
+
+
+def reduce_vectors(f: Function, isa: Isa, width: int, kind: str, body: Callable[[RowVector], Value],
+                   together: int = STRANDS) -> Value:
+    """Return the partial results of each lane. together: see strips."""
     neutral = f.constant(NEUTRAL[kind], isa.floats)
     partial = dict.fromkeys(range(PARTIALS // isa.lanes), neutral)
     for start, places in strips(f, isa, width, together, partial):
@@ -139,7 +144,7 @@ def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[Row
     while len(values) > 1:
         half = len(values) // 2
         values = [combine(isa, kind, a, b) for a, b in zip(values[:half], values[half:], strict=True)]
-    return across_lanes(isa, kind, values[0])
+    return values[0]
 
 
 def strips(f: Function, isa: Isa, width: int, together: int,
