@@ -148,6 +148,23 @@ def _to_bfloat(name: str, lanes: int) -> str:
     return d.text(d.f.cast("bitcast", shorts, vector(lanes, "bfloat"), "bfloat"))
 
 
+def _reduce(name: str, lanes: int) -> str:
+    """x minus the nearest integer, halves to even: the instruction for no bits of fraction and no mask."""
+    floats = vector(lanes, FLOAT)
+    d = _Definition(name, floats, floats, I32, floats, f"i{lanes}", I32)
+    x = d.arguments[0]
+    return d.text(x - d.f.call(floats, f"llvm.rint.v{lanes}f32", x))
+
+
+def _scale(name: str, lanes: int) -> str:
+    """x * 2**n for integers n from -126 to 127, without a mask."""
+    floats = vector(lanes, FLOAT)
+    d = _Definition(name, floats, floats, floats, floats, f"i{lanes}", I32)
+    x, n = d.arguments[:2]
+    exponent = d.f.cast("fptosi", n, vector(lanes, I32), "exponent") + 127
+    return d.text(x * d.f.cast("bitcast", exponent.binary("shl", 23), floats, "power"))
+
+
 def _definitions() -> dict[str, str]:
     table = {}
     for bits in (128, 256, 512):
@@ -160,6 +177,9 @@ def _definitions() -> dict[str, str]:
     for bits in (256, 512):     # LLVM has no plain form of the 128-bit one
         name = f"llvm.x86.avx512bf16.cvtneps2bf16.{bits}"
         table[name] = _to_bfloat(name, bits // 32)
+    for word, define in (("reduce", _reduce), ("scalef", _scale)):
+        name = f"llvm.x86.avx512.mask.{word}.ps.512"
+        table[name] = define(name, 16)
     for name, unsigned in (("usdot", True), ("sdot", False)):
         name = f"llvm.aarch64.neon.{name}.v4i32.v16i8"
         table[name] = _dot4(name, 4, unsigned)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.codegen.tiles import AMX, Tiles
+from engines.backends.llvm.codegen.tiles import Tiles
 from engines.backends.llvm.kernels.common.access import offset
 from engines.backends.llvm.kernels.common.pixels import load_channels
 from engines.backends.llvm.kernels.kernel import solves
@@ -30,6 +30,7 @@ from engines.backends.llvm.kernels.matrix_unit.factors import (
     TileLeft,
     TileProduct,
     TileRight,
+    instruction,
     pieces,
     tile_cycles,
 )
@@ -59,7 +60,7 @@ class MatrixUnitAttention(AttentionKernel):
     """Attention on a matrix unit; grid and constants are those of AttentionKernel."""
 
     def applies(self, isa: Isa) -> bool:
-        return isa.matrix is not None and bool(isa.matrix.product(self.problem.precision))
+        return bool(instruction(self.problem.precision, isa))
 
     def tactics(self, isa: Isa) -> Sequence[AmxTiles]:
         problem = self.problem
@@ -94,8 +95,7 @@ class _TileAttentionEmitter(AttentionEmitter):
         self.k, self.v = rights
         # elements of a row of p that no softmax writes
         self.gap = rights[1].blocks.padded * self.arithmetic.elements - -(-problem.keys // isa.lanes) * isa.lanes
-        instruction = AMX.product(problem.precision)
-        self.by_keys, self.by_values = (TileProduct(right, instruction, [a], [a + 1])
+        self.by_keys, self.by_values = (TileProduct(right, instruction(problem.precision, isa), [a], [a + 1])
                                  for right, a in zip(rights, (ACCUMULATORS, ACCUMULATORS + 2), strict=True))
 
     def sizes(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ from operator import index
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.tiles import AMX, Shapes, Tiles
-from engines.backends.llvm.kernels.matmul.operands import Left, Right, converted
+from engines.backends.llvm.kernels.matmul.operands import Left, Right, converted, product_arithmetic
 from engines.backends.llvm.kernels.rows.passes import live
 from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Value
@@ -204,6 +204,13 @@ class StoredSums(Mapping[tuple[int, int], Value]):
 
     def __len__(self) -> int:
         return self._rows * self._isa.vectors_for(self._columns)
+
+
+def instruction(precision: str, isa: Isa) -> str:
+    """Return the instruction of the unit for factors as `product_arithmetic` stores them, or ""."""
+    if isa.matrix is None or product_arithmetic(precision, isa).elements == 1:      # elements widened to float32
+        return ""
+    return isa.matrix.product(precision)
 
 
 def row_tiles(f: Function, name: str, rows: int, step: int) -> Iterator[tuple[Value, int]]:

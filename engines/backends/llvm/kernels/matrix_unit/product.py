@@ -27,6 +27,7 @@ from engines.backends.llvm.kernels.matrix_unit.factors import (
     TileLeft,
     TileProduct,
     TileRight,
+    instruction,
     pieces,
     row_tiles,
     tile_cycles,
@@ -54,7 +55,7 @@ class _OnMatrixUnit(ProductKernel):
     """Tactics and cost of products on a matrix unit; grid and constants are those of ProductKernel."""
 
     def applies(self, isa: Isa) -> bool:
-        return isa.matrix is not None and bool(isa.matrix.product(self.problem.precision))
+        return bool(instruction(self.problem.precision, isa))
 
     def tactics(self, isa: Isa) -> Sequence[AmxProductTile]:
         rows, columns = self.problem.y.shape[-2:]
@@ -97,7 +98,7 @@ class _TileProductEmitter(ProductEmitter):
         self.right = self.panels
         tall = tile.rows // ROWS
         rows, columns = range(ACCUMULATORS, ACCUMULATORS + tall), range(ACCUMULATORS + tall, AMX.registers)
-        self.product = TileProduct(self.panels, AMX.product(problem.precision), rows, columns)
+        self.product = TileProduct(self.panels, instruction(problem.precision, isa), rows, columns)
         self.sums_pitch = tile.vectors * LINE
 
     def enter(self, f: Function) -> None:
