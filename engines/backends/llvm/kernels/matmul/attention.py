@@ -41,7 +41,7 @@ from engines.codegen.types import FLOAT, I64, PTR
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.rows import PARTIALS
-from engines.lowering.problems.view import SIZES
+from engines.lowering.problems.view import SIZES, View
 
 FEW_QUERIES = 4         # queries up to which packing k and v costs at least as much as the products
 SOFTMAX_ARRAYS = ("x", "peaks", "p", "totals", "inverse", "added")
@@ -256,7 +256,8 @@ class AttentionEmitter:
             for row, rows in f.tiles("row of scores", count, scores, split_tail=True):
                 moved = here + row * problem.mask.strides[-2] if problem.mask else here
                 f.run(self._scores(rows, columns), q + row * self.q.pitch, panel, self.numbers,
-                      self.at["start"] + t * 4, moved, self.at["x"] + row * (4 * self.pitch) + t * 4)
+                      self.at["start"] + t * 4, moved, self.at["x"] + row * (4 * self.pitch) + t * 4,
+                      f.constant(problem.keys, I64) - t)
         f.run(self.softmax(), *self.softmax_arguments(), f.constant(count, I64))
         y = offset(head.y, [first], problem.y.strides[-2:-1])
         for e, columns in f.tiles("panel of values", problem.v.shape[-1], self.v.width):
@@ -283,11 +284,12 @@ class AttentionEmitter:
 
     def _scores(self, rows: int, columns: int) -> str:
         """Return the name of the micro-kernel for rows x columns scores x."""
-        name, f = self.function(f"scores_{rows}x{columns}", q=PTR, k=PTR, numbers=PTR, start=PTR, mask=PTR, x=PTR)
+        name, f = self.function(f"scores_{rows}x{columns}", q=PTR, k=PTR, numbers=PTR, start=PTR, mask=PTR, x=PTR,
+                                left=I64)
         if f is None:
             return name
         isa, mask, lanes = self.isa, self.problem.mask, Lanes(self.isa, columns, packed=False)
-        q, k, numbers, start, added, x = f.parameters.values()
+        q, k, numbers, start, added, x, left = f.parameters.values()
         begin = [f.load(isa.ints, start + v * isa.bytes, isa.bytes, "start") for v in range(lanes.vectors)]
         if self.k.packed or self.k.direct:
             sums = self.k.multiply(q, self.q.pitch, k, (rows, columns), [begin] * rows if self.exact else ())
@@ -297,13 +299,25 @@ class AttentionEmitter:
         others: list[Value] = []
         for m in range(rows):
             if mask and (m == 0 or mask.strides[-2]):
-                others = load_channels(lanes, mask, added + m * mask.strides[-2])
+                others = self._mask(lanes, mask, added + m * mask.strides[-2], left)
             for v in range(lanes.vectors):
                 value = isa.fma(sums[m, v], scale, others[v]) if mask else sums[m, v] * scale
                 if not self.k.packed:       # a tail may be several panels, of which only the last may be overrun
                     value = f.shuffle(value, None, range(min(columns - v * isa.lanes, isa.lanes)), "scores")
                 f.store(value, x + (4 * self.pitch * m + v * isa.bytes), isa.bytes if self.k.packed else 4)
         return name
+
+    def _mask(self, lanes: Lanes, mask: View, address: Value, left: Value) -> list[Value]:
+        """Load the mask of a panel. left: keys from its first on.
+
+        A padded panel may begin up to three vectors before its last key; vectors past it read the first one again.
+        """
+        if self.k.padded_columns is self.problem.keys:
+            return load_channels(lanes, mask, address)
+        f, width, one = address.f, self.isa.lanes, Lanes(self.isa, self.isa.lanes, packed=False)
+        places = [f.select(left.compare("ugt", v * width), address + v * width * mask.strides[-1], address)
+                  for v in range(lanes.vectors)]
+        return [load_channels(one, mask, place)[0] for place in places]
 
     def softmax_arguments(self) -> list[Value]:
         """Return the arguments of the function `softmax`, except the number of rows."""
