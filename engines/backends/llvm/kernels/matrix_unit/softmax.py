@@ -27,16 +27,13 @@ class GroupSoftmax(AttentionSoftmax):
     """Softmax of as many rows as a vector has lanes."""
 
     def group_peaks(self, peaks: Value, lanes: Value, rows: Value, score: RowScores) -> None:
-        """Emit the peaks of `rows` rows. lanes: scratch memory, a vector for each row.
-
-        Of a symbolic row single vectors are read, so that a read ends within a vector past the row.
-        """
+        """Emit the peaks of `rows` rows. lanes: scratch memory, a vector for each row."""
         f, isa = peaks.f, self.isa
         for row in f.loop("peak", rows):
             def vector_of(at: RowVector, row: Value = row) -> Value:
                 return score(row, at)
 
-            f.store(reduce_vectors(f, isa, self.keys, "max", vector_of, together=1), lanes + row * isa.bytes, isa.bytes)
+            f.store(reduce_vectors(f, isa, self.keys, "max", vector_of), lanes + row * isa.bytes, isa.bytes)
         f.store(self._of_rows("max", lanes, isa.floats), peaks, isa.bytes)
 
     def inverses(self, peaks: Value, totals: Value, inverse: Value, rows: Value) -> None:

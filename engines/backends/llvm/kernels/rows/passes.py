@@ -33,6 +33,7 @@ from engines.lowering.problems.view import View, joined
 
 R = TypeVar("R", bound=RowProblem)
 STRANDS = 4             # vectors of a row whose instructions are interleaved before a reduction
+READ_TOGETHER = 32      # elements of a symbolic rest that are read at a time, so that reads end in a buffer's SLACK
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,9 @@ def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[Row
     return across_lanes(isa, kind, reduce_vectors(f, isa, width, kind, body))
 
 
-def reduce_vectors(f: Function, isa: Isa, width: int, kind: str, body: Callable[[RowVector], Value],
-                   together: int = STRANDS) -> Value:
-    """Return the partial results of each lane. together: see strips."""
-    neutral = f.constant(NEUTRAL[kind], isa.floats)
+def reduce_vectors(f: Function, isa: Isa, width: int, kind: str, body: Callable[[RowVector], Value]) -> Value:
+    """Return the partial results of each lane."""
+    neutral, together = f.constant(NEUTRAL[kind], isa.floats), min(STRANDS, READ_TOGETHER // isa.lanes)
     partial = dict.fromkeys(range(PARTIALS // isa.lanes), neutral)
     for start, places in strips(f, isa, width, together, partial):
         for first in range(0, len(places), STRANDS):
