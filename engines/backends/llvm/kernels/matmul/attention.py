@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
@@ -143,7 +143,6 @@ class AttentionEmitter:
 
     A subclass computes the products of a block by other instructions (`queries`, `sizes`).
     """
-    row_softmax: ClassVar[type[AttentionSoftmax]] = AttentionSoftmax
 
     def __init__(self, problem: Attention, module: Module, name: str, isa: Isa, tiles: Tiles) -> None:
         self.problem, self.module, self.name, self.isa, self.tiles = problem, module, name, isa, tiles
@@ -323,18 +322,21 @@ class AttentionEmitter:
         """Return the arguments of the function `softmax`, except the number of rows."""
         return [*(self.at[what] for what in SOFTMAX_ARRAYS), self.numbers]
 
+    def row_softmax(self) -> AttentionSoftmax:
+        return AttentionSoftmax(self.isa, self.problem.keys, self.pitch, self.arithmetic.dtype,
+                                natural=self.problem.mask is not None)
+
     def softmax(self, **more: str) -> str:
         """Return the name of the function that computes p, 1 / sum of p, and the correction of the means.
 
-        more: types of further parameters, which `peaks` uses.
+        more: types of further parameters, which a subclass uses.
         """
         name, f = self.function("softmax", **dict.fromkeys((*SOFTMAX_ARRAYS, "numbers"), PTR), rows=I64, **more)
         if f is None:
             return name
         peaks, totals, inverse, added, numbers, rows = (
             f.parameters[name] for name in ("peaks", "totals", "inverse", "added", "numbers", "rows"))
-        softmax = self.row_softmax(self.isa, self.problem.keys, self.pitch, self.arithmetic.dtype,
-                                   natural=self.problem.mask is not None)
+        softmax = self.row_softmax()
         self.peaks(softmax, f.parameters)
         self.weights(softmax, f.parameters)
         softmax.inverses(peaks, totals, inverse, rows)

@@ -86,7 +86,6 @@ def _tiled(right: Right) -> TileRight:
 
 class _TileAttentionEmitter(AttentionEmitter):
     """Emitter of one kernel. Both products have registers of their own, so that it configures them once."""
-    row_softmax = GroupSoftmax
 
     def __init__(self, problem: Attention, module: Module, name: str, isa: Isa, tiles: attention.Tiles) -> None:
         super().__init__(problem, module, name, isa, tiles)
@@ -147,15 +146,14 @@ class _TileAttentionEmitter(AttentionEmitter):
             following = group + 1
             ahead = f.select(following.below(groups), units, units.like(0))
             here = first + group * ROWS
-            left = f.constant(count, I64) - group * ROWS
-            mask = offset(head.mask, [here], self.problem.mask.strides[-2:-1]) \
-                if self.problem.mask and head.mask else self.numbers
-            f.run(self.softmax(**WOVEN), self._group(group), *self.softmax_arguments()[1:], left.at_most(ROWS), mask,
-                  *rows_of(following), self.at["k"], start, self._group(following), ahead)
+            rows = (f.constant(count, I64) - group * ROWS).at_most(ROWS)
+            f.run(self.softmax(**WOVEN), self._group(group), *self.softmax_arguments()[1:], rows,
+                  self._mask_of(head, here), *rows_of(following), self.at["k"], start, self._group(following), ahead)
             with f.when(group.below(complete)):
                 self._mix_of(f, head, here, ROWS)
-            with f.when(group.compare("eq", complete)):
-                self._mix_of(f, head, here, rest)
+            if isinstance(rest, Extent) or rest:
+                with f.when(group.compare("eq", complete)):
+                    self._mix_of(f, head, here, rest)
 
     @property
     def _units(self) -> int:
@@ -166,28 +164,30 @@ class _TileAttentionEmitter(AttentionEmitter):
         """Return the address of the scores of a group: those of two groups are in memory."""
         return self.at["x"] + (number & 1) * (ROWS * 4 * self.pitch)
 
+    def _mask_of(self, head: Head, query: Value) -> Value:
+        """Return the address of a query's mask, or one that is not read."""
+        mask = self.problem.mask
+        return offset(head.mask, [query], mask.strides[-2:-1]) if mask and head.mask else self.numbers
+
     def _mix_of(self, f: Function, head: Head, first: Value, count: int) -> None:
         """Emit the weighted means of up to 16 queries."""
         problem = self.problem
         y = offset(head.y, [first], problem.y.strides[-2:-1])
         for e, columns in f.tiles("panel of values", problem.v.shape[-1], self.v.width):
             constants = self.constants + e * (4 * problem.program.constants)
-            f.run(self._product("mix", self.by_values, self.weight_pitch, columns, self._sums_pitch),
-                  self.at["p"], self.panel(self.v, head.v, "v", e), self.at["sums"])
+            f.run(self._values(columns), self.at["p"], self.panel(self.v, head.v, "v", e), self.at["sums"])
             for start, size in pieces(f, count, ROWS):
                 f.run(self._means(size, columns), self.at["sums"] + start * self._sums_pitch,
                       self.at["inverse"] + start * 4, self.at["added"] + start * 4, constants,
                       offset(y, [start], problem.y.strides[-2:-1]) + e * problem.y.strides[-1])
 
     # ---- the micro-kernels
-    def _product(self, what: str, product: TileProduct, pitch: int, columns: int, sums_pitch: int,
-                 starts: bool = False) -> str:
-        """Return the name of the micro-kernel for a register of rows, `pitch` bytes apart, by a panel."""
-        start = {"start": PTR} if starts else {}
-        name, f = self.function(f"{what}_{columns}", a=PTR, w=PTR, sums=PTR, **start)
+    def _values(self, columns: int) -> str:
+        """Return the name of the function that computes the sums of p by a panel of values."""
+        name, f = self.function(f"values_{columns}", p=PTR, v=PTR, sums=PTR)
         if f is not None:
-            at = f.parameters
-            product.emit(at["a"], pitch, at["w"], (1, columns), at.get("start"), (at["sums"], sums_pitch))
+            p, v, sums = (f.parameters[key] for key in ("p", "v", "sums"))
+            self.by_values.emit(p, self.weight_pitch, v, (1, columns), None, (sums, self._sums_pitch))
         return name
 
     def _group_scores(self) -> str:
@@ -204,6 +204,9 @@ class _TileAttentionEmitter(AttentionEmitter):
         q, pitch, k, start, x = addresses
         self.by_keys.emit(q, pitch, k + unit * self.k.panel_bytes, (1, self.isa.lanes),
                          start + unit * LINE if self.exact else None, (x + unit * LINE, 4 * self.pitch))
+
+    def row_softmax(self) -> GroupSoftmax:
+        return GroupSoftmax(**vars(super().row_softmax()))
 
     def weights(self, softmax: AttentionSoftmax, parameters: Mapping[str, Value]) -> None:
         """Emit p and its sums; before each row, a share of the next group's scores."""
@@ -235,8 +238,7 @@ class _TileAttentionEmitter(AttentionEmitter):
             x.f.store(value, place, isa.bytes)
             return value
 
-        assert isinstance(softmax, GroupSoftmax)
-        softmax.group_peaks(peaks, totals, rows, score)
+        self.row_softmax().group_peaks(peaks, totals, rows, score)
 
     def _means(self, rows: int, columns: int) -> str:
         """Return the name of the function that computes y from the sums of a tile."""
