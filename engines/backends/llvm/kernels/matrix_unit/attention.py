@@ -2,9 +2,10 @@
 
     for head:                                   k' and v are packed once a call
       for block of queries:
-        for 16 queries, panel of k':            tiles -> int32 or float32 sums, in scratch
-        rows of sums:  scores x, p, 1 / sum     by vectors, in scratch
-        for 16 queries, panel of v:             tiles -> scratch -> sums / sum of p -> program -> y
+        sums of the scores of 16 queries        tiles -> int32 or float32, in scratch
+        for group of 16 queries:
+          scores x, p, 1 / sum of p             by vectors; between its rows the sums of the next group, by tiles
+          for panel of v:                       tiles -> scratch -> sums / sum of p -> program -> y
 
 In INT8 the sums of scores begin with the terms of q's zero point: they are loaded into all rows of the accumulators.
 """
@@ -21,7 +22,7 @@ from engines.backends.llvm.kernels.common.pixels import load_channels
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.kernels.matmul import attention
 from engines.backends.llvm.kernels.matmul.attention import AttentionEmitter, AttentionKernel, Head
-from engines.backends.llvm.kernels.matmul.operands import Right
+from engines.backends.llvm.kernels.matmul.operands import Right, product_arithmetic
 from engines.backends.llvm.kernels.matmul.softmax import AttentionSoftmax
 from engines.backends.llvm.kernels.matrix_unit.factors import (
     LINE,
@@ -40,6 +41,7 @@ from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.types import FLOAT, I64, PTR
 from engines.lowering.problems.matmul import Attention
+from engines.lowering.problems.view import SIZES
 
 LEAST_QUERIES = 5       # fewer rows leave most of a register empty
 ACCUMULATORS = 4
@@ -72,7 +74,8 @@ class MatrixUnitAttention(AttentionKernel):
     def cost(self, isa: Isa, tactic: attention.Tiles) -> float:
         """Return the cycles of both products; the softmax takes as long as that of AttentionKernel."""
         problem = self.problem
-        size, queries, keys = problem.q.size, problem.queries, problem.keys
+        size = SIZES[product_arithmetic(problem.precision, isa).dtype]
+        queries, keys = problem.queries, problem.keys
         return problem.heads * (tile_cycles(queries, problem.q.shape[-1] * size, keys)
                                 + tile_cycles(queries, keys * size, problem.v.shape[-1]))
 
