@@ -149,11 +149,11 @@ def _to_bfloat(name: str, lanes: int) -> str:
 
 
 def _reduce(name: str, lanes: int) -> str:
-    """x minus the nearest integer, halves to even: the instruction for no bits of fraction and no mask."""
+    """x minus the nearest integer, halves to even, of |x| < 2**22: for no bits of fraction, without a mask."""
     floats = vector(lanes, FLOAT)
     d = _Definition(name, floats, floats, I32, floats, f"i{lanes}", I32)
     x = d.arguments[0]
-    return d.text(x - d.f.call(floats, f"llvm.rint.v{lanes}f32", x))
+    return d.text(x - ((x + 1.5 * 2 ** 23) - 1.5 * 2 ** 23))
 
 
 def _scale(name: str, lanes: int) -> str:
