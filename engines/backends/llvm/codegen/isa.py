@@ -86,6 +86,15 @@ class Isa(Primitives):
         every = f.constant(0, self.floats), f.constant(-1, I16), f.constant(4, I32)
         return f.call(self.floats, f"llvm.x86.avx512.mask.{word}.ps.512", *operands, *every, hint=word)
 
+    def floats_to_bfloats(self, low: Value, high: Value) -> Value:
+        """Round two vectors to bfloat16, as `float_to_bfloat` does, and return the bits of both in one vector."""
+        if not (self.bf16 and self.lanes == 16):
+            low, high = self.float_to_bfloat(low), self.float_to_bfloat(high)
+            return low.f.shuffle(low, high, range(2 * self.lanes), "bfloats")
+        type_ = vector(2 * self.lanes, "bfloat")
+        both = low.f.call(type_, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", high, low, hint="bfloats")
+        return low.f.cast("bitcast", both, vector(2 * self.lanes, I16), "bits")
+
     # ---- u8 in memory: `vectors` registers (1, 2 or 4) hold the channels of one pixel
     def vectors_for(self, channels: int) -> int:
         return next((n for n in (1, 2) if n * self.lanes >= channels), 4)

@@ -138,14 +138,25 @@ def _dot_bfloat(name: str, lanes: int) -> str:
 def _to_bfloat(name: str, lanes: int) -> str:
     """float32 -> bfloat16, halves to even; of what is denormal the sign is left, and what is no number stays none."""
     d = _Definition(name, vector(lanes, "bfloat"), vector(lanes, FLOAT))
-    x, = d.arguments
+    return d.text(_rounded_to_bfloat(d, *d.arguments))
+
+
+def _pair_to_bfloat(name: str, lanes: int) -> str:
+    """Two vectors of float32 -> one of bfloat16, the second in the lower half."""
+    d = _Definition(name, vector(2 * lanes, "bfloat"), *[vector(lanes, FLOAT)] * 2)
+    high, low = (_rounded_to_bfloat(d, x) for x in d.arguments)
+    return d.text(d.f.shuffle(low, high, range(2 * lanes), "both"))
+
+
+def _rounded_to_bfloat(d: _Definition, x: Value) -> Value:
+    lanes = _lanes(x.type)
     bits = d.f.cast("bitcast", x, vector(lanes, I32), "bits")
     size, upper = bits.binary("and", 0x7FFFFFFF), bits.binary("lshr", 16)
     result = (bits + upper.binary("and", 1) + 0x7FFF).binary("lshr", 16)
     result = d.f.select(size.compare("ult", 0x00800000), upper.binary("and", 0x8000), result)
     result = d.f.select(size.compare("ugt", 0x7F800000), upper.binary("or", 0x0040), result)
     shorts = d.f.cast("trunc", result, vector(lanes, I16), "bfloat")
-    return d.text(d.f.cast("bitcast", shorts, vector(lanes, "bfloat"), "bfloat"))
+    return d.f.cast("bitcast", shorts, vector(lanes, "bfloat"), "bfloat")
 
 
 def _reduce(name: str, lanes: int) -> str:
@@ -177,6 +188,8 @@ def _definitions() -> dict[str, str]:
     for bits in (256, 512):     # LLVM has no plain form of the 128-bit one
         name = f"llvm.x86.avx512bf16.cvtneps2bf16.{bits}"
         table[name] = _to_bfloat(name, bits // 32)
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    table[name] = _pair_to_bfloat(name, 16)
     for word, define in (("reduce", _reduce), ("scalef", _scale)):
         name = f"llvm.x86.avx512.mask.{word}.ps.512"
         table[name] = define(name, 16)

@@ -155,3 +155,22 @@ def test_powers_of_two_are_split_and_scaled_as_by_integers(native):
         integers, expected = NUMPY.parts(x)
         np.testing.assert_array_equal(parts, expected)
         np.testing.assert_array_equal(result, NUMPY.scaled(expected + np.float32(1.25), integers))
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("isa", [AVX512_AMX, AVX2], ids=lambda isa: isa.name)
+def test_two_vectors_are_rounded_to_bfloat_as_one_is(isa, native):
+    if native and not runs_here(isa):
+        pytest.skip("this machine lacks the instruction")
+    module = Module(None if native else EMULATION)
+    f = module.function("kernel", operands=PTR, a=I64, b=I64, c=I64, d=I64)
+    x, one_by_one, both = (f.load(PTR, f.parameters["operands"] + 8 * i) for i in range(3))
+    low, high = (f.load(isa.floats, x + isa.bytes * i) for i in range(2))
+    for i, value in enumerate((low, high)):
+        f.store(isa.float_to_bfloat(value), one_by_one + 2 * isa.lanes * i)
+    f.store(isa.floats_to_bfloats(low, high), both)
+    x, found = np.random.default_rng(0).standard_normal(2 * isa.lanes), np.zeros((2, 2 * isa.lanes), np.uint16)
+    x[:6] = [np.inf, -np.inf, np.nan, 1e-40, -0.0, 1 + 2.0 ** -8]
+    LoadedKernel(module.text(), "kernel", isa, emulate=not native)([x.astype(np.float32), *found], (0, 1))
+    assert found[0].any()
+    np.testing.assert_array_equal(*found)

@@ -14,11 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engines.backends.llvm.kernels.common.access import reduced_lanes
+from engines.backends.llvm.kernels.common.arithmetic import arithmetic_for
 from engines.backends.llvm.kernels.matmul.softmax import AttentionSoftmax
-from engines.backends.llvm.kernels.rows.passes import RowVector, combine, reduce_vectors
+from engines.backends.llvm.kernels.rows.passes import RowVector, combine, live, reduce_vectors, strips
 from engines.codegen.ir_builder import Value
 from engines.codegen.row_formulas import softmax_scale
+from engines.codegen.types import vector
+from engines.lowering.problems.view import SIZES
 
+BFLOAT_ONES = 0x3F803F80        # two bfloat16 of 1
 RowScores = Callable[[Value, RowVector], Value]     # (row, vector of it) -> scores
 
 
@@ -41,6 +45,22 @@ class GroupSoftmax(AttentionSoftmax):
         total = self._of_rows("sum", totals, isa.ints if self.exact else isa.floats)
         peak = f.load(isa.floats, peaks, isa.bytes, "peaks")
         f.store(softmax_scale(peak, isa.to_float(total) if self.exact else total), inverse, isa.bytes)
+
+    def _floats(self, here: Value, there: Value, peak: Value) -> Value:
+        """Emit p of a row in bfloat16, and sum what is stored by products of pairs with 1."""
+        f, isa = here.f, self.isa
+        if self.dtype != "bfloat16":
+            return super()._floats(here, there, peak)
+        pairs, total = arithmetic_for("bf16", isa), dict.fromkeys(range(2), f.constant(0, isa.floats))
+        ones = f.cast("bitcast", f.constant(BFLOAT_ONES, isa.ints), vector(2 * isa.lanes, "bfloat"), "ones")
+        for _, places in strips(f, isa, self.keys, 2, total):
+            for i, at in enumerate(places[::2]):
+                both = [live(isa, self._power(here, peak, one), one.count, 0) for one in places[2 * i:2 * i + 2]]
+                stored = isa.floats_to_bfloats(both[0], both[1] if len(both) == 2 else both[0].like(0))
+                f.store(stored, there + at.column * SIZES[self.dtype])
+                bfloats = f.cast("bitcast", stored, ones.type, "bfloats")
+                total[i % 2] = pairs.dot(isa, total[i % 2], (bfloats,), (ones,))
+        return total[0] + total[1]
 
     def _of_rows(self, kind: str, lanes: Value, type_: str) -> Value:
         """Reduce a vector for each row in memory to one vector, which has a lane for each row."""
