@@ -38,7 +38,6 @@ class Isa(Primitives):
     triple: str = ""                        # LLVM's target triple; "" is that of this process
     packs: tuple[str, str] | None = None    # saturating inside each 128-bit part: 32 -> 16 signed, 16 -> 8 unsigned
     bf16: bool = False                      # has vdpbf16ps and vcvtneps2bf16
-    scales: bool = False                    # vreduceps and vscalefps pay: fewer instructions for 2**x
     tiles: Tiles = ((4, 2), (3, 2), (8, 1))     # (pixels, vectors) of a contraction that fit, the usual winner first
     float_tiles: Tiles = ()                 # tiles of float32 arithmetic, if they differ
     winograd_tiles: Tiles = ()              # tiles of a Winograd convolution's products; () if it never pays
@@ -70,30 +69,6 @@ class Isa(Primitives):
             return super().float_to_bfloat(x)
         name, type_ = f"llvm.x86.avx512bf16.cvtneps2bf16.{8 * self.bytes}", vector(self.lanes, "bfloat")
         return x.f.cast("bitcast", x.f.call(type_, name, x, hint="bfloat"), vector(self.lanes, I16), "bits")
-
-    def parts(self, x: Value) -> tuple[Value, Value]:
-        if not self.scales:
-            return super().parts(x)
-        fraction = self._masked("reduce", x, x.f.constant(0, I32))     # 0: no bits of fraction, halves to even
-        return x - fraction, fraction
-
-    def scaled(self, x: Value, n: Value) -> Value:
-        return self._masked("scalef", x, n) if self.scales else super().scaled(x, n)
-
-    def _masked(self, word: str, *operands: Value) -> Value:
-        """Call an instruction of 512 bits that has a mask, on all lanes and in the current rounding mode."""
-        f = operands[0].f
-        every = f.constant(0, self.floats), f.constant(-1, I16), f.constant(4, I32)
-        return f.call(self.floats, f"llvm.x86.avx512.mask.{word}.ps.512", *operands, *every, hint=word)
-
-    def floats_to_bfloats(self, low: Value, high: Value) -> Value:
-        """Round two vectors to bfloat16, as `float_to_bfloat` does, and return the bits of both in one vector."""
-        if not (self.bf16 and self.lanes == 16):
-            low, high = self.float_to_bfloat(low), self.float_to_bfloat(high)
-            return low.f.shuffle(low, high, range(2 * self.lanes), "bfloats")
-        type_ = vector(2 * self.lanes, "bfloat")
-        both = low.f.call(type_, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", high, low, hint="bfloats")
-        return low.f.cast("bitcast", both, vector(2 * self.lanes, I16), "bits")
 
     # ---- u8 in memory: `vectors` registers (1, 2 or 4) hold the channels of one pixel
     def vectors_for(self, channels: int) -> int:
@@ -366,7 +341,7 @@ def _avx512(name: str, features: str, requires: frozenset[str], bf16: bool = Fal
     """Return an AVX-512 table and its half, which has as many registers, and tiles of one vector of couts."""
     machine: Any = dict(cpu="x86-64-v4", features=f"{features},-prefer-256-bit", requires=requires, bf16=bf16)
     half = Vnni(name, 8, 32, **machine, packs=_PACKS_256, tiles=((24, 1), (16, 1), (12, 1), (8, 1)), prefetched=0.94)
-    return Vnni(name, 16, 32, **machine, **_512, half=half, matrix=matrix, scales=matrix is not None)
+    return Vnni(name, 16, 32, **machine, **_512, half=half, matrix=matrix)
 
 
 AVX512_AMX = _avx512("avx512_amx", "+avx512vnni,+avx512bf16,+amx-tile,+amx-int8,+amx-bf16",

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_AMX, PORTABLE
+from engines.backends.llvm.kernels.matrix_unit.softmax import Scaling
 from engines.codegen.ir_builder import Module
 from engines.codegen.types import I64, PTR
 from engines.lowering.epilogue.program import NUMPY
@@ -142,9 +143,9 @@ def test_powers_of_two_are_split_and_scaled_as_by_integers(native):
     module = Module(None if native else EMULATION)
     f = module.function("kernel", operands=PTR, a=I64, b=I64, c=I64, d=I64)
     x, parts, result = (f.load(PTR, f.parameters["operands"] + 8 * i) for i in range(3))
-    n, fraction = AVX512_AMX.parts(f.load(AVX512_AMX.floats, x))
+    n, fraction = Scaling().parts(f.load(AVX512_AMX.floats, x))
     f.store(fraction, parts)
-    f.store(AVX512_AMX.scaled(fraction + 1.25, n), result)
+    f.store(Scaling().scaled(fraction + 1.25, n), result)
     kernel = LoadedKernel(module.text(), "kernel", AVX512_AMX, emulate=not native)
     random = np.random.default_rng(0)
     for low in (-126, -30, -1):
@@ -155,22 +156,3 @@ def test_powers_of_two_are_split_and_scaled_as_by_integers(native):
         integers, expected = NUMPY.parts(x)
         np.testing.assert_array_equal(parts, expected)
         np.testing.assert_array_equal(result, NUMPY.scaled(expected + np.float32(1.25), integers))
-
-
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("isa", [AVX512_AMX, AVX2], ids=lambda isa: isa.name)
-def test_two_vectors_are_rounded_to_bfloat_as_one_is(isa, native):
-    if native and not runs_here(isa):
-        pytest.skip("this machine lacks the instruction")
-    module = Module(None if native else EMULATION)
-    f = module.function("kernel", operands=PTR, a=I64, b=I64, c=I64, d=I64)
-    x, one_by_one, both = (f.load(PTR, f.parameters["operands"] + 8 * i) for i in range(3))
-    low, high = (f.load(isa.floats, x + isa.bytes * i) for i in range(2))
-    for i, value in enumerate((low, high)):
-        f.store(isa.float_to_bfloat(value), one_by_one + 2 * isa.lanes * i)
-    f.store(isa.floats_to_bfloats(low, high), both)
-    x, found = np.random.default_rng(0).standard_normal(2 * isa.lanes), np.zeros((2, 2 * isa.lanes), np.uint16)
-    x[:6] = [np.inf, -np.inf, np.nan, 1e-40, -0.0, 1 + 2.0 ** -8]
-    LoadedKernel(module.text(), "kernel", isa, emulate=not native)([x.astype(np.float32), *found], (0, 1))
-    assert found[0].any()
-    np.testing.assert_array_equal(*found)

@@ -21,6 +21,7 @@ from engines.backends.llvm.kernels.rows.passes import RowVector, across_lanes, l
 from engines.codegen.ir_builder import Value
 from engines.codegen.row_formulas import softmax_scale, softmax_shift
 from engines.codegen.types import FLOAT
+from engines.lowering.epilogue.functions import Machine
 from engines.lowering.problems.exp2 import LOG2_E, exp2
 from engines.lowering.problems.view import SIZES
 
@@ -41,6 +42,11 @@ class AttentionSoftmax:
     def exact(self) -> bool:
         """Return True if p are bytes."""
         return self.dtype == "uint8"
+
+    @property
+    def machine(self) -> Machine:
+        """Return the machine that exponentials run on."""
+        return self.isa
 
     def peaks(self, x: Value, peaks: Value, rows: Value) -> None:
         for row in x.f.loop("peak", rows):
@@ -76,7 +82,7 @@ class AttentionSoftmax:
         """Return e**(score - peak), or 255 times that."""
         less = self._score(here, at) - peak
         less = less * LOG2_E if self.natural else less
-        result: Value = exp2(self.isa, less, self.dtype)
+        result: Value = exp2(self.machine, less, self.dtype)
         return result
 
     def _integers(self, here: Value, there: Value, peak: Value) -> Value:

@@ -13,22 +13,47 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engines.backends.llvm.codegen.tiles import AMX
 from engines.backends.llvm.kernels.common.access import reduced_lanes
 from engines.backends.llvm.kernels.common.arithmetic import arithmetic_for
 from engines.backends.llvm.kernels.matmul.softmax import AttentionSoftmax
 from engines.backends.llvm.kernels.rows.passes import RowVector, combine, live, reduce_vectors, strips
 from engines.codegen.ir_builder import Value
 from engines.codegen.row_formulas import softmax_scale
-from engines.codegen.types import vector
+from engines.codegen.types import I16, I32, vector
+from engines.codegen.words import Primitives
+from engines.lowering.epilogue.functions import Machine
 from engines.lowering.problems.view import SIZES
 
 BFLOAT_ONES = 0x3F803F80        # two bfloat16 of 1
 RowScores = Callable[[Value, RowVector], Value]     # (row, vector of it) -> scores
 
 
+class Scaling(Primitives):
+    """Primitive operations on 512 bits, whose powers of two take the instructions vreduceps and vscalefps."""
+    lanes = AMX.row_bytes // 4
+
+    def parts(self, x: Value) -> tuple[Value, Value]:
+        fraction = self._masked("reduce", x, x.f.constant(0, I32))     # 0: no bits of fraction, halves to even
+        return x - fraction, fraction
+
+    def scaled(self, x: Value, n: Value) -> Value:
+        return self._masked("scalef", x, n)
+
+    def _masked(self, word: str, *operands: Value) -> Value:
+        """Call an instruction that has a mask, on all lanes and in the current rounding mode."""
+        f = operands[0].f
+        every = f.constant(0, self.floats), f.constant(-1, I16), f.constant(4, I32)
+        return f.call(self.floats, f"llvm.x86.avx512.mask.{word}.ps.512", *operands, *every, hint=word)
+
+
 @dataclass(frozen=True)
 class GroupSoftmax(AttentionSoftmax):
     """Softmax of as many rows as a vector has lanes."""
+
+    @property
+    def machine(self) -> Machine:
+        return Scaling()
 
     def group_peaks(self, peaks: Value, lanes: Value, rows: Value, score: RowScores) -> None:
         """Emit the peaks of `rows` rows. lanes: scratch memory, a vector for each row."""
