@@ -2,7 +2,8 @@
 
 Feature names are those of Linux's /proc/cpuinfo ("avx2", "avx512_vnni", "asimddp", ...): the kernel lists a feature
 only if it also saves its registers. It saves the tile registers (amx_*) only for processes that request permission, so
-`detect` requests it where they are listed, and omits them if it is refused (tiles.py).
+`detect` requests it where they are listed, and omits them if it is refused (tiles.py). Linux does not list amx_fp16,
+for which `detect` asks the CPU (cpuid.py).
 """
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from engines.machine.cpuid import unlisted_features
 from engines.machine.tiles import permitted
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -75,5 +77,7 @@ def detect() -> CpuInfo:
     """Detect this machine. Without /proc/cpuinfo no feature is known, and only portable plans run."""
     known = _CPUINFO.exists()
     model, features = parse_cpuinfo(_CPUINFO.read_text()) if known else (platform.processor(), frozenset())
+    if "amx_tile" in features:
+        features |= unlisted_features()
     features, refusal = permitted(features)
     return CpuInfo(platform.machine(), model, features, _caches(), len(allowed_cpus()), refusal)

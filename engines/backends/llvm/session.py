@@ -88,7 +88,8 @@ class LlvmSession:
         self.isa, self.cache = isa, cache
         code = beside.tuner.code if beside and beside.isa == isa else None
         self.tuner: Tuner = Tuner(isa, cache, cpu.model, timing and runnable, short_lived, code)
-        self.arithmetic = ("fp32", "int8", *["bf16"] * isa.bf16)
+        tiles = [precision for precision, _ in isa.matrix.products] if isa.matrix else []
+        self.arithmetic = tuple(dict.fromkeys(("fp32", "int8", *["bf16"] * isa.bf16, *tiles)))
         self._timed: dict[str, dict[str, float]] = {}
         self._beside: Plan | None = None
         self._shared: SharedConstants | None = None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from engines.backends.cuda.codegen.gpu import GPUS
-from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_VNNI, PORTABLE
+from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_AMX_FP16, AVX512_VNNI, PORTABLE
 from tests.engines.backends.cuda.runner import GpuRunner, at_hand
 from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner
 from tests.engines.backends.numpy.runner import NumpyRunner
@@ -21,7 +21,9 @@ from tests.engines.backends.suite import Runner
 _GPUS = filter(None, os.environ.get("INFER_TEST_GPUS", "").split(","))
 OTHERS: list[Runner] = [NumpyRunner(), *(at_hand() if name == "cuda" else GpuRunner(GPUS[name]) for name in _GPUS)]
 TOLD: list[Runner] = [ToldRunner(PORTABLE)]
-RUNNERS: list[Runner] = [*map(CpuRunner, ALL), *OTHERS]
+# AVX512_AMX_FP16 has the kernels of AVX512_AMX and one product more, which llvm/test_matrix_unit.py tests.
+CPUS = [CpuRunner(isa) for isa in ALL if isa is not AVX512_AMX_FP16]
+RUNNERS: list[Runner] = [*CPUS, *OTHERS]
 CPU = CpuRunner(PORTABLE)       # for tests that are of one runner
 
 
@@ -33,5 +35,5 @@ EVERY_BACKEND = _each("runner", [*RUNNERS, *(TOLD if "INFER_TEST_TOLD" in os.env
 # For kernels without dot products: there the CPUs differ in their lanes and packs only.
 EVERY_WIDTH = _each("runner", [*map(CpuRunner, (AVX512_VNNI, AVX2, PORTABLE)), *TOLD, *OTHERS])
 # For what only kernels of CPUs have, tactics for example.
-EVERY_ISA = _each("cpu", list(map(CpuRunner, ALL)))
+EVERY_ISA = _each("cpu", CPUS)
 EVERY_ISA_WIDTH = _each("cpu", list(map(CpuRunner, (AVX512_VNNI, AVX2, PORTABLE))))

@@ -64,6 +64,18 @@ def test_inspect_prints_a_line_a_kernel(workshop: Workshop, plan: str) -> None:
     assert "contraction" in printed and "depthwise" in printed
 
 
+def test_a_plan_for_another_cpu_is_inspected_with_its_target_and_tiles(workshop: Workshop) -> None:
+    assert workshop.build("--fp16", "--target", "avx512_amx_fp16", *UNTIMED) == 0
+    assert "sums are in float32" not in workshop.said       # the note for targets that only store halves
+    assert inspect_engine.main([workshop.path("m.plan"), "--json"]) == 0
+    described = json.loads(workshop.capture.readouterr().out)
+    assert described["target"] == "avx512_amx_fp16" and "amx_fp16" in described["cpu"]["features"]
+    tiles = [kernel for kernel in described["kernels"] if " amx" in kernel["tactic"]]
+    assert tiles and {kernel["precision"] for kernel in tiles} == {"fp16"}
+    assert workshop.build("--fp16", "--target", "avx512_amx", *UNTIMED) == 0
+    assert "avx512_amx has no fp16 arithmetic" in workshop.said
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["fails at the end", "fails at the first line"])
 @pytest.mark.parametrize("option", [[], ["--json"]])
 def test_a_reader_that_has_read_enough_is_no_error(plan: str, option: list[str], unbuffered: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit
+from engines.backends.llvm.codegen.tiles import AMX, AMX_FP16, MatrixUnit
 from engines.codegen.ir_builder import Number, Value
 from engines.codegen.types import I8, I16, I32, overload, vector
 from engines.codegen.words import Primitives
@@ -69,6 +69,17 @@ class Isa(Primitives):
             return super().float_to_bfloat(x)
         name, type_ = f"llvm.x86.avx512bf16.cvtneps2bf16.{8 * self.bytes}", vector(self.lanes, "bfloat")
         return x.f.cast("bitcast", x.f.call(type_, name, x, hint="bfloat"), vector(self.lanes, I16), "bits")
+
+    @property
+    def rounds_pairs(self) -> bool:
+        """Return True if `floats_to_bfloats` takes as long as the conversion of one vector: on CPUs with AMX."""
+        return self.bf16 and self.matrix is not None
+
+    def floats_to_bfloats(self, low: Value, high: Value) -> Value:
+        """Round two vectors as float_to_bfloat does, and return the bits of both as one vector."""
+        name, type_ = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{8 * self.bytes}", vector(2 * self.lanes, "bfloat")
+        both = low.f.call(type_, name, high, low, hint="bfloats")
+        return low.f.cast("bitcast", both, vector(2 * self.lanes, I16), "bits")
 
     # ---- u8 in memory: `vectors` registers (1, 2 or 4) hold the channels of one pixel
     def vectors_for(self, channels: int) -> int:
@@ -344,8 +355,11 @@ def _avx512(name: str, features: str, requires: frozenset[str], bf16: bool = Fal
     return Vnni(name, 16, 32, **machine, **_512, half=half, matrix=matrix)
 
 
-AVX512_AMX = _avx512("avx512_amx", "+avx512vnni,+avx512bf16,+amx-tile,+amx-int8,+amx-bf16",
-                     _V4 | {"avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"}, bf16=True, matrix=AMX)
+_AMX_FEATURES, _AMX_REQUIRES = "+avx512vnni,+avx512bf16,+amx-tile,+amx-int8,+amx-bf16", _V4 | {
+    "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"}
+AVX512_AMX_FP16 = _avx512("avx512_amx_fp16", f"{_AMX_FEATURES},+amx-fp16", _AMX_REQUIRES | {"amx_fp16"}, bf16=True,
+                          matrix=AMX_FP16)
+AVX512_AMX = _avx512("avx512_amx", _AMX_FEATURES, _AMX_REQUIRES, bf16=True, matrix=AMX)
 AVX512_BF16 = _avx512("avx512_bf16", "+avx512vnni,+avx512bf16", _V4 | {"avx512_bf16"}, bf16=True)
 AVX512_VNNI = _avx512("avx512_vnni", "+avx512vnni", _V4)
 AVX_VNNI = Vnni("avx_vnni", 8, 16, "x86-64-v3", "+avxvnni", _V3 | {"avx_vnni"}, packs=_PACKS_256, tiles=_TILES_256,
@@ -362,7 +376,8 @@ AARCH64 = Isa("aarch64", 4, 32, "generic", "+neon", frozenset({"asimd"}), _ARM, 
 PORTABLE = Portable("portable", 4, 16, "", "", frozenset(), float_tiles=_TILES_256)
 
 # Best first: best_isa returns the first one whose features the machine has.
-ALL = (AVX512_AMX, AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2, AARCH64_I8MM, AARCH64_DOTPROD, AARCH64, PORTABLE)
+ALL = (AVX512_AMX_FP16, AVX512_AMX, AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2, AARCH64_I8MM, AARCH64_DOTPROD, AARCH64,
+       PORTABLE)
 
 
 def isa_named(name: str) -> Isa:

@@ -84,6 +84,10 @@ class Lanes:
                 self._store_packed([v for pixel in pixels[group] for v in pixel], addresses[group])
             return
         for values, address in zip(pixels, addresses, strict=True):
+            if (dtype == "bfloat16" and self.isa.rounds_pairs and not self.packed
+                    and self.channels == 2 * self.isa.lanes):
+                address.f.store(self.isa.floats_to_bfloats(*values), address)
+                continue
             for v, value in enumerate(values):
                 if self.packed:
                     self._store_quads(dtype, value, address, v)

@@ -3,16 +3,20 @@
     tdpbusd    c[m, n] += sum over k, e in 0..3 of u8 a[m, 4 k + e] * s8 b[k, 4 n + e]      int32, exact, wraps
     tdpbf16ps  c[m, n] += (sum over k of a[m, 2 k] * b[k, 2 n]) + (sum over k of a[m, 2 k + 1] * b[k, 2 n + 1])
                           bfloat16 operands, float32 sums rounded to even at each step, denormals read as zero
+    tdpfp16ps  c[m, n] += the same sums of float16 operands, whose denormals count; float32 denormals are zero
+
+A product of two halves is exact in float32. Kernels for vectors also sum halves in float32, but in one sum in the order
+of K. So tdpfp16ps differs from them in the last bits of float32 sums, which are then rounded to 11 bits.
 
 Kernels name tile registers by number. LLVM neither allocates, moves nor spills them, and it keeps tile instructions in
 program order. LDTILECFG sets the shapes of all registers and clears them.
 
-Reference: Intel SDM (LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TILERELEASE, TDPBUSD, TDPBF16PS).
+Reference: Intel SDM (LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TILERELEASE, TDPBUSD, TDPBF16PS, TDPFP16PS).
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.codegen.ir_builder import Function, Module, Number, Value
 from engines.codegen.types import FLOAT, I8, I16, I32, I64, PTR, vector
@@ -53,6 +57,7 @@ class MatrixUnit:
 
 AMX = MatrixUnit(registers=8, rows=16, row_bytes=64, group=4, products=(("int8", "tdpbusd"), ("bf16", "tdpbf16ps")),
                  product_cycles=13.9, least_product_cycles=8.7, load_cycles=10, store_cycles=16.5, configure_cycles=170)
+AMX_FP16 = replace(AMX, products=(*AMX.products, ("fp16", "tdpfp16ps")))      # cycles not measured
 
 
 def configuration(unit: MatrixUnit, shapes: Shapes) -> bytes:
@@ -189,20 +194,33 @@ def _tdpbusd(s: _State, c: Value, a: Value, b: Value) -> None:
         f.store(total, sums)
 
 
-def _tdpbf16ps(s: _State, c: Value, a: Value, b: Value) -> None:
-    f, ints, floats, zero = s.f, vector(_LANES, I32), vector(_LANES, FLOAT), s.f.constant(0, I64)
+def _product_of_floats(s: _State, c: Value, a: Value, b: Value, widened: Callable[[Value], Value]) -> None:
+    """Add the sums of the even and of the odd elements of K to c; `widened` converts 16-bit elements to float32."""
+    f, floats, zero = s.f, vector(_LANES, FLOAT), s.f.constant(0, I64)
     for m in f.range("row", zero, s.rows(c)):
         acc = {e: f.constant(0, floats) for e in (0, 1)}
         for k in f.range("k", zero, s.rows(b), acc=acc):
             pairs = f.load(vector(2 * _LANES, I16), s.tile(b) + k * AMX.row_bytes)
             for e in (0, 1):
-                x = f.load(I16, s.tile(a) + m * AMX.row_bytes + k * 4 + 2 * e)
-                left = f.splat(f.cast("zext", x, I32, "x"), _LANES)
-                right = f.cast("zext", f.shuffle(pairs, None, range(e, 2 * _LANES, 2), "w"), ints, "w")
-                wide = [_flushed(f, f.cast("bitcast", bits.binary("shl", 16), floats, "x")) for bits in (left, right)]
-                acc[e] = _flushed(f, acc[e] + wide[0] * wide[1])     # the product is exact, so the sum rounds once
+                left = f.splat(f.load(I16, s.tile(a) + m * AMX.row_bytes + k * 4 + 2 * e), _LANES)
+                x, w = widened(left), widened(f.shuffle(pairs, None, range(e, 2 * _LANES, 2), "w"))
+                acc[e] = _flushed(f, acc[e] + x * w)        # the product is exact, so the sum rounds once
         sums = s.tile(c) + m * AMX.row_bytes
         f.store(_flushed(f, _flushed(f, f.load(floats, sums)) + _flushed(f, acc[0] + acc[1])), sums)
+
+
+def _tdpbf16ps(s: _State, c: Value, a: Value, b: Value) -> None:
+    def widened(bits: Value) -> Value:
+        wide = s.f.cast("zext", bits, vector(_LANES, I32), "wide").binary("shl", 16)
+        return _flushed(s.f, s.f.cast("bitcast", wide, vector(_LANES, FLOAT), "x"))
+    _product_of_floats(s, c, a, b, widened)
+
+
+def _tdpfp16ps(s: _State, c: Value, a: Value, b: Value) -> None:
+    def widened(bits: Value) -> Value:
+        halves = s.f.cast("bitcast", bits, vector(_LANES, "half"), "halves")
+        return s.f.cast("fpext", halves, vector(_LANES, FLOAT), "x")
+    _product_of_floats(s, c, a, b, widened)
 
 
 def _flushed(f: Function, x: Value) -> Value:
@@ -216,7 +234,8 @@ _MOVE, _PRODUCT = {"tile": I8, "memory": PTR, "pitch": I64}, {"c": I8, "a": I8, 
 _MEANINGS: Mapping[str, tuple[Mapping[str, str], Callable[..., None]]] = {
     "ldtilecfg": ({"memory": PTR}, _ldtilecfg), "tilerelease": ({}, _tilerelease),
     "tilezero": ({"tile": I8}, _tilezero), "tileloadd64": (_MOVE, _tileload), "tilestored64": (_MOVE, _tilestore),
-    "tdpbusd": (_PRODUCT, _tdpbusd), "tdpbf16ps": (_PRODUCT, _tdpbf16ps)}
+    "tdpbusd": (_PRODUCT, _tdpbusd), "tdpbf16ps": (_PRODUCT, _tdpbf16ps),
+    "tdpfp16ps": (_PRODUCT, _tdpfp16ps)}
 
 
 def meanings(state: int) -> dict[str, str]:

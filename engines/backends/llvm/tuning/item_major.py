@@ -27,7 +27,7 @@ ITEMS = 8                       # batch size for timing
 WINDOW = 6                      # steps in a window of a run; adjacent windows are joined if both gain
 LEAST_BYTES = 1 << 20           # least traffic of a run for one item; with less, all items fit a cache together
 MOST_BYTES = 64 << 20           # most traffic of a step for one item; with more, no cache holds its output
-MOST_CONSTANTS = 256 << 10      # most bytes of a step's weights; with more, reading them for each item costs too much
+MOST_CONSTANTS = 1 << 20      # most bytes of a step's weights; with more, reading them for each item costs too much
 ROUNDS = 3
 GAIN = 0.97                     # relative time that counts as a gain over noise
 

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_BF16, AVX512_VNNI, Isa
-from engines.backends.llvm.codegen.tiles import AMX, Tiles, configuration, meanings
+from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_AMX_FP16, AVX512_BF16, AVX512_VNNI, Isa
+from engines.backends.llvm.codegen.tiles import AMX, AMX_FP16, Tiles, configuration, meanings
 from engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from engines.backends.llvm.kernels.kernel import kernels_for
 from engines.backends.llvm.kernels.matrix_unit.contraction import AmxTile, MatrixUnitContraction
@@ -24,6 +24,7 @@ from tests.engines.backends.suite import check, random_array, run
 from tests.engines.backends.test_contraction import SHAPES, TOLERANCE, Shape, problem
 
 CPU = CpuRunner(AVX512_AMX)
+FLOATS = {"bf16": AVX512_AMX, "fp16": AVX512_AMX_FP16}
 LAYERS = {
     "3x3, 14 pixels a row": Shape(14, 14, 64, 64, taps=(3, 3)),
     "3x3, 7 pixels a row": Shape(7, 7, 64, 32, taps=(3, 3)),
@@ -61,22 +62,28 @@ def test_every_tactic_of_bytes_equals_the_reference_bit_for_bit(name: str) -> No
 
 
 @EVERY_LAYER
-def test_every_tactic_of_bfloat_agrees_with_the_reference(name: str) -> None:
-    kernel, inputs, constants = kernel_of(name, "bf16")
+@pytest.mark.parametrize("precision", FLOATS)
+def test_tactics_of_16_bit_floats_agree_with_the_reference(name: str, precision: str) -> None:
+    """Test every tactic of BF16, and every fourth of FP16, which few CPUs have: the others emulate it."""
+    kernel, inputs, constants = kernel_of(name, precision)
     constants["weights"] = constants["weights"] / 4
-    assert bool(kernel.tactics(AVX512_AMX)) == (kernel.depth >= (16 if kernel.run_bytes <= 64 else 32))
-    for tactic in kernel.tactics(AVX512_AMX)[::1 if name in LAYERS else 3]:
-        check(kernel, CPU, inputs, constants, TOLERANCE["bf16"], tactic=tactic, pieces=2, slack=0)
+    isa = FLOATS[precision]
+    assert bool(kernel.tactics(isa)) == (kernel.depth >= (16 if kernel.run_bytes <= 64 else 32))
+    step = (1 if name in LAYERS else 3) * (4 if precision == "fp16" else 1)
+    for tactic in kernel.tactics(isa)[::step]:
+        check(kernel, CpuRunner(isa), inputs, constants, TOLERANCE[precision], tactic=tactic, pieces=2, slack=0)
 
 
-@pytest.mark.parametrize("precision", ["int8", "bf16"])
+@pytest.mark.parametrize("precision", ["int8", *FLOATS])
 @pytest.mark.parametrize("name", ["3x3, 7 pixels a row", "1x1, a long run", "a run of 65 bytes"])
 def test_emulated_tile_registers_give_what_the_machine_gives(name: str, precision: str) -> None:
     kernel, inputs, constants = kernel_of(name, precision)
-    for tactic in kernel.tactics(AVX512_AMX)[:2]:
-        emulated, = run(kernel, CPU, inputs, constants, tactic=tactic, slack=3, native=False)
-        if runs_here(AVX512_AMX):
-            np.testing.assert_array_equal(emulated, run(kernel, CPU, inputs, constants, tactic=tactic, slack=3)[0])
+    isa = FLOATS.get(precision, AVX512_AMX)
+    cpu = CpuRunner(isa)
+    for tactic in kernel.tactics(isa)[:2]:
+        emulated, = run(kernel, cpu, inputs, constants, tactic=tactic, slack=3, native=False)
+        if runs_here(isa):
+            np.testing.assert_array_equal(emulated, run(kernel, cpu, inputs, constants, tactic=tactic, slack=3)[0])
         if precision == "int8":
             np.testing.assert_array_equal(emulated, kernel.problem.reference(inputs, constants)[0])
 
@@ -109,7 +116,17 @@ def test_images_of_few_columns_have_tiles_of_whole_rows_in_one_run() -> None:
     assert [places for _, _, places in kernel.cut(7, 7).runs] == [16] * 4       # 6 * 9 + 7 places
     check(kernel, ToldRunner(AVX512_AMX), inputs, constants, tactic=wide, pieces=2, slack=3)
     strided, _, _ = kernel_of("3x3, stride 2", "int8")
-    assert strided.wide == 0 and all(tile.rows < 3 for tile in strided.tactics(AVX512_AMX))
+    assert strided.wide == 0 and all(runs(strided, tile.rows, tile.cols) == tile.rows * runs(strided, 1, tile.cols)
+                                     for tile in strided.tactics(AVX512_AMX))
+
+
+def test_rows_have_runs_of_their_own_where_one_run_takes_longer() -> None:
+    kernel, _, _ = kernel_of("3x3, 14 pixels a row", "int8")
+    assert kernel.wide == 16 and [places for _, _, places in kernel.cut(2, 14).runs] == [14, 14]       # not 15 and 15
+
+
+def runs(kernel: MatrixUnitContraction, rows: int, cols: int) -> int:
+    return len(kernel.cut(rows, cols).runs)
 
 
 @pytest.mark.parametrize("name", ["3x3, 7 pixels a row", "1x1, 49 pixels"])
@@ -121,13 +138,14 @@ def test_sums_may_be_stored_as_floats(name: str) -> None:
     check(MatrixUnitContraction(spec), CPU, [x], {"weights": weights, "program": []}, slack=3)
 
 
-def test_bfloat_blocks_do_not_read_behind_their_run() -> None:
+@pytest.mark.parametrize("precision, infinity", [("bf16", 0x7F80), ("fp16", 0x7C00)])
+def test_blocks_of_floats_do_not_read_behind_their_run(precision: str, infinity: int) -> None:
     """An infinity there would make a NaN of a zero weight."""
-    spec, (x, *others), constants = problem(Shape(1, 20, 80, 32, groups=2), "bf16", stored="float32")
-    kernel = MatrixUnitContraction(spec)
-    expected, = run(kernel, CPU, [x, *others], constants)
-    x[..., 40] = 0x7F80
-    got, = run(kernel, CPU, [x, *others], constants)
+    spec, (x, *others), constants = problem(Shape(1, 20, 80, 32, groups=2), precision, stored="float32")
+    kernel, cpu = MatrixUnitContraction(spec), CpuRunner(FLOATS[precision])
+    expected, = run(kernel, cpu, [x, *others], constants)
+    x.view(np.uint16)[..., 40] = infinity
+    got, = run(kernel, cpu, [x, *others], constants)
     np.testing.assert_array_equal(got[..., :16], expected[..., :16])
     assert (got[..., 16:] != expected[..., 16:]).any()
 
@@ -154,34 +172,44 @@ def test_vectors_and_tiles_are_both_offered_and_tiles_cost_less_where_k_is_long(
 # ---- code
 def assembly_of(shape: Shape, tactic: AmxTile | None = None, residual: bool = True, precision: str = "int8") -> str:
     kernel = MatrixUnitContraction(problem(shape, precision, residual=residual)[0])
-    module = Module()
-    kernel.emit(module, "kernel", AVX512_AMX, tactic or kernel.tactics(AVX512_AMX)[0])
-    return assembly(module.text(), AVX512_AMX)
+    module, isa = Module(), FLOATS.get(precision, AVX512_AMX)
+    kernel.emit(module, "kernel", isa, tactic or kernel.tactics(isa)[0])
+    return assembly(module.text(), isa)
 
 
-@pytest.mark.parametrize("precision", ["int8", "bf16"])
+def test_halves_are_multiplied_by_tiles_where_the_cpu_can() -> None:
+    text = assembly_of(Shape(1, 64, 256, 64), precision="fp16")
+    assert "\ttdpfp16ps" in text and "\tvcvtps2ph" in text
+    spec, _, _ = problem(Shape(1, 64, 256, 64), "fp16")
+    assert not MatrixUnitContraction(spec).tactics(AVX512_AMX)
+    best = min(((kernel, tactic) for kernel in kernels_for(spec) for tactic in kernel.tactics(AVX512_AMX_FP16)),
+               key=lambda one: one[0].cost(AVX512_AMX_FP16, one[1]))
+    assert isinstance(best[0], MatrixUnitContraction)
+
+
+@pytest.mark.parametrize("precision", ["int8", *FLOATS])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("shape", [Shape(1, 64, 256, 64), Shape(14, 14, 64, 64, taps=(3, 3)), Shape(1, 64, 64, 64)])
 def test_no_micro_kernel_spills_vectors(shape: Shape, residual: bool, precision: str) -> None:
     spec, _, _ = problem(shape, precision, residual=residual)
-    for tactic in MatrixUnitContraction(spec).tactics(AVX512_AMX)[::2]:
+    for tactic in MatrixUnitContraction(spec).tactics(FLOATS.get(precision, AVX512_AMX))[::2]:
         text = assembly_of(shape, tactic, residual, precision)
         assert spills(text[text.index("\ntile_"):]) == 0, tactic
 
 
 def test_the_epilogue_of_a_tile_is_spread_among_the_products_of_the_next() -> None:
     text = assembly_of(Shape(1, 64, 256, 64), AmxTile(1, 32, 2))
-    micro_kernel = text[text.index("1x32x32:\n"):]
-    woven = micro_kernel[micro_kernel.index("vpacku"):]
-    order = [line.split()[0] for line in woven.splitlines() if line.startswith(("\ttdpbusd", "\tvpackuswb"))]
-    between = [len(part) for part in "".join("d" if word == "tdpbusd" else "p" for word in order).split("d")]
-    assert max(between[:12]) <= 3 and sum(between[:12]) >= 10
+    letters = {"tdpbusd": "d", "vpackuswb": "p", "tilestored": "s", "retq": "."}
+    words = (line.split()[0] for line in text[text.index("1x32x32:\n"):].splitlines() if line.startswith("\t"))
+    order = "".join(letters.get(word, "") for word in words)
+    woven = order[order.index("sdsdsdsd") + 8:order.index(".")]         # three blocks of K are left for the epilogue
+    assert woven.count("d") == 12 and woven.count("p") == 16 and max(map(len, woven.split("d"))) <= 2
 
 
 def test_a_tile_of_32_pixels_by_32_couts_loads_a_register_for_each_product() -> None:
     text = assembly_of(Shape(1, 64, 256, 64), AmxTile(1, 32, 2))
     counts = Counter(line.split()[0] for line in text.splitlines() if line.startswith(("\ttile", "\ttdp", "\tldtile")))
-    assert counts["tdpbusd"] == counts["tileloadd"] and counts["tilestored"] == 4
+    assert counts["tdpbusd"] == counts["tileloadd"] and counts["tilestored"] == 4 * 2      # woven, and of the last tile
     assert counts["ldtilecfg"] == counts["tilerelease"] == 1
 
 
@@ -200,7 +228,7 @@ def run_on_tiles(write, *arrays: np.ndarray, native: bool) -> None:
     f = module.function("kernel", operands=PTR, a=I64, b=I64, c=I64, d=I64)
     addresses = [f.load(PTR, f.parameters["operands"] + 8 * i) for i in range(len(arrays))]
     write(Tiles(f), addresses)
-    LoadedKernel(module.text(), "kernel", AVX512_AMX, emulate=not native)(arrays, (0, 1))
+    LoadedKernel(module.text(), "kernel", AVX512_AMX_FP16, emulate=not native)(arrays, (0, 1))
 
 
 def product(instruction: str, c: np.ndarray, a: np.ndarray, b: np.ndarray, native: bool) -> None:
@@ -226,13 +254,21 @@ def test_products_of_bytes_are_exact_and_wrap(native: bool) -> None:
     np.testing.assert_array_equal(c, expected)
 
 
-@NATIVE
-def test_products_of_bfloat_sum_even_and_odd_elements_apart_and_denormals_are_zero(native: bool) -> None:
+@pytest.mark.parametrize("instruction, dtype, specials, native", [
+    pytest.param(instruction, dtype, specials, native, marks=pytest.mark.skipif(
+        native and not runs_here(isa), reason="no such tile registers here"))
+    for instruction, dtype, specials, isa in [
+        ("tdpbf16ps", ml_dtypes.bfloat16, [1e-39, -1e-39, 3e38, np.inf], AVX512_AMX),
+        ("tdpfp16ps", np.float16, [6e-8, -6e-8, 6e4, np.inf], AVX512_AMX_FP16)] for native in (False, True)])
+def test_products_of_floats_sum_even_and_odd_elements_apart_and_denormal_sums_are_zero(
+        instruction: str, dtype: type, specials: list[float], native: bool) -> None:
+    """Denormals of bfloat16 are read as zeros, those of halves count."""
     random = np.random.default_rng(0)
-    a, b = (random.standard_normal((16, 32)).astype(ml_dtypes.bfloat16) for _ in range(2))
-    a[0, :4] = [1e-39, -1e-39, 3e38, np.inf]
+    a, b = (random.standard_normal((16, 32)).astype(dtype) for _ in range(2))
+    a[0, :4] = specials
     c = random.standard_normal((16, 16)).astype(np.float32)
     c[0, 0] = 1e-40
+    a[1], c[1] = 0, 1e-40               # sums of which nothing is left
     x, w = (flushed(values.astype(np.float32)) for values in (a, b))
     halves = [np.zeros_like(c), np.zeros_like(c)]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -240,8 +276,9 @@ def test_products_of_bfloat_sum_even_and_odd_elements_apart_and_denormals_are_ze
             products = x[:, 2 * k + e].astype(np.float64)[:, None] * w[k, e::2].astype(np.float64)
             halves[e] = flushed((halves[e] + products).astype(np.float32))
         expected = flushed(flushed(c) + flushed(halves[0] + halves[1]))
-    product("tdpbf16ps", c, a, b, native)
+    product(instruction, c, a, b, native)
     np.testing.assert_array_equal(c, expected)
+    assert not c[1].any() and (a[0, 0].astype(np.float32) == x[0, 0]) == (dtype is np.float16)
 
 
 def flushed(x: np.ndarray) -> np.ndarray:
@@ -269,7 +306,8 @@ def test_a_configuration_is_64_bytes_of_palette_1() -> None:
 
 
 def test_every_instruction_that_kernels_emit_has_a_meaning() -> None:
-    products = {f"llvm.x86.{instruction}" for _, instruction in AMX.products}
+    products = {f"llvm.x86.{instruction}" for _, instruction in AMX_FP16.products}
+    assert set(AMX.products) < set(AMX_FP16.products)
     assert products <= meanings(0).keys() <= EMULATION.keys()
 
 

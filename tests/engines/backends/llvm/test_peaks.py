@@ -11,14 +11,14 @@ import pytest
 from engines.backends.llvm.codegen.isa import (
     AARCH64_DOTPROD,
     AVX2,
-    AVX512_AMX,
+    AVX512_AMX_FP16,
     AVX512_BF16,
     AVX512_VNNI,
     AVX_VNNI,
     Isa,
     best_isa,
 )
-from engines.backends.llvm.codegen.tiles import AMX
+from engines.backends.llvm.codegen.tiles import AMX, AMX_FP16
 from engines.backends.llvm.kernels.common.arithmetic import arithmetic_for
 from engines.backends.llvm.tuning import peaks
 from engines.backends.llvm.tuning.timing import aligned
@@ -52,11 +52,12 @@ def test_the_loop_of_products_multiplies_every_time_and_loads_nothing(isa: Isa, 
     assert not re.search(r"\(%r", body)
 
 
-def test_the_loop_of_tile_products_has_four_chains_and_releases_the_registers() -> None:
+@pytest.mark.parametrize("precision, instruction", AMX_FP16.products)
+def test_the_loop_of_tile_products_has_four_chains_and_releases_the_registers(precision: str, instruction: str) -> None:
     module = Module()
-    peaks.emit_tile_products(module, "products", AMX, "int8")
-    text = assembly(module.text(), AVX512_AMX)
-    products = re.findall(r"\stdpbusd\s+%tmm(\d), %tmm(\d), %tmm(\d)", text)
+    peaks.emit_tile_products(module, "products", AMX_FP16, precision)
+    text = assembly(module.text(), AVX512_AMX_FP16)
+    products = re.findall(rf"\s{instruction}\s+%tmm(\d), %tmm(\d), %tmm(\d)", text)
     assert sorted(sums for _, _, sums in products) == ["0", "1", "2", "3"] and len(set(products)) == 4
     assert text.count("ldtilecfg") == text.count("tilerelease") == 1
     assert AMX.macs(1) == 2 * AMX.macs(2) == 16384

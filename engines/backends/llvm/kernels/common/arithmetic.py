@@ -218,9 +218,9 @@ SIGNED_QUADS = SignedQuads("int8", "int8", 4)
 INT16 = Int16("int16", "int16", 2)
 BYTE_PAIRS = BytePairs("int16", "int8", 2)
 FP32 = Widened("float32", "float32")
+UPCAST = Widened("bfloat16", "bfloat16")
 _PAIRS = PairsOfBfloat("bfloat16", "bfloat16", 2)
-_BY_PRECISION = {"int8": INT8, "int16": INT16, "fp32": FP32, "fp16": Widened("float16", "float16"),
-                 "bf16": Widened("bfloat16", "bfloat16")}
+_BY_PRECISION = {"int8": INT8, "int16": INT16, "fp32": FP32, "fp16": Widened("float16", "float16"), "bf16": UPCAST}
 
 
 def arithmetic_for(precision: str, isa: Isa, weights: str = "") -> Arithmetic:

@@ -1,7 +1,8 @@
 """End of a contraction's micro-kernel: sums -> epilogue program -> y.
 
 u8 is packed from several vectors of a pixel, so it goes pixel by pixel. Floats go vector by vector over all pixels:
-they need the constants of one vector only, for those of all vectors would not fit the registers beside the sums.
+they need the constants of one vector only, for those of all vectors would not fit the registers beside the sums. If the
+sums are in memory, bfloat16 goes by pairs of vectors, which one conversion rounds and one store writes as a whole line.
 """
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ TOGETHER = 4        # pixels whose programs are interleaved if the program is lo
 
 def emit_epilogue(f: Function, lanes: Lanes, program: EpilogueProgram, operands: Sequence[View], y: View,
                   pixels: Sequence[tuple[int, int]], sums: Callable[[int], Sequence[Value]],
-                  addresses: Mapping[str, Value] | None = None) -> None:
+                  addresses: Mapping[str, Value] | None = None, sums_in_memory: bool = False) -> None:
     """Emit the program and the stores of a tile.
 
     Parameters
@@ -27,33 +28,38 @@ def emit_epilogue(f: Function, lanes: Lanes, program: EpilogueProgram, operands:
     pixels : (row, column) of each pixel in the tile.
     sums : return the float32 vectors of the pixel with this number.
     addresses : `constants`, `operand0`, ... and `y` of the tile's first pixel and the panel's first cout; by default
-        f's
-        parameters of these names.
+        f's parameters of these names.
+    sums_in_memory : `sums` loads a vector from memory each time that it is indexed.
     """
-    write = _by_pixel if y.dtype == "uint8" else _by_vector
-    write(f, lanes, program, operands, y, pixels, sums, addresses or f.parameters)
+    if y.dtype == "uint8":
+        _by_pixel(f, lanes, program, operands, y, pixels, sums, addresses or f.parameters)
+    else:
+        width = 2 if sums_in_memory and y.dtype == "bfloat16" else 1
+        _by_vector(f, lanes, program, operands, y, pixels, sums, addresses or f.parameters, width)
 
 
 def _by_vector(f: Function, lanes: Lanes, program: EpilogueProgram, operands: Sequence[View], y: View,
                pixels: Sequence[tuple[int, int]], sums: Callable[[int], Sequence[Value]],
-               addresses: Mapping[str, Value]) -> None:
+               addresses: Mapping[str, Value], width: int) -> None:
+    """Emit `width` neighbouring vectors of all pixels, then the next ones."""
     finished, together = [sums(p) for p in range(len(pixels))], TOGETHER if program.long else 1
-    for v, first in enumerate(range(0, lanes.channels, lanes.isa.lanes)):
-        f.write(f"; vector {v}: {program}")
-        part = Lanes(lanes.isa, min(lanes.isa.lanes, lanes.channels - first), False)
-        constants = load_vector(lanes, addresses["constants"], program.constants, v)
+    for first in range(0, lanes.channels, width * lanes.isa.lanes):
+        part = Lanes(lanes.isa, min(width * lanes.isa.lanes, lanes.channels - first), False)
+        vectors = range(first // lanes.isa.lanes, first // lanes.isa.lanes + part.vectors)
+        f.write(f"; vector {vectors[0]}: {program}")
+        constants = [load_vector(lanes, addresses["constants"], program.constants, v) for v in vectors]
 
         def at(name: str, view: View, i: int, j: int, first: int = first) -> Value:
             return addresses[name] + (i * view.strides[0] + j * view.strides[1] + first * view.strides[2])
 
         for start in range(0, len(pixels), together):
             group = pixels[start:start + together]
-            others = [[load_channels(part, view, at(f"operand{n}", view, i, j))[0] for i, j in group]
+            others = [[value for i, j in group for value in load_channels(part, view, at(f"operand{n}", view, i, j))]
                       for n, view in enumerate(operands)]
-            values = [finished[start + n][v] for n in range(len(group))]
-            results = run_program(lanes, program, values, others, [constants] * len(group))
-            for result, (i, j) in zip(results, group, strict=True):
-                part.store(y.dtype, [[result]], [at("y", y, i, j)])
+            values = [finished[start + n][v] for n in range(len(group)) for v in vectors]
+            results = run_program(lanes, program, values, others, constants * len(group))
+            for n, (i, j) in enumerate(group):
+                part.store(y.dtype, [results[n * part.vectors:(n + 1) * part.vectors]], [at("y", y, i, j)])
 
 
 def _by_pixel(f: Function, lanes: Lanes, program: EpilogueProgram, operands: Sequence[View], y: View,

@@ -35,6 +35,7 @@ from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContracti
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.kernels.matrix_unit.loops import MatrixLoops
 from engines.backends.llvm.kernels.matrix_unit.registers import PixelRuns
+from engines.backends.llvm.tuning.cost import pieces
 from engines.codegen.ir_builder import Module
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
@@ -70,18 +71,20 @@ class MatrixUnitContraction(TiledContraction):
         return SHAPES if self.applies(isa) else ()
 
     def tactics(self, isa: Isa) -> Sequence[Tile]:
-        tiles = dict.fromkeys((*super().tactics(isa), *self._wide_tiles(isa)))
+        tiles = dict.fromkeys((*super().tactics(isa), *self._tall_tiles(isa)))
         return [tile for tile in tiles if len(self.cut(tile.rows, tile.cols).runs) * tile.vectors <= MOST_SUMS]
 
-    def _wide_tiles(self, isa: Isa) -> Iterator[Tile]:
-        """Yield tiles of as many whole rows as one run through them can hold, for images with few columns."""
-        wide, flat = self.wide, self.flat
-        if not wide or not self.applies(isa) or flat.cols >= self.unit.rows:
+    def _tall_tiles(self, isa: Isa) -> Iterator[Tile]:
+        """Yield tiles of as many whole rows as the accumulators hold, for images with few columns."""
+        flat = self.flat
+        if flat.rows == 1 or flat.cols > self.unit.rows or not self.applies(isa):
             return
         for vectors in (1, 2, 4):
-            rows = min((MOST_SUMS // vectors * self.unit.rows - flat.cols) // wide + 1, flat.rows)
-            if rows > 1 and vectors <= isa.vectors_for(flat.cout):
-                yield self.tile(-(-flat.rows // -(-flat.rows // rows)), flat.cols, vectors)
+            registers = MOST_SUMS // vectors
+            in_one_run = (registers * self.unit.rows - flat.cols) // self.wide + 1 if self.wide else 0
+            for rows in {min(most, flat.rows) for most in (registers, in_one_run)}:
+                if rows > 1 and vectors <= isa.vectors_for(flat.cout):
+                    yield self.tile(-(-flat.rows // -(-flat.rows // rows)), flat.cols, vectors)
 
     @cached_property
     def wide(self) -> int:
@@ -95,7 +98,12 @@ class MatrixUnitContraction(TiledContraction):
         return index(row // column) if row % column == 0 and 2 * row // column <= 3 * self.flat.cols else 0
 
     def cut(self, rows: int, cols: int) -> PixelRuns:
-        return PixelRuns(rows, cols, self.wide if rows > 1 and cols == self.flat.cols else 0)
+        """Return the faster division of a tile into registers: one run through all its rows, or runs of its rows."""
+        apart = PixelRuns(rows, cols)
+        if rows == 1 or cols != self.flat.cols or not self.wide:
+            return apart
+        return min(PixelRuns(rows, cols, self.wide), apart,
+                   key=lambda cut: sum(self.unit.cycles(places) for _, _, places in cut.runs))
 
     @property
     def exact(self) -> bool:
@@ -174,6 +182,25 @@ class MatrixUnitContraction(TiledContraction):
         products = vectors * sum(self.unit.cycles(places) for _, _, places in runs)
         copies = COPY_CYCLES * pixels if self.staged else 0.0
         return max(products, self.unit.load_cycles * (len(runs) + vectors)) + copies
+
+    def _cycles(self, isa: Isa, tactic: Tile, items: int) -> float:
+        configurations = self._configurations(isa, tactic, items)
+        return super()._cycles(isa, tactic, items) + self.unit.configure_cycles * configurations
+
+    def _configurations(self, isa: Isa, tile: Tile, items: int) -> int:
+        """Estimate how often a batch configures the registers: where tiles or panels of two sizes follow each other."""
+        flat, rows = self.flat, self.tile_rows(tile)
+        panels = pieces(self.problem.cout, tile.vectors * isa.lanes)
+        if self.by_batch:
+            images, blocks, changes = 1, 1, 2 * (items * flat.cols % tile.cols != 0)
+        elif flat.rows == 1:
+            images, blocks, changes = items, -(-rows // (tile.block or rows)), 2 * (flat.cols % tile.cols != 0)
+        else:
+            widths = len(set(self.widths(tile)))
+            images, blocks = items * self.planes.count, -(-rows // (tile.block or rows))
+            changes = rows * widths * (widths > 1) + 2 * (flat.rows % tile.rows != 0)
+        visits = sum(count for _, count in panels)
+        return 1 + images * (visits * changes + 2 * blocks * (len({isa.vectors_for(couts) for couts, _ in panels}) > 1))
 
     # ---- constants
     def packing_anywhere(self, tactic: Tile) -> Any:

@@ -1,17 +1,18 @@
 """Code of a contraction on a matrix unit.
 
-A micro-kernel multiplies a tile and leaves its accumulators in scratch memory. The next call runs their epilogue
-between its own products, so that the vector units and the matrix unit work at the same time:
+A micro-kernel multiplies a tile and leaves its sums in the accumulator registers. The next call stores each of them to
+scratch memory before its own first product with that register, and runs their epilogue between its further products, so
+that the vector units, the stores and the matrix unit work at the same time:
 
     products of tile 0
-    products of tile 1, epilogue of tile 0
-    products of tile 2, epilogue of tile 1
+    stores of tile 0, products of tile 1, epilogue of tile 0
+    stores of tile 1, products of tile 2, epilogue of tile 1
     ...
-    epilogue of the last tile
+    stores and epilogue of the last tile
 
-A record on the stack describes the pending tile: the address of the function that runs its epilogue alone, which also
-identifies its micro-kernel, and the addresses of its constants, y and operands. If the next tile has another size, the
-pending epilogue runs first.
+A record on the stack describes the pending tile: the address of the function that stores it and runs its epilogue,
+which also identifies its micro-kernel, and the addresses of its constants, y and operands. If the next tile has another
+size, that function runs first.
 """
 from __future__ import annotations
 
@@ -181,11 +182,8 @@ class MatrixLoops(TiledLoops):
         problem = self.problem
         operands = {f"operand{n}": PTR for n in range(len(problem.operands))}
         f = self.module.function(name, internal=True, x=PTR, constants=PTR, **operands, y=PTR, **self.parameters(part))
-        finish = self._epilogue_alone(f"{name}_finish", part, channels)
-        pending, lanes = _Pending(f.parameters["record"], len(operands)), self._lanes(channels)
-        cut = self._cut(part)
-        registers = Registers(self.unit, [count for _, _, count in cut.runs], lanes.vectors, self.depth)
-        work = _TileProducts(self, f, registers, cut, pending.scratch)
+        finish = self._finish(f"{name}_finish", part, channels)
+        pending, work = self._products(f, part, channels)
         if self._weaves:
             waiting = pending.finish.compare("eq", Value(f, PTR, finish))
             with f.when(waiting.compare("eq", 0)):
@@ -193,15 +191,18 @@ class MatrixLoops(TiledLoops):
                 work.configured(pending)
                 work.write()
             with f.when(waiting):
-                work.write(lambda: self._epilogue(f, part, lanes, pending))
+                work.write(lambda: self._epilogue(f, part, channels, pending))
         else:
             pending.run()
             work.configured(pending)
             work.write()
-        work.store()
         pending.finish = Value(f, PTR, finish)
         pending.remember(f.parameters)
         return name
+
+    def _products(self, f: Function, part: Part, channels: int) -> tuple[_Pending, _TileProducts]:
+        pending = _Pending(f.parameters["record"], len(self.problem.operands))
+        return pending, _TileProducts(self, f, part, self._lanes(channels).vectors, pending.scratch)
 
     @property
     def _weaves(self) -> bool:
@@ -211,26 +212,27 @@ class MatrixLoops(TiledLoops):
         """
         return self.module.trace is None
 
-    def _cut(self, part: Part) -> PixelRuns:
+    def cut(self, part: Part) -> PixelRuns:
         return PixelRuns(part.rows, part.cols, self.wide if part.rows > 1 else 0)
 
     def _lanes(self, channels: int) -> Lanes:
         return Lanes(self.isa, channels, self.problem.y.dtype == "uint8")
 
-    def _epilogue_alone(self, name: str, part: Part, channels: int) -> str:
-        """Write the function that runs the pending epilogue of this micro-kernel, and return its name in the text."""
+    def _finish(self, name: str, part: Part, channels: int) -> str:
+        """Write the function that stores a pending tile of this micro-kernel and runs its epilogue; return its name."""
         f = self.module.function(name, internal=True, record=PTR)
-        pending = _Pending(f.parameters["record"], len(self.problem.operands))
-        self._epilogue(f, part, self._lanes(channels), pending)
+        pending, work = self._products(f, part, channels)
+        work.store()
+        self._epilogue(f, part, channels, pending)
         pending.finish = Value(f, PTR, "null")
         return f"@{name}"
 
-    def _epilogue(self, f: Function, part: Part, lanes: Lanes, pending: _Pending) -> None:
-        problem, scratch, pitch = self.problem, pending.scratch, lanes.vectors * LINE
-        places = [self._cut(part).position(i, j) for i, j in part.pixels]
+    def _epilogue(self, f: Function, part: Part, channels: int, pending: _Pending) -> None:
+        problem, scratch, lanes = self.problem, pending.scratch, self._lanes(channels)
+        pitch, places = lanes.vectors * LINE, [self.cut(part).position(i, j) for i, j in part.pixels]
         emit_epilogue(f, lanes, problem.program, problem.operands, problem.y, part.pixels,
                       lambda p: _StoredSums(self.isa, scratch + places[p] * pitch, lanes.vectors, self.exact),
-                      pending.addresses())
+                      pending.addresses(), sums_in_memory=True)
 
 
 def _of_item(call: Callable[..., None], row: Value, column: Value, offsets: Sequence[Value]) -> Callable[..., None]:
@@ -243,8 +245,10 @@ def _of_item(call: Callable[..., None], row: Value, column: Value, offsets: Sequ
 class _TileProducts:
     """Emitter of a tile's products; scratch: memory for its accumulators."""
 
-    def __init__(self, loops: MatrixLoops, f: Function, registers: Registers, cut: PixelRuns, scratch: Value) -> None:
-        self.loops, self.f, self.registers, self.scratch = loops, f, registers, scratch
+    def __init__(self, loops: MatrixLoops, f: Function, part: Part, vectors: int, scratch: Value) -> None:
+        cut = loops.cut(part)
+        self.loops, self.f, self.scratch = loops, f, scratch
+        self.registers = Registers(loops.unit, [count for _, _, count in cut.runs], vectors, loops.depth)
         self.offsets = [loops.offset(i, j) for i, j, _ in cut.runs]     # bytes of x from the tile's first pixel
         self.places = [cut.position(i, j) for i, j, _ in cut.runs]
         self.tiles, self.step = Tiles(f, loops.unit), loops.depth * loops.isa.lanes
@@ -261,10 +265,14 @@ class _TileProducts:
             pending.configuration = address
 
     def write(self, epilogue: Any = None) -> None:
-        """Sum over all of K. epilogue: writes straight-line code, which is distributed among the first products."""
-        for t in range(len(self.registers.rows)):
-            for v in range(self.registers.vectors):
-                self.tiles.zero(self.registers.c(t, v))
+        """Sum over all of K.
+
+        epilogue: that of the pending tile, whose accumulators are still in the registers; writes straight-line code.
+        """
+        if not epilogue:
+            for t in range(len(self.registers.rows)):
+                for v in range(self.registers.vectors):
+                    self.tiles.zero(self.registers.c(t, v))
         kernel, problem = self.loops.kernel, self.loops.problem
         x_row, x_pixel, _ = problem.x.strides
         levels = [("tap plane", kernel.planes.taps, kernel.planes.tap_step),
@@ -274,11 +282,15 @@ class _TileProducts:
         self._taps(levels, at, epilogue)
 
     def store(self) -> None:
-        """Store the accumulators as [place][vector][lane]."""
-        pitch = self.registers.vectors * LINE
-        for t, first in enumerate(self.places):
+        """Store all accumulators."""
+        for t in range(len(self.places)):
             for v in range(self.registers.vectors):
-                self.tiles.store(self.registers.c(t, v), self.scratch + (first * pitch + v * LINE), pitch)
+                self._store(t, v)
+
+    def _store(self, t: int, v: int) -> None:
+        """Store an accumulator; the layout of the scratch memory is [place][vector][lane]."""
+        pitch = self.registers.vectors * LINE
+        self.tiles.store(self.registers.c(t, v), self.scratch + (self.places[t] * pitch + v * LINE), pitch)
 
     def _taps(self, levels: Sequence[Level], at: dict[str, Value], epilogue: Any) -> None:
         """Emit the loops over taps; with an epilogue, the first run is separate from the others."""
@@ -302,7 +314,7 @@ class _TileProducts:
         apart = 0
         if epilogue:
             products = len(self.registers.rows) * self.registers.vectors
-            apart = min(self.whole_blocks, max(WOVEN_PRODUCTS // products, 1))
+            apart = min(self.whole_blocks, 1 + max(WOVEN_PRODUCTS // products, 1))
             self._woven(at, apart, epilogue)
         if self.whole_blocks - apart:
             for _ in self.f.loop("k", self.whole_blocks - apart, at=at):
@@ -313,16 +325,22 @@ class _TileProducts:
             self._block(at)
 
     def _woven(self, at: dict[str, Value], blocks: int, epilogue: Any) -> None:
-        f, start = self.f, len(self.f.lines)
-        for _ in range(blocks):
+        """Emit the first blocks: the first one stores the pending tile, and the others overlap with its epilogue."""
+        f = self.f
+        self._block(at, stores=True)
+        start = len(f.lines)
+        for _ in range(blocks - 1):
             self._block(at)
         middle = len(f.lines)
         epilogue()
         f.lines[start:] = _spread(f.lines[start:middle], f.lines[middle:], f"@llvm.x86.{self.loops.product}",
                                   f"@emulated.x86.{self.loops.product}")
 
-    def _block(self, at: dict[str, Value]) -> None:
-        """Emit one block of K. A register is loaded just before the first product that reads it."""
+    def _block(self, at: dict[str, Value], stores: bool = False) -> None:
+        """Emit one block of K. A register is loaded just before the first product that reads it.
+
+        stores: store and clear each accumulator of the pending tile before the first product that adds to it.
+        """
         registers, tiles = self.registers, self.tiles
         for v in range(registers.vectors):
             weights = at["w"] + v * self.step
@@ -330,12 +348,14 @@ class _TileProducts:
             for t, offset in enumerate(self.offsets):
                 if v == 0:
                     self._load_x(t, at["x"] + offset)
+                if stores:
+                    self._store(t, v)
+                    tiles.zero(registers.c(t, v))
                 tiles.multiply(self.loops.product, registers.c(t, v), registers.a(t), registers.b(v))
                 for line in range(t, self.step // LINE, len(self.offsets)) if self.loops.tile.prefetch else ():
                     self.loops.isa.prefetch(weights + (AHEAD + line * LINE))
         at["w"] += registers.vectors * self.step
         at["x"] += self.loops.depth
-
 
     def _load_x(self, t: int, address: Value) -> None:
         """Load a register of x.
@@ -369,3 +389,4 @@ def _spread(products: Sequence[str], epilogue: Sequence[str], *names: str) -> It
             upto = len(epilogue) * written // count
             yield from epilogue[done:upto]
             done = upto
+    yield from epilogue[done:]
