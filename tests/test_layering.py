@@ -76,7 +76,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.backends.llvm.kernels.contraction": (
         "engines.backends.llvm.kernels.common", "engines.backends.llvm.tuning.cost"),
     "engines.backends.llvm.kernels.few_couts": ("engines.backends.llvm.kernels.contraction",),
-    "engines.backends.llvm.kernels.matrix_unit": ("engines.backends.llvm.kernels.contraction",),
+    "engines.backends.llvm.kernels.matrix_unit": ("engines.backends.llvm.kernels.matmul",),
     "engines.backends.llvm.kernels.winograd": ("engines.backends.llvm.kernels.contraction",),
     "engines.backends.llvm.kernels.depthwise": ("engines.backends.llvm.kernels.contraction",),
     "engines.backends.llvm.kernels.rows": ("engines.backends.llvm.kernels.common", "engines.codegen.row_formulas"),
@@ -90,7 +90,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.backends.llvm.kernels.recurrent": ("engines.backends.llvm.kernels.common",),
     "engines.backends.llvm.kernels": (
         "engines.backends.llvm.kernels.depthwise", "engines.backends.llvm.kernels.few_couts",
-        "engines.backends.llvm.kernels.matmul", "engines.backends.llvm.kernels.matrix_unit",
+        "engines.backends.llvm.kernels.matrix_unit",
         "engines.backends.llvm.kernels.movement", "engines.backends.llvm.kernels.pooling",
         "engines.backends.llvm.kernels.recurrent", "engines.backends.llvm.kernels.winograd"),
     "engines.backends.llvm.tuning": ("engines.backends.llvm.kernels", "engines.backends.base"),

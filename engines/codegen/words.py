@@ -63,6 +63,19 @@ class Primitives:
     def to_float(self, ints: Value) -> Value:
         return ints.f.cast("sitofp", ints, self.floats, "float")
 
+    def round(self, x: Value) -> Value:
+        """Convert float32 to int32, rounding to even. Beyond +-2**31 the result is unspecified."""
+        raise NotImplementedError
+
+    def parts(self, x: Value) -> tuple[Value, Value]:
+        """Return the nearest integers n, in the form that `scaled` takes, and x - n."""
+        n = self.round(x)
+        return n, x - self.to_float(n)
+
+    def scaled(self, x: Value, n: Value) -> Value:
+        """Return x * 2**n, if that is a normal number: n is added to the exponent."""
+        return self.from_bits(self.bits(x) + (n << 23))
+
     def narrowed(self, dtype: str, x: Value) -> Value:
         """Round to the nearest numbers of float16 or bfloat16; the result is float32 again."""
         if dtype == "float16":

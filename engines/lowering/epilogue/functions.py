@@ -30,6 +30,8 @@ class Machine(Protocol):
     def from_bits(self, bits: Ints) -> Floats: ...
     def to_float(self, ints: Ints) -> Floats: ...                   # conversion to float
     def round(self, x: Floats) -> Ints: ...                         # nearest integers, halves to even
+    def parts(self, x: Floats) -> tuple[Any, Floats]: ...           # (n, x - n), n the nearest integers for `scaled`
+    def scaled(self, x: Floats, n: Any) -> Floats: ...              # x * 2**n, if that is a normal number
     def narrowed(self, dtype: str, x: Floats) -> Floats: ...        # rounded to float16 or bfloat16
 
 

@@ -217,6 +217,8 @@ class _NumPy:
     from_bits = staticmethod(lambda bits: bits.view(np.float32))
     to_float = staticmethod(lambda ints: ints.astype(np.float32))
     round = staticmethod(_rounded)
+    parts = staticmethod(lambda x: (n := _rounded(x), x - n.astype(np.float32)))
+    scaled = staticmethod(lambda x, n: (x.view(np.int32) + (n << 23)).view(np.float32))
     narrowed = staticmethod(lambda dtype, x: load_meaning(dtype, store_meaning(dtype, x)))
 
 

@@ -26,10 +26,9 @@ COEFFICIENTS = {"float32": (1.0, *_FINE), "bfloat16": (1.0, *_COARSE),
 def exp2(machine: Machine, x: Any, dtype: str) -> Any:
     """Return 2**x, or 255 * 2**x for "uint8", with the precision of the stored `dtype`."""
     x = machine.max(x, LOWEST) if dtype == "uint8" else machine.max(machine.like(x, LOWEST), x)
-    n = machine.round(x)
-    f = x - machine.to_float(n)
+    n, f = machine.parts(x)
     *lower, last = COEFFICIENTS[dtype]
     result = machine.like(f, last)
     for coefficient in lower[::-1]:
         result = machine.fma(result, f, coefficient)
-    return machine.from_bits(machine.bits(result) + (n << 23))
+    return machine.scaled(result, n)

@@ -4,9 +4,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from engines.backends.llvm.codegen.isa import AVX512_VNNI, PORTABLE
+from engines.backends.llvm.kernels.matmul.attention import AttentionKernel
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.view import View, dense_view
+from tests.engines.backends.llvm.runner import ToldRunner
 from tests.engines.backends.runners import EVERY_BACKEND
 from tests.engines.backends.suite import check, random_array
 
@@ -99,6 +102,14 @@ def test_attention_of_bytes_equals_its_reference_bit_for_bit(shape, runner):
 def test_attention_of_floats_agrees_with_its_reference(shape, precision, runner):
     spec, inputs, constants = problem(shape, precision, result="float32")
     check(spec, runner, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)
+
+
+@pytest.mark.parametrize("isa", [AVX512_VNNI, PORTABLE], ids=lambda isa: isa.name)
+def test_a_mask_is_read_at_most_a_vector_past_its_end_if_its_extent_is_told(isa):
+    """A panel of four vectors may have one key."""
+    spec, inputs, constants = problem(Shape(2, 20, 65, 8, 8, "full"), "int8")
+    for tactic in AttentionKernel(spec).tactics(isa):
+        check(spec, ToldRunner(isa), inputs, constants, tactic=tactic, slack=4)
 
 
 @EVERY_BACKEND

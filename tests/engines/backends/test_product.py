@@ -89,6 +89,12 @@ def test_a_product_of_integers_may_be_told_its_numbers(shape, zeros):
 
 
 def exact_integers(shape, zeros, cpu):
+    spec, inputs = integers(shape, zeros)
+    check(spec, cpu, inputs, {}, pieces=2, slack=4)
+
+
+def integers(shape, zeros):
+    """Return a product whose sums are beyond what a float32 holds, and its inputs. zeros: dtypes of zero points."""
     shape = replace(shape, depth=shape.depth + 2500)
     random = np.random.default_rng(0)
     signed = zeros[1] == "int8"
@@ -103,7 +109,7 @@ def exact_integers(shape, zeros, cpu):
     of_each = [np.full((BATCH, 1), value, view.dtype)
                for view, value in ((spec.zero_a, 200), (spec.zero_b, 101 if signed else 3)) if view]
     assert abs(spec.reference([a, b, *of_each], {})[0]).max() > 1 << 24
-    check(spec, cpu, [a, b, *of_each], {}, pieces=2, slack=4)
+    return spec, [a, b, *of_each]
 
 
 def number(dtype):

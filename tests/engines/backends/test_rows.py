@@ -2,12 +2,12 @@
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import PORTABLE
+from engines.backends.llvm.codegen.isa import AVX512_VNNI, PORTABLE
 from engines.backends.llvm.kernels.rows import kernels
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.rows import Extreme, Lrn, Norm, Reduce, Softmax
 from engines.lowering.problems.view import View, dense_view
-from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
+from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner, kernel_of
 from tests.engines.backends.runners import EVERY_WIDTH
 from tests.engines.backends.suite import check, gapped, random_array, requantise, run
 
@@ -44,6 +44,13 @@ def test_a_row_program_equals_its_reference(family, width, runner):
     view = gapped("float32", (3, 2, width))
     spec = family((view,), view)
     check(spec, runner, data(spec), {}, pieces=2)
+
+
+@EVERY_FAMILY
+def test_a_row_is_read_at_most_the_slack_past_its_end_if_its_width_is_told(family):
+    view = dense_view("float32", (2, 65))
+    spec = family((view,), view)
+    check(spec, ToldRunner(AVX512_VNNI), data(spec), {}, pieces=2)
 
 
 @EVERY_WIDTH

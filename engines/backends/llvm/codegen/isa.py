@@ -72,10 +72,7 @@ class Isa(Primitives):
 
     @property
     def rounds_pairs(self) -> bool:
-        """Return True if `floats_to_bfloats` is the better way to store two vectors.
-
-        It takes as long as the conversion of one vector on CPUs with AMX.
-        """
+        """Return True if `floats_to_bfloats` takes as long as the conversion of one vector: on CPUs with AMX."""
         return self.bf16 and self.matrix is not None
 
     def floats_to_bfloats(self, low: Value, high: Value) -> Value:

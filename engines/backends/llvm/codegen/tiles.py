@@ -98,9 +98,10 @@ class Tiles:
     def zero(self, register: int) -> None:
         self.f.run("llvm.x86.tilezero", self._number(register))
 
-    def load(self, register: int, address: Value, pitch: Number) -> None:
+    def load(self, register: int, address: Value, pitch: Number | Value) -> None:
         """Load row r from address + r * pitch."""
-        self.f.run("llvm.x86.tileloadd64", self._number(register), address, self.f.constant(pitch, I64))
+        step = pitch if isinstance(pitch, Value) else self.f.constant(pitch, I64)
+        self.f.run("llvm.x86.tileloadd64", self._number(register), address, step)
 
     def store(self, register: int, address: Value, pitch: Number) -> None:
         """Store row r to address + r * pitch."""

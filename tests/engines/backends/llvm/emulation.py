@@ -141,14 +141,42 @@ def _dot_bfloat(name: str, lanes: int) -> str:
 def _to_bfloat(name: str, lanes: int) -> str:
     """Return code that rounds float32 to bfloat16, ties to even; denormals become signed zeros, NaN stays NaN."""
     d = _Definition(name, vector(lanes, "bfloat"), vector(lanes, FLOAT))
-    x, = d.arguments
+    return d.text(_rounded_to_bfloat(d, *d.arguments))
+
+
+def _pair_to_bfloat(name: str, lanes: int) -> str:
+    """Two vectors of float32 -> one of bfloat16, the second in the lower half."""
+    d = _Definition(name, vector(2 * lanes, "bfloat"), *[vector(lanes, FLOAT)] * 2)
+    high, low = (_rounded_to_bfloat(d, x) for x in d.arguments)
+    return d.text(d.f.shuffle(low, high, range(2 * lanes), "both"))
+
+
+def _rounded_to_bfloat(d: _Definition, x: Value) -> Value:
+    lanes = _lanes(x.type)
     bits = d.f.cast("bitcast", x, vector(lanes, I32), "bits")
     size, upper = bits.binary("and", 0x7FFFFFFF), bits.binary("lshr", 16)
     result = (bits + upper.binary("and", 1) + 0x7FFF).binary("lshr", 16)
     result = d.f.select(size.compare("ult", 0x00800000), upper.binary("and", 0x8000), result)
     result = d.f.select(size.compare("ugt", 0x7F800000), upper.binary("or", 0x0040), result)
     shorts = d.f.cast("trunc", result, vector(lanes, I16), "bfloat")
-    return d.text(d.f.cast("bitcast", shorts, vector(lanes, "bfloat"), "bfloat"))
+    return d.f.cast("bitcast", shorts, vector(lanes, "bfloat"), "bfloat")
+
+
+def _reduce(name: str, lanes: int) -> str:
+    """x minus the nearest integer, halves to even, of |x| < 2**22: for no bits of fraction, without a mask."""
+    floats = vector(lanes, FLOAT)
+    d = _Definition(name, floats, floats, I32, floats, f"i{lanes}", I32)
+    x = d.arguments[0]
+    return d.text(x - ((x + 1.5 * 2 ** 23) - 1.5 * 2 ** 23))
+
+
+def _scale(name: str, lanes: int) -> str:
+    """x * 2**n for integers n from -126 to 127, without a mask."""
+    floats = vector(lanes, FLOAT)
+    d = _Definition(name, floats, floats, floats, floats, f"i{lanes}", I32)
+    x, n = d.arguments[:2]
+    exponent = d.f.cast("fptosi", n, vector(lanes, I32), "exponent") + 127
+    return d.text(x * d.f.cast("bitcast", exponent.binary("shl", 23), floats, "power"))
 
 
 def _definitions() -> dict[str, str]:
@@ -163,6 +191,11 @@ def _definitions() -> dict[str, str]:
     for bits in (256, 512):     # LLVM has no plain form of the 128-bit one
         name = f"llvm.x86.avx512bf16.cvtneps2bf16.{bits}"
         table[name] = _to_bfloat(name, bits // 32)
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    table[name] = _pair_to_bfloat(name, 16)
+    for word, define in (("reduce", _reduce), ("scalef", _scale)):
+        name = f"llvm.x86.avx512.mask.{word}.ps.512"
+        table[name] = define(name, 16)
     for name, unsigned in (("usdot", True), ("sdot", False)):
         name = f"llvm.aarch64.neon.{name}.v4i32.v16i8"
         table[name] = _dot4(name, 4, unsigned)

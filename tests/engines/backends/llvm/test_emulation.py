@@ -3,9 +3,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX2, PORTABLE
+from engines.backends.llvm.codegen.isa import AVX2, AVX512_AMX, PORTABLE
+from engines.backends.llvm.kernels.matrix_unit.softmax import Scaling
 from engines.codegen.ir_builder import Module
 from engines.codegen.types import I64, PTR
+from engines.lowering.epilogue.program import NUMPY
 from tests.engines.backends.llvm.emulation import EMULATION
 from tests.engines.backends.llvm.jit import LoadedKernel, assembly, runs_here, spills
 from tests.engines.backends.suite import random_array
@@ -132,3 +134,25 @@ def test_spills_are_counted():
     text = assembly("define void @f(ptr %x) { ret void }", PORTABLE)
     assert spills(text) == 0
     assert spills(text + "\n\tvmovups\t%ymm3, 32(%rsp)\n\tvmovaps\t(%rbp), %zmm1\n\tvmovups\t%ymm0, (%rdi)\n") == 2
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_powers_of_two_are_split_and_scaled_as_by_integers(native):
+    if native and not runs_here(AVX512_AMX):
+        pytest.skip("this machine lacks the instructions")
+    module = Module(None if native else EMULATION)
+    f = module.function("kernel", operands=PTR, a=I64, b=I64, c=I64, d=I64)
+    x, parts, result = (f.load(PTR, f.parameters["operands"] + 8 * i) for i in range(3))
+    n, fraction = Scaling().parts(f.load(AVX512_AMX.floats, x))
+    f.store(fraction, parts)
+    f.store(Scaling().scaled(fraction + 1.25, n), result)
+    kernel = LoadedKernel(module.text(), "kernel", AVX512_AMX, emulate=not native)
+    random = np.random.default_rng(0)
+    for low in (-126, -30, -1):
+        x = random.uniform(low, 0, 16).astype(np.float32)
+        x[:4] = [low, low + 0.5, -0.5, -0.0]
+        parts, result = np.zeros(16, np.float32), np.zeros(16, np.float32)
+        kernel([x, parts, result], (0, 1))
+        integers, expected = NUMPY.parts(x)
+        np.testing.assert_array_equal(parts, expected)
+        np.testing.assert_array_equal(result, NUMPY.scaled(expected + np.float32(1.25), integers))

@@ -56,12 +56,17 @@ def transposed(rows: list[Value]) -> list[Value]:
 
 def lane_sums(vectors: Sequence[Value]) -> Value:
     """Reduce n vectors of n lanes to one vector: lane j is the sum of the lanes of vector j."""
+    return reduced_lanes(vectors, lambda a, b: a + b)
+
+
+def reduced_lanes(vectors: Sequence[Value], combine: Callable[[Value, Value], Value]) -> Value:
+    """Reduce n vectors of n lanes to one vector: lane j combines the lanes of vector j, halves of them at a time."""
     n = len(vectors)
     distance = n // 2
     while distance:
         own = [i + n * bool(i & distance) for i in range(n)]            # lane i of a, or of b
         others = [(i ^ distance) + n * bool(i & distance) for i in range(n)]
-        vectors = [a.f.shuffle(a, b, own, "own") + a.f.shuffle(a, b, others, "others")
+        vectors = [combine(a.f.shuffle(a, b, own, "own"), a.f.shuffle(a, b, others, "others"))
                    for a, b in zip(vectors[:distance], vectors[distance:], strict=True)]
         distance //= 2
     return vectors[0]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from engines.backends.llvm.codegen.isa import Isa
@@ -33,17 +32,19 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
+from engines.backends.llvm.kernels.matmul.product import vector_cycles
 from engines.backends.llvm.kernels.matmul.softmax import AttentionSoftmax
 from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.row_formulas import is_unmasked
-from engines.codegen.types import FLOAT, PTR
+from engines.codegen.types import FLOAT, I64, PTR
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.rows import PARTIALS
-from engines.lowering.problems.view import SIZES
+from engines.lowering.problems.view import SIZES, View
 
 FEW_QUERIES = 4         # queries up to which packing k and v costs at least as much as the products
+SOFTMAX_ARRAYS = ("x", "peaks", "p", "totals", "inverse", "added")
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,10 @@ class AttentionKernel(Kernel[Attention]):
             return ()
         return (Tiles((queries, 1), (queries, min((isa.registers - 4) // queries, width)), queries, packed=False),)
 
+    def cost(self, isa: Isa, tactic: Tiles) -> float:
+        """Return the cycles of both products, so that the first tactic wins."""
+        return vector_cycles(self.problem.macs, self.problem.precision, isa)
+
     def refinements(self, isa: Isa, best: Tiles) -> Sequence[Tiles]:
         """Return the best tactic with other block sizes."""
         return [replace(best, block=self._block(best.scores[0], n)) for n in (1, 4, 8)] if best.packed else []
@@ -108,7 +113,7 @@ class AttentionKernel(Kernel[Attention]):
         return self.problem.numbers(constants), program
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tiles) -> None:
-        _AttentionEmitter(self.problem, module, name, isa, tactic).emit()
+        AttentionEmitter(self.problem, module, name, isa, tactic).emit()
 
 
 def factors(problem: Attention, isa: Isa, vectors: tuple[int, int] = (1, 1)) -> tuple[Right, Right]:
@@ -124,7 +129,7 @@ def readable(factor: Right) -> bool:
 
 
 @dataclass(frozen=True)
-class _Head:
+class Head:
     """Addresses of one head's factors, mask and result."""
     q: Value
     k: Value
@@ -133,8 +138,11 @@ class _Head:
     y: Value
 
 
-class _AttentionEmitter:
-    """Emitter of one kernel: the outer loops, and the micro-kernels that they call."""
+class AttentionEmitter:
+    """Emitter of one kernel: the outer loops, and the micro-kernels that they call.
+
+    A subclass computes the products of a block by other instructions (`queries`, `sizes`).
+    """
 
     def __init__(self, problem: Attention, module: Module, name: str, isa: Isa, tiles: Tiles) -> None:
         self.problem, self.module, self.name, self.isa, self.tiles = problem, module, name, isa, tiles
@@ -156,21 +164,26 @@ class _AttentionEmitter:
         """Return the bytes of a row of p."""
         return self.pitch * SIZES[self.arithmetic.dtype]
 
-    @cached_property
-    def scratch(self) -> dict[str, tuple[int, int]]:
-        """Return {name: (offset, size)} of the arrays in scratch memory, in bytes."""
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each array in scratch memory."""
         block = self.tiles.block
-        sizes = {"k": self.k.bytes * self.k.packed, "v": self.v.bytes * self.v.packed, "x": block * self.pitch * 4,
-                 "peaks": block * 4, "totals": block * self.isa.bytes, "inverse": block * 4,
-                 "added": block * 4 if self.adds_zero else 0,
-                 "p": 0 if self.arithmetic.dtype == "float32" else block * self.weight_pitch,
-                 "q": 0 if self.q.direct else block * self.q.pitch,
-                 "start": self.pitch * 4 if self.exact else 0}
-        found, at = {}, 0
+        return {"k": self.k.bytes * self.k.packed, "v": self.v.bytes * self.v.packed, "x": block * self.pitch * 4,
+                "peaks": block * 4, "totals": block * self.isa.bytes, "inverse": block * 4,
+                "added": block * 4 if self.adds_zero else 0,
+                "p": 0 if self.arithmetic.dtype == "float32" else block * self.weight_pitch,
+                "q": 0 if self.q.direct else block * self.q.pitch,
+                "start": self.pitch * 4 if self.exact else 0}
+
+    def _allocate(self, f: Function) -> None:
+        """Allocate scratch memory, and set `at`: the address of each array."""
+        sizes, offsets, total = self.sizes(), {}, 0
         for what, size in sizes.items():
-            found[what] = (at, size)
-            at += -(-size // ALIGNMENT) * ALIGNMENT
-        return found
+            offsets[what] = total
+            total += -(-size // ALIGNMENT) * ALIGNMENT
+        memory = f.alloca(total, ALIGNMENT, "scratch")
+        self.at = {what: memory + start for what, start in offsets.items()}
+        if not sizes["p"]:
+            self.at["p"] = self.at["x"]         # in place
 
     # ---- outer loops
     def emit(self) -> None:
@@ -178,11 +191,8 @@ class _AttentionEmitter:
         f, addresses, (begin, end, first, last) = begin_kernel(self.module, self.name, 3 + bool(problem.mask) + 3)
         *tensors, numbers, constants, y = addresses
         self.numbers, self.constants = numbers, constants
-        total = sum(-(-size // ALIGNMENT) * ALIGNMENT for _, size in self.scratch.values())
-        memory = f.alloca(total, ALIGNMENT, "scratch")
-        self.at = {what: memory + start for what, (start, _) in self.scratch.items()}
-        if not self.scratch["p"][1]:
-            self.at["p"] = self.at["x"]         # in place
+        self._allocate(f)
+        self.enter(f)
         self.zeros = [factor.zero(numbers, i) for i, factor in enumerate((self.q, self.k, self.v), 1)]
         views = [problem.q, problem.k, problem.v, *([problem.mask] if problem.mask else []), problem.y]
         for row in f.range("head", begin, end):
@@ -191,7 +201,14 @@ class _AttentionEmitter:
             q, k, v, *mask, result = (offset(a, head, view.strides[:-2]) for a, view in zip(here, views, strict=True))
             self._pack(k, v)
             for block in f.range("block", first, last):
-                self._block(f, _Head(q, k, v, mask[0] if mask else None, result), block * self.tiles.block)
+                self._block(f, Head(q, k, v, mask[0] if mask else None, result), block * self.tiles.block)
+        self.leave(f)
+
+    def enter(self, f: Function) -> None:
+        """Emit code that runs once before the loops."""
+
+    def leave(self, f: Function) -> None:
+        """Emit code that runs once after the loops."""
 
     def _pack(self, k: Value, v: Value) -> None:
         for what, factor, source, zero in (("k", self.k, k, self.zeros[1]), ("v", self.v, v, self.zeros[2])):
@@ -210,20 +227,20 @@ class _AttentionEmitter:
             for v, total in enumerate(right.column_sums(panel, columns)):
                 f.store(total * minus, self.at["start"] + start * 4 + v * isa.bytes, isa.bytes)
 
-    def _block(self, f: Function, head: _Head, first: Value) -> None:
+    def _block(self, f: Function, head: Head, first: Value) -> None:
         queries, block = self.problem.queries, self.tiles.block
         whole, tail = divmod(queries, block)
         told = isinstance(queries, Extent)
         if not told and not tail:
-            self._queries(f, head, first, block)
+            self.queries(f, head, first, block)
             return
         if told or whole:
             with f.when(first.below(whole * block)):
-                self._queries(f, head, first, block)
+                self.queries(f, head, first, block)
         with f.when(first.compare("uge", whole * block)):
-            self._queries(f, head, first, tail)
+            self.queries(f, head, first, tail)
 
-    def _queries(self, f: Function, head: _Head, first: Value, count: int) -> None:
+    def queries(self, f: Function, head: Head, first: Value, count: int) -> None:
         """Emit `count` queries from `first` on."""
         problem, scores, mix = self.problem, self.tiles.scores[0], self.tiles.mix[0]
         q = self.q.matrix.at(head.q, first, 0)
@@ -233,31 +250,31 @@ class _AttentionEmitter:
         mask = offset(head.mask, [first], problem.mask.strides[-2:-1]) if problem.mask and head.mask else None
         keys = self.k.padded_columns if self.k.packed else problem.keys
         for t, columns in f.tiles("panel of keys", keys, self.k.width, split_tail=not self.k.packed):
-            panel = self._panel(self.k, head.k, "k", t)
+            panel = self.panel(self.k, head.k, "k", t)
             here = offset(mask, [t], problem.mask.strides[-1:]) if problem.mask and mask else self.at["x"]
             for row, rows in f.tiles("row of scores", count, scores, split_tail=True):
                 moved = here + row * problem.mask.strides[-2] if problem.mask else here
                 f.run(self._scores(rows, columns), q + row * self.q.pitch, panel, self.numbers,
-                      self.at["start"] + t * 4, moved, self.at["x"] + row * (4 * self.pitch) + t * 4)
-        scratch = (self.at[what] for what in ("x", "peaks", "p", "totals", "inverse", "added"))
-        f.run(self._softmax(), *scratch, self.numbers, f.constant(count, "i64"))
+                      self.at["start"] + t * 4, moved, self.at["x"] + row * (4 * self.pitch) + t * 4,
+                      f.constant(problem.keys, I64) - t)
+        f.run(self.softmax(), *self.softmax_arguments(), f.constant(count, I64))
         y = offset(head.y, [first], problem.y.strides[-2:-1])
         for e, columns in f.tiles("panel of values", problem.v.shape[-1], self.v.width):
-            panel = self._panel(self.v, head.v, "v", e)
+            panel = self.panel(self.v, head.v, "v", e)
             constants = self.constants + e * (4 * problem.program.constants)
             for row, rows in f.tiles("row of values", count, mix, split_tail=True):
                 f.run(self._mix(rows, columns), self.at["p"] + row * self.weight_pitch, panel,
                       self.at["inverse"] + row * 4, self.at["added"] + row * 4, constants,
                       y + row * problem.y.strides[-2] + e * problem.y.strides[-1])
 
-    def _panel(self, factor: Right, source: Value, packed: str, column: Value) -> Value:
+    def panel(self, factor: Right, source: Value, packed: str, column: Value) -> Value:
         """Return the address of the panel that begins at a column."""
         if factor.packed:
             return self.at[packed] + column.divided(factor.width) * factor.panel_bytes
         return factor.matrix.at(source, 0, column)
 
     # ---- the micro-kernels
-    def _function(self, what: str, **types: str) -> tuple[str, Function | None]:
+    def function(self, what: str, **types: str) -> tuple[str, Function | None]:
         """Return (name, function to write, or None if the module has it already)."""
         name = f"{self.name}_{what}"
         if name in self.module.functions:
@@ -266,11 +283,12 @@ class _AttentionEmitter:
 
     def _scores(self, rows: int, columns: int) -> str:
         """Return the name of the micro-kernel for rows x columns scores x."""
-        name, f = self._function(f"scores_{rows}x{columns}", q=PTR, k=PTR, numbers=PTR, start=PTR, mask=PTR, x=PTR)
+        name, f = self.function(f"scores_{rows}x{columns}", q=PTR, k=PTR, numbers=PTR, start=PTR, mask=PTR, x=PTR,
+                                left=I64)
         if f is None:
             return name
         isa, mask, lanes = self.isa, self.problem.mask, Lanes(self.isa, columns, packed=False)
-        q, k, numbers, start, added, x = f.parameters.values()
+        q, k, numbers, start, added, x, left = f.parameters.values()
         begin = [f.load(isa.ints, start + v * isa.bytes, isa.bytes, "start") for v in range(lanes.vectors)]
         if self.k.packed or self.k.direct:
             sums = self.k.multiply(q, self.q.pitch, k, (rows, columns), [begin] * rows if self.exact else ())
@@ -280,7 +298,7 @@ class _AttentionEmitter:
         others: list[Value] = []
         for m in range(rows):
             if mask and (m == 0 or mask.strides[-2]):
-                others = load_channels(lanes, mask, added + m * mask.strides[-2])
+                others = self._mask(lanes, mask, added + m * mask.strides[-2], left)
             for v in range(lanes.vectors):
                 value = isa.fma(sums[m, v], scale, others[v]) if mask else sums[m, v] * scale
                 if not self.k.packed:       # a tail may be several panels, of which only the last may be overrun
@@ -288,17 +306,39 @@ class _AttentionEmitter:
                 f.store(value, x + (4 * self.pitch * m + v * isa.bytes), isa.bytes if self.k.packed else 4)
         return name
 
-    def _softmax(self) -> str:
-        """Return the name of the function that computes p, 1 / sum of p, and the correction of the means."""
-        places = dict.fromkeys(("x", "peaks", "p", "totals", "inverse", "added", "numbers"), PTR)
-        name, f = self._function("softmax", **places, rows="i64")
+    def _mask(self, lanes: Lanes, mask: View, address: Value, left: Value) -> list[Value]:
+        """Load the mask of a panel. left: keys from its first on.
+
+        A padded panel may begin up to three vectors before its last key; vectors past it read the first one again.
+        """
+        if self.k.padded_columns is self.problem.keys:
+            return load_channels(lanes, mask, address)
+        f, width, one = address.f, self.isa.lanes, Lanes(self.isa, self.isa.lanes, packed=False)
+        places = [f.select(left.compare("ugt", v * width), address + v * width * mask.strides[-1], address)
+                  for v in range(lanes.vectors)]
+        return [load_channels(one, mask, place)[0] for place in places]
+
+    def softmax_arguments(self) -> list[Value]:
+        """Return the arguments of the function `softmax`, except the number of rows."""
+        return [*(self.at[what] for what in SOFTMAX_ARRAYS), self.numbers]
+
+    def row_softmax(self) -> AttentionSoftmax:
+        return AttentionSoftmax(self.isa, self.problem.keys, self.pitch, self.arithmetic.dtype,
+                                natural=self.problem.mask is not None)
+
+    def softmax(self, **more: str) -> str:
+        """Return the name of the function that computes p, 1 / sum of p, and the correction of the means.
+
+        more: types of further parameters, which a subclass uses.
+        """
+        name, f = self.function("softmax", **dict.fromkeys((*SOFTMAX_ARRAYS, "numbers"), PTR), rows=I64, **more)
         if f is None:
             return name
-        x, peaks, p, totals, inverse, added, numbers, rows = f.parameters.values()
-        softmax = AttentionSoftmax(self.isa, self.problem.keys, self.pitch, self.arithmetic.dtype,
-                                   natural=self.problem.mask is not None)
-        softmax.peaks(x, peaks, rows)
-        softmax.weights(x, peaks, p, totals, rows)
+        peaks, totals, inverse, added, numbers, rows = (
+            f.parameters[name] for name in ("peaks", "totals", "inverse", "added", "numbers", "rows"))
+        softmax = self.row_softmax()
+        self.peaks(softmax, f.parameters)
+        self.weights(softmax, f.parameters)
         softmax.inverses(peaks, totals, inverse, rows)
         if self.adds_zero:
             zero = f.load(FLOAT, numbers + 12, hint="zero") - MIDDLE
@@ -307,15 +347,30 @@ class _AttentionEmitter:
                 f.store(f.select(is_unmasked(peak), zero.like(0), zero, "unseen"), added + row * 4)
         return name
 
+    def peaks(self, softmax: AttentionSoftmax, parameters: Mapping[str, Value]) -> None:
+        """Emit the peaks of the rows of scores."""
+        softmax.peaks(parameters["x"], parameters["peaks"], parameters["rows"])
+
+    def weights(self, softmax: AttentionSoftmax, parameters: Mapping[str, Value]) -> None:
+        """Emit p and its sums."""
+        x, peaks, p, totals, rows = (parameters[name] for name in ("x", "peaks", "p", "totals", "rows"))
+        softmax.weights(x, peaks, p, totals, rows)
+
     def _mix(self, rows: int, columns: int) -> str:
         """Return the name of the micro-kernel for y = program(sums / sum of p + added), of rows x columns."""
-        name, f = self._function(f"mix_{rows}x{columns}", p=PTR, v=PTR, inverse=PTR, added=PTR, constants=PTR, y=PTR)
+        name, f = self.function(f"mix_{rows}x{columns}", p=PTR, v=PTR, inverse=PTR, added=PTR, constants=PTR, y=PTR)
         if f is None:
             return name
-        problem, isa, lanes = self.problem, self.isa, Lanes(self.isa, columns, packed=False)
-        p, v, inverse, added, constants, y = f.parameters.values()
-        sums = self.v.multiply(p, self.weight_pitch, v, (rows, columns))
-        numbers = load_constants(lanes, constants, problem.program.constants)
+        lanes, p, v = Lanes(self.isa, columns, packed=False), f.parameters["p"], f.parameters["v"]
+        self.means(lanes, rows, self.v.multiply(p, self.weight_pitch, v, (rows, columns)), f.parameters)
+        return name
+
+    def means(self, lanes: Lanes, rows: int, sums: Mapping[tuple[int, int], Value],
+              parameters: Mapping[str, Value]) -> None:
+        """Emit y = program(sums / sum of p + added) of a tile."""
+        problem, isa = self.problem, self.isa
+        inverse, added, constants, y = (parameters[name] for name in ("inverse", "added", "constants", "y"))
+        f, numbers = y.f, load_constants(lanes, constants, problem.program.constants)
 
         def result(m: int) -> list[Value]:
             part = f.splat(f.load(FLOAT, inverse + 4 * m, hint="share"), isa.lanes)
@@ -324,4 +379,3 @@ class _AttentionEmitter:
             return run_program(lanes, problem.program, means, [], numbers)
 
         store_tile(lanes, problem.y, rows, result, y)
-        return name

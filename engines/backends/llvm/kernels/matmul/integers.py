@@ -23,10 +23,10 @@ class IntegerProductKernel(ProductKernel):
         return ()
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
-        _IntegerProductEmitter(self.problem, module, name, isa, tactic).emit()
+        IntegerProductEmitter(self.problem, module, name, isa, tactic).emit()
 
 
-class _IntegerProductEmitter(ProductEmitter):
+class IntegerProductEmitter(ProductEmitter):
     problem: IntegerProduct
 
     def _begin(self) -> tuple[Function, list[Value], list[Value]]:
@@ -43,7 +43,7 @@ class _IntegerProductEmitter(ProductEmitter):
             f.store(f.cast("sitofp", zero, FLOAT, "number"), self.numbers + 4 * i, 4)
         return f, [a, b, y], bounds
 
-    def _finish(self, lanes: Lanes, rows: int, sums: Mapping[tuple[int, int], Value],
+    def finish(self, lanes: Lanes, rows: int, sums: Mapping[tuple[int, int], Value],
                 parameters: Mapping[str, Value]) -> None:
         f = parameters["y"].f
         for m, v in sums:

@@ -304,6 +304,8 @@ def converted(isa: Isa, source: str, target: str, address: Value, count: int, ze
     The result has `lanes` elements; those past `count` come from zeros.
     """
     stored = _padded(address.f.load(vector(count, ELEMENTS[source]), address, hint="stored"), isa.lanes, 0)
+    if source == target and zero is None:
+        return stored
     value = to_float(isa, source, stored)
     if zero is not None:
         value = value - zero

@@ -12,7 +12,7 @@ sums of a's rows and of b's columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,6 +70,11 @@ def reading_once(problem: Product) -> float:
     return 4 * problem.depth * problem.y.shape[-1] * math.prod(problem.lead) * CYCLES_PER_BYTE_BEYOND
 
 
+def vector_cycles(macs: int, precision: str, isa: Isa) -> float:
+    """Return the cycles of so many multiply-accumulates by vectors, of which a CPU multiplies two a cycle."""
+    return macs / (2 * isa.lanes * product_arithmetic(precision, isa).elements)
+
+
 @solves(Product)
 class ProductKernel(Kernel[Product]):
     """Register-tiled product. A row of the grid is a matrix, a column a panel.
@@ -90,12 +95,13 @@ class ProductKernel(Kernel[Product]):
         return (*(replace(tile, packed=False) for tile in dict.fromkeys((wide, *packed))), *packed)
 
     def cost(self, isa: Isa, tactic: Tile) -> float:
-        """Return the cost if b comes from memory for a few rows; else 0, so that the first tactic wins.
+        """Return the cost if b comes from memory for a few rows; else that of the products, so that the first tactic
+        wins.
 
-        Tiles then read short pieces of each row of b, at a fraction of the bandwidth.
+        For a few rows tiles read short pieces of each row of b, at a fraction of the bandwidth.
         """
         if not few_by_large(self.problem, isa):
-            return 0.0
+            return vector_cycles(self.problem.macs, self.problem.precision, isa)
         return reading_once(self.problem) * (4 if tactic.packed else 2)
 
     def packing(self, tactic: Tile) -> int:
@@ -127,7 +133,7 @@ class ProductEmitter:
     def emit(self) -> None:
         problem = self.problem
         f, tensors, (begin, end, first, last) = self._begin()
-        self._scratch(f)
+        self.enter(f)
         zeros = [factor.zero(self.numbers, i) for i, factor in enumerate((self.left, self.right))]
         views = (problem.a, problem.b, *problem.operands, problem.y)
         count = math.prod(problem.lead)
@@ -138,7 +144,8 @@ class ProductEmitter:
             if self.exact:
                 self.left.row_sums(here[0], self.sums)
             for start, columns in panels_between(f, first, last, self.columns, self.right.width):
-                self._panel(f, here, zeros, start, columns)
+                self.panel(f, here, zeros, start, columns)
+        self.leave(f)
 
     def _begin(self) -> tuple[Function, list[Value], list[Value]]:
         """Return (f, addresses of factors, operands and y, bounds of rows and columns).
@@ -149,7 +156,7 @@ class ProductEmitter:
         *tensors, self.numbers, self.constants, y = addresses
         return f, [*tensors, y], bounds
 
-    def _scratch(self, f: Function) -> None:
+    def enter(self, f: Function) -> None:
         """Allocate scratch for a panel of b, copied rows of a, and the sums of a's rows."""
         copied = 0 if self.left.direct else COPIED_TILES * self.tile.rows * self.left.pitch
         addresses = []
@@ -158,18 +165,18 @@ class ProductEmitter:
             addresses.append(f.alloca(size, ALIGNMENT, what))
         self.packed, self.copied, self.sums = addresses
 
-    def _panel(self, f: Function, here: list[Value], zeros: list[Value | None], start: Value, columns: int) -> None:
+    def leave(self, f: Function) -> None:
+        """Emit code that runs once after the loops."""
+
+    def panel(self, f: Function, here: list[Value], zeros: list[Value | None], start: Value, columns: int) -> None:
         a, b, *operands, y = here
-        problem = self.problem
         w, starts = self.right.matrix.at(b, 0, start), []
         if self.tile.packed:
             self.right.pack_panel(w, columns, self.packed, zeros[1])
             w = self.packed
         if self.exact:
-            starts = [self._start(f, total) for total in self.right.column_sums(w, columns)]
-        constants = self.constants + start * (4 * problem.program.constants)
-        outs = [offset(address, [start], view.strides[-1:])
-                for address, view in zip((*operands, y), (*problem.operands, problem.y), strict=True)]
+            starts = self.starts(w, columns)
+        constants, outs = self.of_panel([*operands, y], start)
         block = self.rows if self.left.direct else COPIED_TILES * self.tile.rows
         for top, height in f.tiles("block", self.rows, block):
             x = self.left.matrix.at(a, top, 0)
@@ -177,16 +184,27 @@ class ProductEmitter:
                 self.left.copy(x, height, self.copied, zeros[0])
                 x = self.copied
             for row, rows in f.tiles("row", height, self.tile.rows, split_tail=True):
-                moved = [offset(address, [top + row], view.strides[-2:-1])
-                         for address, view in zip(outs, (*problem.operands, problem.y), strict=True)]
                 f.run(self._microkernel(rows, columns), x + row * self.left.pitch, w, self.numbers,
-                      self.sums + (top + row) * 4, constants, *moved, *starts)
+                      self.sums + (top + row) * 4, constants, *self.of_row(outs, top + row), *starts)
 
-    def _start(self, f: Function, total: Value) -> Value:
+    def of_panel(self, addresses: Sequence[Value], start: Value) -> tuple[Value, list[Value]]:
+        """Return the addresses of a panel's constants, and of the operands and y from its first column on."""
+        views = (*self.problem.operands, self.problem.y)
+        return self.constants + start * (4 * self.problem.program.constants), [
+            offset(address, [start], view.strides[-1:]) for address, view in zip(addresses, views, strict=True)]
+
+    def of_row(self, addresses: Sequence[Value], row: Value) -> list[Value]:
+        """Return the addresses of the operands and y from a row on."""
+        return [offset(address, [row], view.strides[-2:-1])
+                for address, view in zip(addresses, (*self.problem.operands, self.problem.y), strict=True)]
+
+    def starts(self, panel: Value, columns: int) -> list[Value]:
         """Return the part of the initial sums that depends on the column only: za * (K * (zb - MIDDLE) - total)."""
+        f, lanes = panel.f, self.isa.lanes
         za, zb = (integer(f, self.numbers, i) for i in (0, 1))
         depth = (zb - MIDDLE) * self.problem.depth
-        return (f.splat(depth, self.isa.lanes) - total) * f.splat(za, self.isa.lanes)
+        return [(f.splat(depth, lanes) - total) * f.splat(za, lanes)
+                for total in self.right.column_sums(panel, columns)]
 
     # ---- the micro-kernel
     def _microkernel(self, rows: int, columns: int) -> str:
@@ -201,15 +219,20 @@ class ProductEmitter:
         parameters = f.parameters
         begin: list[list[Value]] = []
         if self.exact:
-            zero = integer(f, parameters["numbers"], 1) - MIDDLE
-            for m in range(rows):
-                of_row = f.splat(f.load(I32, parameters["sums"] + 4 * m, hint="sum") * zero, isa.lanes)
+            for of_row in self.row_terms(rows, parameters):
                 begin.append([parameters[v] - of_row for v in starts])
         sums = self.right.sums(parameters["x"], self.left.pitch, parameters["w"], (rows, columns), begin)
-        self._finish(lanes, rows, sums, parameters)
+        self.finish(lanes, rows, sums, parameters)
         return name
 
-    def _finish(self, lanes: Lanes, rows: int, sums: Mapping[tuple[int, int], Value],
+    def row_terms(self, rows: int, parameters: Mapping[str, Value]) -> Iterator[Value]:
+        """Yield the part of the initial sums that depends on the row only, with opposite sign, in all lanes."""
+        f = parameters["sums"].f
+        zero = integer(f, parameters["numbers"], 1) - MIDDLE
+        for m in range(rows):
+            yield f.splat(f.load(I32, parameters["sums"] + 4 * m, hint="sum") * zero, self.isa.lanes)
+
+    def finish(self, lanes: Lanes, rows: int, sums: Mapping[tuple[int, int], Value],
                 parameters: Mapping[str, Value]) -> None:
         """Run the program on a tile's sums and store the results."""
         problem = self.problem

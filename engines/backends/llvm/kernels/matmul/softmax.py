@@ -11,6 +11,7 @@ Bytes are summed as integers before they are narrowed.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +21,7 @@ from engines.backends.llvm.kernels.rows.passes import RowVector, across_lanes, l
 from engines.codegen.ir_builder import Value
 from engines.codegen.row_formulas import softmax_scale, softmax_shift
 from engines.codegen.types import FLOAT
+from engines.lowering.epilogue.functions import Machine
 from engines.lowering.problems.exp2 import LOG2_E, exp2
 from engines.lowering.problems.view import SIZES
 
@@ -41,15 +43,23 @@ class AttentionSoftmax:
         """Return True if p are bytes."""
         return self.dtype == "uint8"
 
+    @property
+    def machine(self) -> Machine:
+        """Return the machine that exponentials run on."""
+        return self.isa
+
     def peaks(self, x: Value, peaks: Value, rows: Value) -> None:
         for row in x.f.loop("peak", rows):
             score = partial(self._score, x + row * (4 * self.pitch))
             peak = reduce_row(x.f, self.isa, self.keys, "max", score)
             x.f.store(_first(peak), peaks + row * 4)
 
-    def weights(self, x: Value, peaks: Value, p: Value, totals: Value, rows: Value) -> None:
+    def weights(self, x: Value, peaks: Value, p: Value, totals: Value, rows: Value,
+                each: Callable[[Value], None] = lambda row: None) -> None:
+        """Emit p and its sums. each: emits code that runs before each row, for other execution units."""
         f, isa = x.f, self.isa
         for row in f.loop("weighed row", rows):
+            each(row)
             here, there = x + row * (4 * self.pitch), p + row * (SIZES[self.dtype] * self.pitch)
             peak = softmax_shift(f.splat(f.load(FLOAT, peaks + row * 4, hint="peak"), isa.lanes))
             total = (self._integers if self.exact else self._floats)(here, there, peak)
@@ -72,7 +82,7 @@ class AttentionSoftmax:
         """Return e**(score - peak), or 255 times that."""
         less = self._score(here, at) - peak
         less = less * LOG2_E if self.natural else less
-        result: Value = exp2(self.isa, less, self.dtype)
+        result: Value = exp2(self.machine, less, self.dtype)
         return result
 
     def _integers(self, here: Value, there: Value, peak: Value) -> Value:

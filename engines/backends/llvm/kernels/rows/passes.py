@@ -33,6 +33,7 @@ from engines.lowering.problems.view import View, joined
 
 R = TypeVar("R", bound=RowProblem)
 STRANDS = 4             # vectors of a row whose instructions are interleaved before a reduction
+READ_TOGETHER = 32      # elements of a symbolic rest that are read at a time, so that reads end in a buffer's SLACK
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,14 @@ class RowCode:
 
 def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[RowVector], Value]) -> Value:
     """Return the sum, max or min of body over `width` elements, in all lanes."""
-    neutral = f.constant(NEUTRAL[kind], isa.floats)
+    return across_lanes(isa, kind, reduce_vectors(f, isa, width, kind, body))
+
+
+def reduce_vectors(f: Function, isa: Isa, width: int, kind: str, body: Callable[[RowVector], Value]) -> Value:
+    """Return the partial results of each lane."""
+    neutral, together = f.constant(NEUTRAL[kind], isa.floats), min(STRANDS, READ_TOGETHER // isa.lanes)
     partial = dict.fromkeys(range(PARTIALS // isa.lanes), neutral)
-    for start, places in strips(f, isa, width, STRANDS, partial):
+    for start, places in strips(f, isa, width, together, partial):
         for first in range(0, len(places), STRANDS):
             values = []
             with f.interleaved(STRANDS) as begin:
@@ -138,7 +144,7 @@ def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[Row
     while len(values) > 1:
         half = len(values) // 2
         values = [combine(isa, kind, a, b) for a, b in zip(values[:half], values[half:], strict=True)]
-    return across_lanes(isa, kind, values[0])
+    return values[0]
 
 
 def strips(f: Function, isa: Isa, width: int, together: int,
