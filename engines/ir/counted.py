@@ -68,7 +68,7 @@ class Counting:
     """
     atoms: list[str | Quotient | Measured] = field(default_factory=list)
     guards: dict[Guard, bool] = field(default_factory=dict)
-    checks: list[Late] = field(default_factory=list)        # computations that raise an error for invalid extents
+    checks: dict[Hashable, Late] = field(default_factory=dict)  # computations that raise an error for invalid extents
     _values: list[int] = field(default_factory=list)
     _least: list[int | None] = field(default_factory=list)
     _quotients: dict[Quotient, int] = field(default_factory=dict)
@@ -360,11 +360,20 @@ def structure(value: Any) -> Hashable:
     """Return a key that is equal for values computed alike. Use it only in tables where equal keys merely save work."""
     if type(value) is Counted:
         return Counted, value.polynomial
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return tuple(map(structure, value))
+    if isinstance(value, Mapping):
+        return tuple((name, structure(one)) for name, one in value.items())
+    if isinstance(value, np.ndarray):
+        return id(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return type(value), *(structure(getattr(value, one.name)) for one in dataclasses.fields(value))
     return type(value), value
+
+
+def identical(a: Any, b: Any) -> bool:
+    """Return True if two numbers are equal for all extents; records no guard."""
+    return (a.polynomial if type(a) is Counted else a) == (b.polynomial if type(b) is Counted else b)
 
 
 def counting_in(value: Any) -> Counting | None:

@@ -15,7 +15,8 @@ from engines.lowering.lower import Lowered
 from engines.lowering.problems.movement import HaloFill
 from engines.lowering.problems.view import View
 from engines.plan.arena import plan_memory
-from engines.plan.plan import Buffer, Fill
+from engines.plan.plan import Buffer, Fill, Plan
+from engines.plan.template import LateMachine
 
 # Largest ratio of a context's memory to the peak of live buffers: room for constant halos, kept inputs and gaps.
 SPARE = 1.75
@@ -63,6 +64,13 @@ def check_memory(model: str, buffers: Sequence[Buffer], max_batch: int) -> None:
             peak // max_batch) else ", too much for one item"
         raise ConfigError(f"{model}: its tensors ('{largest.name}' alone {gigabytes(largest.bytes)}) take "
                           f"{wrong}{batch}")
+
+
+def check_plan_memory(plan: Plan) -> None:
+    """Raise ConfigError if the live buffers of a plan of a template exceed the memory."""
+    machine = plan.machine
+    if isinstance(machine, LateMachine) and too_large(machine.buffer_bytes):        # else there is no need to make them
+        check_memory(plan.name, machine.buffers, plan.max_batch)
 
 
 def _peak_bytes(buffers: Sequence[Buffer]) -> int:

@@ -12,7 +12,7 @@ from engines.backends.llvm.codegen.executor import scheduler_object
 from engines.backends.llvm.codegen.isa import Isa, isa_named
 from engines.backends.llvm.constants import PackedConstants
 from engines.backends.llvm.kernels.kernel import Window
-from engines.backends.llvm.runtime.execution import LoadedPlan
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.backends.llvm.sharing import SharedConstants
 from engines.backends.llvm.tuning.candidates import Choice
 from engines.backends.llvm.tuning.in_place import Trial, settled, trial_buffers

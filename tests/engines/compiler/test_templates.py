@@ -91,7 +91,7 @@ def differences(a: Any, b: Any, path: str = "plan") -> list[str]:
     """Where two plans differ, but for where their constants lie: those that follow from extents are never shared."""
     if isinstance(a, Operand) and a.constant and b.constant:
         return []
-    if dataclasses.is_dataclass(a) and type(a) is type(b):
+    if dataclasses.is_dataclass(a) and dataclasses.is_dataclass(b) and dataclasses.fields(a) == dataclasses.fields(b):
         skipped = ("constants", "expanded", "weight_offsets", "weights", "of_template")
         return [one for field in dataclasses.fields(a) if field.name not in skipped
                 for one in differences(getattr(a, field.name), getattr(b, field.name), f"{path}.{field.name}")]

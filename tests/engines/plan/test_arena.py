@@ -129,5 +129,5 @@ def test_memory_of_a_pool_is_taken_again_when_the_last_view_of_it_is_gone() -> N
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 1000, 4095, 1 << 20, (1 << 20) + 1])
 def test_sizes_are_rounded_up_by_no_more_than_an_eighth(size: int) -> None:
-    rounded = rounded_up(size)
-    assert size <= rounded <= size * 9 / 8 and rounded_up(rounded) == rounded
+    rounded = rounded_up(np.array([size]))
+    assert size <= rounded[0] <= size * 9 / 8 and rounded_up(rounded) == rounded
