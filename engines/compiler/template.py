@@ -5,14 +5,23 @@
 """
 from __future__ import annotations
 
+import copyreg
+import io
 import logging
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
+from engines.capacity import too_large
+from engines.compiler.engine_cache import EngineCache
 from engines.ir.counted import Counting, Pinned
-from engines.lowering.buffers import check_plan_memory
+from engines.machine.cpu import detect
+from engines.machine.object_cache import ObjectCache
+from engines.plan.arena import check_memory
 from engines.plan.extents import Extents
 from engines.plan.plan import Plan
-from engines.plan.template import Template
+from engines.plan.template import LateMachine, Template
 
 MOST = 16           # maximum number of templates of a model; the last used are kept
 CREDIT = 8          # traces before giving up: each template that serves a second shape earns another two
@@ -20,12 +29,48 @@ CREDIT = 8          # traces before giving up: each template that serves a secon
 log = logging.getLogger(__name__)
 
 
+class StoredTemplates:
+    """Templates of a model in an object cache, whose entries are trusted as the machine code in it is."""
+
+    def __init__(self, cache: ObjectCache, key: str) -> None:
+        """key: of all that the templates depend on, see EngineCache.key."""
+        self._cache, self._key = cache, key
+
+    def load(self) -> list[Template]:
+        content = self._cache.fetch(self._key)
+        try:
+            templates: list[Template] = pickle.loads(content) if content else []
+        except Exception as error:      # of a library that has changed
+            log.warning("stored templates cannot be read and are traced again: %s: %s", type(error).__name__, error)
+            return []
+        return templates
+
+    def save(self, templates: Sequence[Template]) -> None:
+        content = io.BytesIO()
+        try:
+            _Pickler(content).dump([*templates])
+        except Exception as error:      # a part that pickle cannot write
+            log.info("templates are not stored: %s: %s", type(error).__name__, error)
+            return
+        self._cache.store(self._key, content.getvalue())
+
+
+def _proxy(mapping: Mapping[str, Any]) -> MappingProxyType[str, Any]:
+    return MappingProxyType(mapping)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler that also writes the read-only mappings of nodes."""
+    dispatch_table = {**copyreg.dispatch_table, MappingProxyType: lambda proxy: (_proxy, (dict(proxy),))}
+
+
 class Templates:
     """Templates of one model. Not thread-safe."""
 
     def __init__(self, trace: Callable[[Counting, Extents], Plan | None],
-                 right: Callable[[Plan, Extents], bool] = lambda plan, extents: True) -> None:
-        """Create an empty set of templates.
+                 right: Callable[[Plan, Extents], bool] = lambda plan, extents: True,
+                 stored: StoredTemplates | None = None) -> None:
+        """Create a set of templates.
 
         Parameters
         ----------
@@ -33,9 +78,11 @@ class Templates:
             Returns the plan for symbolic extents, or None if there are no such plans.
         right : callable
             Returns True if a plan is correct for extents; called for the second shape that each template serves.
+        stored : StoredTemplates, optional
+            Templates of earlier processes, to which those that have served a second shape are added.
         """
-        self._trace, self._right, self._credit = trace, right, CREDIT
-        self._known: list[Template] = []            # the last used at the end
+        self._trace, self._right, self._stored, self._credit = trace, right, stored, CREDIT
+        self._known: list[Template] = stored.load() if stored else []       # the last used at the end
         self._first: set[int] = set()               # ids of templates that have served only their traced shape
 
     def plan(self, extents: Extents) -> Plan | None:
@@ -68,6 +115,8 @@ class Templates:
             self._credit = 0
             return False
         self._first.remove(id(template))
+        if self._stored:
+            self._stored.save([one for one in self._known if id(one) not in self._first])
         self._credit = min(self._credit + 2, CREDIT)
         return True
 
@@ -85,9 +134,16 @@ class Templates:
             return None
 
 
+def stored_templates(plan: Plan, cache: EngineCache | None) -> StoredTemplates | None:
+    """Return the templates of a plan in a cache; None without a cache, or for a plan that was not read from a file."""
+    if cache is None or not plan.fingerprint:
+        return None
+    return StoredTemplates(cache.objects, cache.key({"plan": plan.fingerprint}, {"templates of": detect().model}))
+
+
 def _plan(template: Template, extents: Extents) -> Plan | None:
     """Return the plan of a template, or None. Raises ConfigError if it needs more memory than there is."""
     plan = template.plan(extents)
-    if plan:
-        check_plan_memory(plan)
+    if plan and isinstance(plan.machine, LateMachine) and too_large(plan.machine.buffer_bytes):
+        check_memory(plan.name, plan.machine.buffers, plan.max_batch)
     return plan

@@ -73,6 +73,10 @@ class Counting:
     _least: list[int | None] = field(default_factory=list)
     _quotients: dict[Quotient, int] = field(default_factory=dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Keys of checks, which may be addresses, and quotients are for tracing.
+        return {**vars(self), "checks": dict(enumerate(self.checks.values())), "_quotients": {}}
+
     def extent(self, name: str, value: int) -> Any:
         """Return an open extent, at least 1, as a Counted."""
         assert value >= 1, f"{name} is {value}"
@@ -174,6 +178,9 @@ class Counted:
 
     def __init__(self, counting: Counting, value: int, polynomial: Polynomial) -> None:
         self.counting, self.value, self.polynomial = counting, value, polynomial
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Counted, (self.counting, self.value, self.polynomial)
 
     @property                       # type: ignore[misc]
     def __class__(self) -> type:

@@ -14,13 +14,15 @@ from bisect import insort
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.errors import PlanError
+from engines.capacity import gigabytes, too_large
+from engines.errors import ConfigError, PlanError
 from engines.ir.counted import structure
 from engines.ir.dtypes import memory_dtype, to_bfloat16
 from engines.plan.plan import Buffer, Fill, TensorView
@@ -56,6 +58,25 @@ class _Block:
     bytes: int
     first: int
     last: int
+
+
+def check_memory(model: str, buffers: Sequence[Buffer], max_batch: int) -> None:
+    """Raise ConfigError if the live buffers of the largest batch exceed the memory."""
+    if wrong := too_large(peak := peak_bytes(buffers)):
+        largest = max(buffers, key=lambda buffer: buffer.bytes)
+        batch = f" for a batch of {max_batch}; lower --max-batch" if max_batch > 1 and not too_large(
+            peak // max_batch) else ", too much for one item"
+        raise ConfigError(f"{model}: its tensors ('{largest.name}' alone {gigabytes(largest.bytes)}) take "
+                          f"{wrong}{batch}")
+
+
+def peak_bytes(buffers: Sequence[Buffer]) -> int:
+    """Return the peak of the bytes of live buffers over all steps."""
+    change = [0] * (max((buffer.last for buffer in buffers), default=0) + 3)        # first >= -1
+    for buffer in buffers:
+        change[buffer.first + 1] += buffer.bytes
+        change[buffer.last + 2] -= buffer.bytes
+    return max(accumulate(change))
 
 
 Life = tuple[int, int]      # first and last step that a buffer is alive in

@@ -50,14 +50,27 @@ class Template:
         Pinned
             A part of the plan cannot be written as a function of the extents.
         """
-        self.symbolic, self.of_shape, self.names, self.fixed = plan, dict(extents), tuple(names), dict(fixed)
-        self._counting = counting
-        empty: dict[str, Any] = dict.fromkeys(_LATE, ())
+        self._counting = counting       # first, because pickle writes it first: others refer to it
         if not any(step.fallback for step in plan.machine.steps):       # only these read the weights
-            plan, empty = dataclasses.replace(plan, weights={}), {**empty, "weight_offsets": {}}
-        head = dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, **empty))
-        self._head = function_of((head, sum(buffer.bytes for buffer in plan.machine.buffers)), counting, len(names))
-        self._late = {name: self.function(getattr(plan.machine, name)) for name in _LATE}
+            plan = dataclasses.replace(plan, weights={}, machine=dataclasses.replace(plan.machine, weight_offsets={}))
+        self.symbolic, self.of_shape, self.names, self.fixed = plan, dict(extents), tuple(names), dict(fixed)
+        _ = self._head, self._late              # compiled now, to be Pinned now
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_head", "_late")}
+
+    @cached_property
+    def _head(self) -> Callable[..., Any]:
+        """Function that checks the guards and returns the plan without late fields, and the bytes of all buffers."""
+        machine = self.symbolic.machine
+        empty: dict[str, Any] = dict.fromkeys(_LATE, ())
+        head = dataclasses.replace(self.symbolic, machine=dataclasses.replace(machine, **empty))
+        value = head, sum(buffer.bytes for buffer in machine.buffers)
+        return function_of(value, self._counting, len(self.names))
+
+    @cached_property
+    def _late(self) -> dict[str, Callable[..., Any]]:
+        return {name: self.function(getattr(self.symbolic.machine, name)) for name in _LATE}
 
     def function(self, value: Any) -> Callable[..., Any]:
         """Compile a part of the symbolic plan to a function of its extents, without guards. Raises Pinned."""

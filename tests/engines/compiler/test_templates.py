@@ -3,6 +3,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +17,14 @@ from onnx import TensorProto, helper
 from engines import build_engine
 from engines.compiler import specialise, template
 from engines.compiler.agreement import agree
+from engines.compiler.engine_cache import EngineCache
 from engines.compiler.specialise import Specialiser
-from engines.compiler.template import Templates
+from engines.compiler.template import Templates, stored_templates
 from engines.errors import ConfigError, ModelError
 from engines.ir.counted import Counting
 from engines.ir.graph import Array
-from engines.lowering import buffers
+from engines.plan import arena
+from engines.plan.file import read_plan
 from engines.plan.plan import Operand, Plan
 from engines.runtime.engine import Engine
 from tests.engines.compiler.open_models import (
@@ -195,7 +200,8 @@ def test_values_of_inputs_that_decide_have_templates_of_their_own() -> None:
 def test_more_than_there_is_memory_for_is_refused_of_a_template_too(monkeypatch: pytest.MonkeyPatch) -> None:
     templates = Specialiser(built(attention_net()))
     templates.general({"T": 40})
-    monkeypatch.setattr(buffers, "too_large", lambda size: "all of it" if size > 1 << 20 else "")
+    for module in (arena, template):
+        monkeypatch.setattr(module, "too_large", lambda size: "all of it" if size > 1 << 20 else "")
     assert templates.general({"T": 41})
     with pytest.raises(ConfigError, match="all of it"):
         templates.general({"T": 4000})
@@ -204,7 +210,7 @@ def test_more_than_there_is_memory_for_is_refused_of_a_template_too(monkeypatch:
 def test_a_small_shape_is_served_though_there_is_no_memory_for_so_many_items_of_the_usual_one(
         monkeypatch: pytest.MonkeyPatch) -> None:
     alone = without_templates(built(attention_net()))
-    monkeypatch.setattr(buffers, "too_large", lambda size: "all of it" if size > 100_000 else "")
+    monkeypatch.setattr(arena, "too_large", lambda size: "all of it" if size > 100_000 else "")
     assert alone.general({"T": 3})
 
 
@@ -321,3 +327,45 @@ def test_plans_agree_that_compute_the_same_and_no_others() -> None:
         made = plan.with_machine(steps=steps)
         assert agree(made, third, Engine(made))
         assert agree(made, other, Engine(other)) == alike
+
+
+def test_templates_that_served_two_shapes_are_stored_for_later_processes(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    build_engine(grouped_queries(), cache=False, timing=False).save(tmp_path / "model.plan")
+    plan, cache = read_plan(tmp_path / "model.plan"), EngineCache(tmp_path / "cache")
+    stored = stored_templates(plan, cache)
+    assert stored is not None
+
+    def plans(*pasts: int) -> list[Plan]:
+        specialiser = Specialiser(plan, cache=cache)        # as a later process makes it
+        return [specialiser.general({"S": 1, "P": past, "T": past + 1}) for past in pasts]
+
+    def fail(*_: object) -> None:
+        raise AssertionError("traced or compiled again")
+
+    plans(8)
+    assert not stored.load()            # it has not served another shape
+    expected = plans(9, 10, 33)
+    assert len(stored.load()) == 1
+    with monkeypatch.context() as patched:
+        for name in ("_counted", "_alone"):
+            patched.setattr(Specialiser, name, fail)
+        for made, other in zip(plans(9, 10, 33), expected, strict=True):
+            assert made.of_template and not differences(made, other)
+            assert bytes(made.machine.constants) == bytes(other.machine.constants)
+
+    cache.objects.store(stored._key, b"no pickle")
+    with caplog.at_level(logging.WARNING, template.__name__):
+        plans(9, 10)
+    assert "stored templates cannot be read and are traced again" in caplog.text and len(stored.load()) == 1
+
+
+def test_an_engine_at_a_shape_of_a_stored_template_imports_no_compiler(tmp_path: Path) -> None:
+    build_engine(mixer(), cache=False, timing=False).save(tmp_path / "model.plan")
+    run = ("import sys, numpy as np; from engines.loading import load_engine; "
+           f"engine = load_engine({str(tmp_path / 'model.plan')!r}, specialise='off', cache={str(tmp_path)!r}); "
+           "print([float(engine.run({'x': np.ones((1, n, 8), np.float32)})['y'].sum()) for n in (50, 51)], "
+           "'llvmlite' in sys.modules, 'onnx' in sys.modules)")
+    first, second = (subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True).stdout
+                     for _ in range(2))
+    assert first.endswith("True True\n") and second == first.replace("True True", "False False")
