@@ -121,7 +121,7 @@ class Counting:
             return self.of(polynomials.plus(whole, polynomials.constant(number // divisor)))
         if not rest:
             return self.of(whole)
-        if divisor is not None and (inner := self._nested(rest, divisor)):
+        if divisor is not None and (inner := self._nested(rest, divisor)) is not None:
             return self.of(whole) + inner
         key = Quotient(rest, by)
         if key not in self._quotients:
