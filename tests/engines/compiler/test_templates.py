@@ -15,6 +15,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from engines import build_engine
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.compiler import specialise, template
 from engines.compiler.agreement import agree
 from engines.compiler.engine_cache import EngineCache
@@ -120,6 +121,26 @@ def test_the_plan_of_a_template_is_the_one_that_is_made_for_its_shape_alone(case
         for name, array in expected.items():
             np.testing.assert_array_equal(made[name], array)
     assert len(templates._templates._known) == traces < len(shapes)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_tables_of_a_template_are_those_of_its_plan(case: str) -> None:
+    model, shapes = MODELS[case]
+    plan = built(model)
+    first, specialiser, compared = LoadedPlan(plan), Specialiser(plan), 0
+    for extents in (*shapes, *shapes):
+        made = specialiser.general(extents)
+        if not made.of_template:
+            continue
+        ours, theirs = (LoadedPlan(one, beside=first) for one in (made, made.with_machine()))
+        assert ours.program is LoadedPlan(made, beside=first).program is not theirs.program
+        for name in ("operand_offsets", "sizes"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+        np.testing.assert_array_equal(ours.steps[:, 1:], theirs.steps[:, 1:])
+        assert set(ours.zero_copy.places) <= set(theirs.zero_copy.places)
+        assert [part.__dict__ for part in ours.segments] == [part.__dict__ for part in theirs.segments]
+        compared += 1
+    assert compared
 
 
 def test_a_shape_for_which_the_guards_do_not_hold_gets_a_template_of_its_own() -> None:
