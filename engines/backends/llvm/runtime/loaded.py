@@ -168,11 +168,11 @@ class LoadedPlan:
         """Return the program, and the extents that it needs."""
         machine = self.machine
         template = machine.template if isinstance(machine, LateMachine) else None
-        # Fallback steps are made with their numbers.
-        if template is None or any(step.fallback for step in template.symbolic.machine.steps):
-            return Program(self.plan, self._loaded_code()), ()
-        program = self._programs.get(template)
+        program = self._programs.get(template) if template else None
         if program is None:
+            # Fallback steps are made with their numbers.
+            if template is None or any(step.fallback for step in template.symbolic.machine.steps):
+                return Program(self.plan, self._loaded_code()), ()
             program = self._programs[template] = Program(template.symbolic, self._loaded_code(), template)
         return program, machine.arguments           # type: ignore[attr-defined]
 
