@@ -16,6 +16,7 @@ from typing import Any
 from engines.capacity import too_large
 from engines.compiler.engine_cache import EngineCache
 from engines.ir.counted import Counting, Pinned
+from engines.machine import object_cache
 from engines.machine.cpu import detect
 from engines.machine.object_cache import ObjectCache
 from engines.plan.arena import check_memory
@@ -135,10 +136,16 @@ class Templates:
 
 
 def stored_templates(plan: Plan, cache: EngineCache | None) -> StoredTemplates | None:
-    """Return the templates of a plan in a cache; None without a cache, or for a plan that was not read from a file."""
+    """Return the templates of a plan in a cache; None without a cache, or for a plan that was not read from a file.
+
+    $INFER_OBJECT_CACHE holds for them, too.
+    """
     if cache is None or not plan.fingerprint:
         return None
-    return StoredTemplates(cache.objects, cache.key({"plan": plan.fingerprint}, {"templates of": detect().model}))
+    with object_cache.using(cache.objects):
+        objects = object_cache.current()
+    key = cache.key({"plan": plan.fingerprint}, {"templates of": detect().model})
+    return StoredTemplates(objects, key) if objects else None
 
 
 def _plan(template: Template, extents: Extents) -> Plan | None:

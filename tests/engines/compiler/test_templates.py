@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from engines.compiler.template import Templates, stored_templates
 from engines.errors import ConfigError, ModelError
 from engines.ir.counted import Counting
 from engines.ir.graph import Array
+from engines.machine import object_cache
 from engines.plan import arena
 from engines.plan.file import read_plan
 from engines.plan.plan import Operand, Plan
@@ -354,6 +356,7 @@ def test_templates_that_served_two_shapes_are_stored_for_later_processes(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     build_engine(grouped_queries(), cache=False, timing=False).save(tmp_path / "model.plan")
     plan, cache = read_plan(tmp_path / "model.plan"), EngineCache(tmp_path / "cache")
+    monkeypatch.delenv(object_cache.VARIABLE, raising=False)
     stored = stored_templates(plan, cache)
     assert stored is not None
 
@@ -375,10 +378,12 @@ def test_templates_that_served_two_shapes_are_stored_for_later_processes(
             assert made.of_template and not differences(made, other)
             assert bytes(made.machine.constants) == bytes(other.machine.constants)
 
-    cache.objects.store(stored._key, b"no pickle")
+    stored._cache.store(stored._key, b"no pickle")
     with caplog.at_level(logging.WARNING, template.__name__):
         plans(9, 10)
     assert "stored templates cannot be read and are traced again" in caplog.text and len(stored.load()) == 1
+    monkeypatch.setenv(object_cache.VARIABLE, object_cache.OFF)
+    assert stored_templates(plan, cache) is None
 
 
 def test_an_engine_at_a_shape_of_a_stored_template_imports_no_compiler(tmp_path: Path) -> None:
@@ -387,6 +392,7 @@ def test_an_engine_at_a_shape_of_a_stored_template_imports_no_compiler(tmp_path:
            f"engine = load_engine({str(tmp_path / 'model.plan')!r}, specialise='off', cache={str(tmp_path)!r}); "
            "print([float(engine.run({'x': np.ones((1, n, 8), np.float32)})['y'].sum()) for n in (50, 51)], "
            "'llvmlite' in sys.modules, 'onnx' in sys.modules)")
-    first, second = (subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True).stdout
-                     for _ in range(2))
+    env = {name: value for name, value in os.environ.items() if name != object_cache.VARIABLE}
+    first, second = (subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True,
+                                    env=env).stdout for _ in range(2))
     assert first.endswith("True True\n") and second == first.replace("True True", "False False")
