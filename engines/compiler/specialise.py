@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from engines.backends import backend_of, device_of
+from engines.capacity import trim
 from engines.compiler.agreement import agree
 from engines.compiler.builder import BuildConfig, Builder, io_tensors
 from engines.compiler.engine_cache import EngineCache
@@ -181,7 +182,12 @@ class Specialiser:
     def _is_right(self, plan: Plan, extents: Extents) -> bool:
         """Return True if a template's plan agrees with the general version made for these extents only."""
         alone = self._alone(extents)
-        if alone and agree(plan, alone, self.first or Engine(self._plan)):
+        is_right = bool(alone and agree(plan, alone, self.first or Engine(self._plan)))
+        with self._importing:       # the template needs no graphs, which have all weights in float
+            self._graphs.clear()
+        del alone
+        trim()
+        if is_right:
             return True
         log.warning("%s: what was found for other extents does not hold for %s, so each is compiled alone from now on",
                     self._plan.name, dict(extents))
