@@ -185,9 +185,11 @@ class LoadedPlan:
 
     def memory(self, size: int) -> NDArray[np.uint8]:
         """Return memory for the buffers of a context. Raises PlanError: there is not so much."""
+        if self._pool is None:
+            return Memory(size).bytes
         # A batch of one item would touch a huge page for each of its tensors, and most of each page is of other items.
-        large = size // self.plan.batch_slots >= 4 * HUGE_PAGE
-        return self._pool.take(size, large) if self._pool else Memory(size).bytes
+        item = self.plan.batch_slots * HUGE_PAGE
+        return self._pool.take(size, size >= 4 * item and int(self.sizes.max(initial=0)) >= item)
 
     @property
     def constant_addresses(self) -> tuple[int, int]:
