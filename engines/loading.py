@@ -176,7 +176,7 @@ class _LateSpecialiser:
         self.first: Engine | None = None
         self._plan, self._cache = plan, None if cache is False else EngineCache("" if cache is True else cache)
         stored = stored_templates(plan, self._cache)
-        self._stored = Templates(lambda counting, extents: None, stored=stored) if stored else None
+        self._stored = Templates(lambda counting, extents: None, None, stored) if stored else None
         self._made: SpecialisationMaker | None = None
         self._making = threading.Lock()
 

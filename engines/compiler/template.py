@@ -37,16 +37,17 @@ class StoredTemplates:
         """key: of all that the templates depend on, see EngineCache.key."""
         self._cache, self._key = cache, key
 
-    def load(self) -> list[Template]:
+    def load(self) -> list[tuple[Template, bool]]:
+        """Return each template, and whether it has served only its traced shape."""
         content = self._cache.fetch(self._key)
         try:
-            templates: list[Template] = pickle.loads(content) if content else []
+            templates: list[tuple[Template, bool]] = pickle.loads(content) if content else []
         except Exception as error:      # of a library that has changed
             log.warning("stored templates cannot be read and are traced again: %s: %s", type(error).__name__, error)
             return []
         return templates
 
-    def save(self, templates: Sequence[Template]) -> None:
+    def save(self, templates: Sequence[tuple[Template, bool]]) -> None:
         content = io.BytesIO()
         try:
             _Pickler(content).dump([*templates])
@@ -69,7 +70,7 @@ class Templates:
     """Templates of one model. Not thread-safe."""
 
     def __init__(self, trace: Callable[[Counting, Extents], Plan | None],
-                 right: Callable[[Plan, Extents], bool] = lambda plan, extents: True,
+                 right: Callable[[Plan, Extents], bool] | None = lambda plan, extents: True,
                  stored: StoredTemplates | None = None) -> None:
         """Create a set of templates.
 
@@ -78,13 +79,15 @@ class Templates:
         trace : callable
             Returns the plan for symbolic extents, or None if there are no such plans.
         right : callable
-            Returns True if a plan is correct for extents; called for the second shape that each template serves.
+            Returns True if a plan is correct for extents; called for the second shape that each template serves. None:
+            templates serve no second shape unless they have done so in an earlier process.
         stored : StoredTemplates, optional
-            Templates of earlier processes, to which those that have served a second shape are added.
+            Templates of earlier processes, to which new ones are added.
         """
         self._trace, self._right, self._stored, self._credit = trace, right, stored, CREDIT
-        self._known: list[Template] = stored.load() if stored else []       # the last used at the end
-        self._first: set[int] = set()               # ids of templates that have served only their traced shape
+        loaded = stored.load() if stored else []
+        self._known = [one for one, _ in loaded]    # the last used at the end
+        self._first = {id(one) for one, is_first in loaded if is_first}     # those that served only their traced shape
 
     def plan(self, extents: Extents) -> Plan | None:
         """Return the plan for these extents; None if no template holds for them and none can be traced."""
@@ -102,6 +105,7 @@ class Templates:
         if made and plan:
             self._known = [*self._known[1 - MOST:], made]
             self._first = {id(made), *self._first.intersection(map(id, self._known))}
+            self._save()
         return plan
 
     def _proven(self, template: Template, plan: Plan, extents: Extents) -> bool:
@@ -111,15 +115,21 @@ class Templates:
         """
         if dict(extents) == template.of_shape:
             return True
+        if self._right is None:
+            return False
         if not self._right(plan, extents):
             self._known.clear()
+            self._save()
             self._credit = 0
             return False
         self._first.remove(id(template))
-        if self._stored:
-            self._stored.save([one for one in self._known if id(one) not in self._first])
+        self._save()
         self._credit = min(self._credit + 2, CREDIT)
         return True
+
+    def _save(self) -> None:
+        if self._stored:
+            self._stored.save([(one, id(one) in self._first) for one in self._known])
 
     def _traced(self, extents: Extents) -> Template | None:
         """Return a new template, or None if tracing fails; an error recurs when the plan is made for the shape only."""
