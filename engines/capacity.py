@@ -1,6 +1,7 @@
-"""Memory limit of this process: tensors that exceed it are rejected before anything of their size is allocated."""
+"""Memory of this process: its limit, above which tensors are rejected before they are allocated; its return."""
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import sys
@@ -10,6 +11,13 @@ from pathlib import Path
 from engines.ir.graph import TensorType
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def trim() -> None:
+    """Return freed memory to the system, if the allocator can."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 @cache

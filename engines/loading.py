@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,11 @@ from engines.backends import device_of
 from engines.backends.device import GpuInfo, OneOfSeveral
 from engines.errors import ConfigError, EngineError, InputError, PlanError, PlanTargetError
 from engines.plan.file import read_outline, read_plan
-from engines.plan.plan import IoTensor, Plan
+from engines.plan.plan import GeneralKernel, IoTensor, Plan
 from engines.runtime.engine import Engine
 
 if TYPE_CHECKING:
+    from engines.plan.extents import Extents
     from engines.runtime.open_engine import SpecialisationMaker
     from engines.runtime.program_engine import AnyEngine, ProgramEngine, SegmentEngine, SegmentMaker, Watch
 
@@ -127,7 +129,7 @@ def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relow
     from engines.runtime.open_engine import OpenEngine  # imported here because most plans do not need it
     from engines.runtime.policy import Policy
     policy = Policy(specialise or "background", specialisations, segment=segment)
-    return OpenEngine(plan, lambda: _specialiser(plan, cache), threads, cpus, policy, gpu)
+    return OpenEngine(plan, lambda: _LateSpecialiser(plan, cache), threads, cpus, policy, gpu)
 
 
 def program_engine(plan: Plan, threads: int = 1, engine: Callable[[Plan], SegmentEngine] | None = None,
@@ -165,17 +167,45 @@ def _segment_maker(plan: Plan) -> SegmentMaker:
     return maker
 
 
-def _specialiser(plan: Plan, cache: str | os.PathLike[str] | bool) -> SpecialisationMaker:
-    """Return the compiler of specialisations. Raises PlanTargetError if the plan is stripped or it is not installed."""
-    try:
+class _LateSpecialiser:
+    """Specialiser that imports the compiler at the first shape for which no template of an earlier process holds."""
+
+    def __init__(self, plan: Plan, cache: str | os.PathLike[str] | bool) -> None:
         from engines.compiler.engine_cache import EngineCache
-        from engines.compiler.specialise import Specialiser
-    except ImportError as error:
-        raise PlanTargetError(f"{plan.name}: to run it at other shapes than it was built for, install what is missing "
-                              f"({error})") from error
-    kept = None if cache is False else EngineCache("" if cache is True else cache)
-    specialiser: SpecialisationMaker = Specialiser(plan, cache=kept)
-    return specialiser
+        from engines.compiler.template import Templates, stored_templates
+        self.first: Engine | None = None
+        self._plan, self._cache = plan, None if cache is False else EngineCache("" if cache is True else cache)
+        stored = stored_templates(plan, self._cache)
+        self._stored = Templates(lambda counting, extents: None, None, stored) if stored else None
+        self._made: SpecialisationMaker | None = None
+        self._making = threading.Lock()
+
+    def _specialiser(self) -> SpecialisationMaker:
+        """Return the compiler. Raises PlanTargetError if the plan is stripped or the compiler is not installed."""
+        with self._making:
+            if self._made is None:
+                try:
+                    from engines.compiler.specialise import Specialiser
+                except ImportError as error:
+                    raise PlanTargetError(f"{self._plan.name}: to run it at other shapes than it was built for, "
+                                          f"install what is missing ({error})") from error
+                specialiser: SpecialisationMaker = Specialiser(self._plan, cache=self._cache)
+                specialiser.first, self._made = self.first, specialiser
+            return self._made
+
+    def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
+        return self._specialiser().plan(extents, max_batch)
+
+    def general(self, extents: Extents) -> Plan:
+        stored = self._stored
+        if stored and (plan := stored.plan(extents)):
+            return plan
+        self._stored = None         # the compiler reads them, too
+        return self._specialiser().general(extents)
+
+    @property
+    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+        return self._made.generals if self._made else (self._plan.open.general if self._plan.open else (), ())
 
 
 def _retuned(plan: Plan, cache: str | os.PathLike[str] | bool, gpu: int) -> Plan:

@@ -34,13 +34,6 @@ def raise_descriptor_limit() -> None:
         log.info("the limit of %d open files is unchanged: %s", soft, error)
 
 
-def trim() -> None:
-    """Return freed memory to the system, if the allocator can."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
-
-
 def resident_bytes(process: str = "self") -> int:
     """Return the resident memory of this process, or of another by its process id."""
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

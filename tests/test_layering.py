@@ -33,7 +33,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.capacity": ("engines.ir",),
     "engines.machine": ("engines.errors", "engines.version", "engines.files"),
     # the plan, and serving it
-    "engines.plan": ("engines.ir", "engines.machine"),
+    "engines.plan": ("engines.ir", "engines.machine", "engines.capacity"),
     "engines.runtime.fallback": ("engines.plan",),
     "engines.backends.base": ("engines.backends.device",), "engines.backends.device": ("engines.plan",),
     "engines.backends": ("engines.backends.base", "engines.backends.device"),       # it imports the others by name

@@ -14,11 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from engines.backends import backend_of, device_of
+from engines.capacity import trim
 from engines.compiler.agreement import agree
 from engines.compiler.builder import BuildConfig, Builder, io_tensors
 from engines.compiler.engine_cache import EngineCache
 from engines.compiler.subject import Subject
-from engines.compiler.template import Templates
+from engines.compiler.template import Templates, stored_templates
 from engines.errors import ConfigError, EngineError, PlanTargetError
 from engines.faults import faults_named
 from engines.frontend.onnx_file import OnnxModel
@@ -136,7 +137,7 @@ class Specialiser:
         # Shared with the general version, which may be made at the same time, so that a graph is imported once.
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._importing = threading.Lock()
-        self._templates = Templates(self._symbolic_plan, self._is_right)
+        self._templates = Templates(self._symbolic_plan, self._is_right, stored_templates(plan, cache))
         self.first: Engine | None = None        # loaded engine of the plan, if there is one
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
@@ -163,7 +164,8 @@ class Specialiser:
         Without such kernels for the target the plan is for the NumPy backend, which is slow.
         """
         try:
-            plan = self._templates.plan(extents) or self._alone(extents)
+            with object_cache.using(self._cache.objects if self._cache else None):
+                plan = self._templates.plan(extents) or self._alone(extents)
         except ImportError as error:
             log.warning("%s: NumPy computes %s, slowly, for the compiler is not installed (%s)", self._plan.name,
                         dict(extents), error)
@@ -180,7 +182,12 @@ class Specialiser:
     def _is_right(self, plan: Plan, extents: Extents) -> bool:
         """Return True if a template's plan agrees with the general version made for these extents only."""
         alone = self._alone(extents)
-        if alone and agree(plan, alone, self.first or Engine(self._plan)):
+        is_right = bool(alone and agree(plan, alone, self.first or Engine(self._plan)))
+        with self._importing:       # the template needs no graphs, which have all weights in float
+            self._graphs.clear()
+        del alone
+        trim()
+        if is_right:
             return True
         log.warning("%s: what was found for other extents does not hold for %s, so each is compiled alone from now on",
                     self._plan.name, dict(extents))

@@ -68,10 +68,14 @@ class Counting:
     """
     atoms: list[str | Quotient | ByteSize] = field(default_factory=list)
     guards: dict[Guard, bool] = field(default_factory=dict)
-    checks: list[Late] = field(default_factory=list)        # computations that raise an error for invalid extents
+    checks: dict[Hashable, Late] = field(default_factory=dict)  # computations that raise an error for invalid extents
     _values: list[int] = field(default_factory=list)
     _least: list[int | None] = field(default_factory=list)
     _quotients: dict[Quotient, int] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Keys of checks, which may be addresses, and quotients are for tracing.
+        return {**vars(self), "checks": dict(enumerate(self.checks.values())), "_quotients": {}}
 
     def extent(self, name: str, value: int) -> Any:
         """Return an open extent, at least 1, as a SymbolicInt."""
@@ -117,7 +121,7 @@ class Counting:
             return self.of(polynomials.plus(whole, polynomials.constant(number // divisor)))
         if not rest:
             return self.of(whole)
-        if divisor is not None and (inner := self._nested(rest, divisor)):
+        if divisor is not None and (inner := self._nested(rest, divisor)) is not None:
             return self.of(whole) + inner
         key = Quotient(rest, by)
         if key not in self._quotients:
@@ -174,6 +178,9 @@ class SymbolicInt:
 
     def __init__(self, counting: Counting, value: int, polynomial: Polynomial) -> None:
         self.counting, self.value, self.polynomial = counting, value, polynomial
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SymbolicInt, (self.counting, self.value, self.polynomial)
 
     @property                       # type: ignore[misc]
     def __class__(self) -> type:
@@ -360,11 +367,20 @@ def structure(value: Any) -> Hashable:
     """Return a key that is equal for values computed alike. Use it only in tables where equal keys merely save work."""
     if type(value) is SymbolicInt:
         return SymbolicInt, value.polynomial
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return tuple(map(structure, value))
+    if isinstance(value, Mapping):
+        return tuple((name, structure(one)) for name, one in value.items())
+    if isinstance(value, np.ndarray):
+        return id(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return type(value), *(structure(getattr(value, one.name)) for one in dataclasses.fields(value))
     return type(value), value
+
+
+def identical(a: Any, b: Any) -> bool:
+    """Return True if two numbers are equal for all extents; records no guard."""
+    return (a.polynomial if type(a) is SymbolicInt else a) == (b.polynomial if type(b) is SymbolicInt else b)
 
 
 def counting_in(value: Any) -> Counting | None:

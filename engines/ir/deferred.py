@@ -18,6 +18,7 @@ from engines.ir.counted import Counting, Late, Pinned, counting_in, is_counted, 
 from engines.ir.shapes import broadcast
 
 Array = np.ndarray[Any, Any]
+WORD = 8            # bytes of a number in a table
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,9 @@ class Deferred(NDArrayOperatorsMixin, Late):
     arguments: tuple[Any, ...]
     dtype: np.dtype[Any]
     shape: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Deferred, (self.function, self.arguments, self.dtype, self.shape)
 
     def now(self) -> Any:
         return self._now
@@ -160,7 +164,7 @@ def late_items(make: Callable[..., Sequence[Array]], arguments: Sequence[Any], n
     counting = counting_in(arguments)
     assert isinstance(counting, Counting), "they follow from extents"
     all_of_them = Deferred(make, tuple(arguments), np.dtype(object), ())
-    counting.checks.append(all_of_them)
+    counting.checks[id(all_of_them)] = all_of_them
     return [Deferred(operator.getitem, (all_of_them, which), one.dtype, shape) for which, one in enumerate(now)]
 
 
@@ -194,8 +198,45 @@ class LateBytes:
     parts: tuple[bytes | Deferred, ...]
     alignment: int
 
-    def joined(self, arrays: Sequence[Array], sizes: Sequence[int]) -> bytes:
-        """Return all bytes, with `arrays` in place of the Deferreds.
+    def joiner(self) -> tuple[Joiner, list[Deferred], list[Any]]:
+        """Return a function that joins the parts, the arrays that it needs, and the numbers of tables in order."""
+        runs: list[list[Array]] = [[]]
+        arrays: list[Deferred] = []
+        places: list[tuple[int, int]] = []          # (run, word) of each number
+        values: list[Any] = []
+        for part in self.parts:
+            if isinstance(part, Deferred) and (part.dtype != np.int64 or part.listed is None):
+                arrays.append(part)
+                runs.append([])
+                continue
+            if isinstance(part, Deferred):
+                assert part.listed is not None
+                first = sum(map(len, runs[-1])) // WORD
+                places += [(len(runs) - 1, first + i) for i in range(len(part.listed))]
+                values += part.listed
+                part = bytes(len(part.listed) * WORD)
+            runs[-1].append(np.frombuffer(part + bytes(-len(part) % self.alignment), np.uint8))
+        joined = tuple(np.concatenate([np.zeros(0, np.uint8), *run]) for run in runs)
+        return Joiner(joined, np.array(places, np.int64).reshape(-1, 2).T, self.alignment), arrays, values
+
+
+class Joiner:
+    """Concatenation of constant bytes, tables of numbers, and arrays."""
+
+    def __init__(self, runs: Sequence[Array], places: Array, alignment: int) -> None:
+        """Prepare the constant parts.
+
+        Parameters
+        ----------
+        runs : constant bytes before, between and after the arrays.
+        places : run and word of each number.
+        alignment : alignment of the result, in bytes.
+        """
+        self._runs, self._alignment = runs, alignment
+        self._run_of, self._word_of = places
+
+    def __call__(self, arrays: Sequence[Array], sizes: Sequence[int], numbers: Sequence[int]) -> memoryview:
+        """Return the bytes, which begin at the alignment.
 
         Raises
         ------
@@ -204,13 +245,20 @@ class LateBytes:
         """
         if any(array.nbytes != size for array, size in zip(arrays, sizes, strict=True)):
             raise ValueError(f"constants of {[array.nbytes for array in arrays]} bytes, not of {list(sizes)}")
-        late = iter(arrays)
-        return b"".join(padded for part in self.parts for padded in (
-            (part,) if isinstance(part, bytes) else _padded(next(late), self.alignment)))
-
-
-def _padded(array: Array, alignment: int) -> tuple[bytes, bytes]:
-    return array.tobytes(), bytes(-array.nbytes % alignment)
+        starts, at = [0], len(self._runs[0])
+        for size, run in zip(sizes, self._runs[1:], strict=True):
+            starts.append(at - -size // self._alignment * self._alignment)
+            at = starts[-1] + len(run)
+        memory = np.zeros(at + self._alignment, np.uint8)
+        skip = -memory.ctypes.data % self._alignment
+        made = memory[skip:skip + at]
+        for start, run in zip(starts, self._runs, strict=True):
+            made[start:start + len(run)] = run
+        for array, start, run in zip(arrays, starts, self._runs, strict=False):
+            begin = start + len(run)
+            made[begin:begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        made[:at // WORD * WORD].view(np.int64)[np.array(starts)[self._run_of] // WORD + self._word_of] = numbers
+        return made.data
 
 
 def _array(values: Sequence[int], dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:

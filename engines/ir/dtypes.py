@@ -7,6 +7,7 @@ steps on such tensors need it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return dtype
 
 
+@lru_cache(64)
 def memory_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype of arrays that store such elements."""
     return np.dtype(BITS.get(name, name))

@@ -68,11 +68,27 @@ class Blocks:
 
 def block_params(rows: Array) -> Blocks | None:
     """Return 4-bit blocks that represent the weights [rows, columns] exactly, or None. Common block sizes are tried."""
-    if not rows.size or not _few_levels(rows[0, :min(BLOCKS)]):
+    if not rows.size or not _few_levels(rows[0, :min(BLOCKS)]) or (found := _block_scales(rows)) is None:
         return None
+    block, scales = found
+    whole = np.rint(_in_blocks(rows, block) / scales[:, None]).astype(np.int8)
+    low, high = whole.min(axis=1), whole.max(axis=1)
+    zeros = np.where((low >= -8) & (high <= 7), 8, np.maximum(-low, 0)).astype(np.uint8)
+    numbers = whole + zeros[:, None]
+    return Blocks(block, numbers.astype(np.uint8).reshape(len(rows), -1)[:, :rows.shape[1]],
+                  scales.reshape(len(rows), -1), zeros.reshape(len(rows), -1))
+
+
+@remembering()
+def _block_scales(rows: Array) -> tuple[int, Array] | None:
+    """Return the size of a block and the scale of each block, or None."""
     for block in (rows.shape[1], *BLOCKS):
-        if block <= rows.shape[1] and _in_blocks(rows[:1], block) and (found := _in_blocks(rows, block)):
-            return found
+        for part in (rows[:1], rows) if block <= rows.shape[1] else ():     # quick test: most fail at the first row
+            scales = _scales(_in_blocks(part, block), STEPS_OF_BLOCKS, _inside_four_bits)
+            if not scales.all():
+                break
+            if part is rows:
+                return block, scales
     return None
 
 
@@ -87,17 +103,8 @@ def _few_levels(weights: Array) -> bool:
     return not (steps[steps > 4 * OFF * span] < span / 16).any()
 
 
-def _in_blocks(rows: Array, block: int) -> Blocks | None:
-    padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % block))).reshape(-1, block)
-    scales = _scales(padded, STEPS_OF_BLOCKS, _inside_four_bits)
-    if not scales.all():
-        return None
-    whole = np.rint(padded / scales[:, None]).astype(np.int8)
-    low, high = whole.min(axis=1), whole.max(axis=1)
-    zeros = np.where((low >= -8) & (high <= 7), 8, np.maximum(-low, 0)).astype(np.uint8)
-    numbers = whole + zeros[:, None]
-    return Blocks(block, numbers.astype(np.uint8).reshape(len(rows), -1)[:, :rows.shape[1]],
-                  scales.reshape(len(rows), -1), zeros.reshape(len(rows), -1))
+def _in_blocks(rows: Array, block: int) -> Array:
+    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % block))).reshape(-1, block)
 
 
 def _scales(rows: Array, usual: Sequence[int] = STEPS, inside: Callable[[Array], Array] | None = None) -> Array:
@@ -112,9 +119,12 @@ def _scales(rows: Array, usual: Sequence[int] = STEPS, inside: Callable[[Array],
     inside : callable, optional
         Test which rows of integers can be stored; the default is int8.
     """
+    is_short = rows.shape[1] <= SAMPLE
+    if is_short:        # many rows: column by column, as reductions over a few adjacent elements are slow
+        rows = np.ascontiguousarray(rows.T).T
     largest = np.abs(rows).max(axis=1)
     scales = np.where(largest == 0, 1, 0).astype(np.float32)        # 0 for NaN
-    sample = rows[:, np.linspace(0, rows.shape[1] - 1, min(SAMPLE, rows.shape[1])).astype(int)]
+    sample = rows if is_short else rows[:, np.linspace(0, rows.shape[1] - 1, SAMPLE).astype(int)]
     inside = inside or _inside_int8
     if not _has_steps(sample, largest, usual, inside):      # the common case: unquantised weights
         return scales
@@ -123,12 +133,19 @@ def _scales(rows: Array, usual: Sequence[int] = STEPS, inside: Callable[[Array],
         if not open_.size:
             break
         step = largest[open_] / np.float32(steps)
-        fits = _fits(sample[open_], step, inside)
+        fits = _fits(_taken(sample, open_), step, inside)
         open_, step = open_[fits], step[fits]
-        if open_.size:
+        if open_.size and not is_short:
             fits = _fits(rows[open_], step, inside)
-            scales[open_[fits]] = _refined(rows[open_[fits]], step[fits])
+            open_, step = open_[fits], step[fits]
+        if open_.size:
+            scales[open_] = _refined(_taken(rows, open_), step)
     return scales
+
+
+def _taken(rows: Array, which: Array) -> Array:
+    """Return rows in the same memory order."""
+    return rows[which] if rows.flags.c_contiguous else np.take(rows.T, which, axis=1).T
 
 
 def _has_steps(sample: Array, largest: Array, usual: Sequence[int], inside: Callable[[Array], Array]) -> bool:

@@ -1,12 +1,8 @@
 """Buffers of a lowered graph: sizes, lifetimes and halos."""
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 
-from engines.capacity import gigabytes, too_large
-from engines.errors import ConfigError
 from engines.ir.counted import is_counted, plain
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import AnyCall, ProblemCall
@@ -14,7 +10,7 @@ from engines.lowering.calls.placement import Placement, Storage, buffer_bytes, t
 from engines.lowering.lower import Lowered
 from engines.lowering.problems.movement import HaloFill
 from engines.lowering.problems.view import View
-from engines.plan.arena import plan_memory
+from engines.plan.arena import peak_bytes, plan_memory
 from engines.plan.plan import Buffer, Fill
 
 # Largest ratio of a context's memory to the peak of live buffers: room for constant halos, kept inputs and gaps.
@@ -55,25 +51,6 @@ def buffers_of(lowered: Lowered, max_batch: int) -> tuple[Buffer, ...]:
     return tuple(result)
 
 
-def check_memory(model: str, buffers: Sequence[Buffer], max_batch: int) -> None:
-    """Raise ConfigError if the live buffers of the largest batch exceed the memory."""
-    if wrong := too_large(peak := _peak_bytes(buffers)):
-        largest = max(buffers, key=lambda buffer: buffer.bytes)
-        batch = f" for a batch of {max_batch}; lower --max-batch" if max_batch > 1 and not too_large(
-            peak // max_batch) else ", too much for one item"
-        raise ConfigError(f"{model}: its tensors ('{largest.name}' alone {gigabytes(largest.bytes)}) take "
-                          f"{wrong}{batch}")
-
-
-def _peak_bytes(buffers: Sequence[Buffer]) -> int:
-    """Return the peak of the bytes of live buffers over all steps."""
-    change = [0] * (max((buffer.last for buffer in buffers), default=0) + 3)        # first >= -1
-    for buffer in buffers:
-        change[buffer.first + 1] += buffer.bytes
-        change[buffer.last + 2] -= buffer.bytes
-    return max(accumulate(change))
-
-
 def fills_of(lowered: Lowered) -> tuple[Fill, ...]:
     """Return the halos that are constant for the lifetime of a context."""
     fills = []
@@ -93,7 +70,7 @@ def write_borders(lowered: Lowered, max_batch: int) -> Lowered:
     first that free the most bytes per step. Symbolic sizes count with their example values; any choice is correct.
     """
     buffers, fills = _buffers_and_fills(lowered, max_batch)
-    largest = _peak_bytes(buffers)
+    largest = peak_bytes(buffers)
     groups: dict[object, list[int]] = {}
     for fill in fills:
         i = fill.view.buffer

@@ -6,12 +6,13 @@ for an open batch. All other values are Deferred: the operator's reference runs 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from engines.errors import UnknownTensorError
-from engines.ir.counted import Pinned, counting_in, is_counted
+from engines.ir.counted import Pinned, counting_in, is_counted, structure
 from engines.ir.deferred import Deferred, numbers
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import Extent
@@ -58,10 +59,15 @@ def infer(op: type[Op], node: Node, inputs: Inputs, values: Values) -> Types:
     except UnknownTensorError as error:
         raise Pinned(str(error)) from error
     computed = any(value is None or is_symbolic(value) for value, kind in zip(values, inputs, strict=True) if kind)
-    if computed and (counting := counting_in(list(map(_listed, values)))):
+    reads_values = op.types_with.__func__ is not Op.types_with.__func__         # type: ignore[attr-defined]
+    if computed and reads_values and (counting := counting_in(list(map(_listed, values)))):
         given = [as_constant(value, kind) if kind and follows else None
                  for value, kind, follows in zip(values, inputs, late, strict=True)]
-        counting.checks.append(Deferred(_inferred, (node, tuple(inputs), tuple(given)), np.dtype(object), ()))
+        # Without names, so that the layers of a model have one check.
+        unnamed = replace(node, name="", inputs=tuple("x" if name else "" for name in node.inputs),
+                          outputs=tuple("y" if name else "" for name in node.outputs))
+        check = Deferred(_inferred, (unnamed, tuple(inputs), tuple(given)), np.dtype(object), ())
+        counting.checks.setdefault(structure(check), check)
     return types
 
 

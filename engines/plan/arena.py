@@ -10,15 +10,20 @@ import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Hashable, Sequence
+from bisect import insort
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.errors import PlanError
+from engines.capacity import gigabytes, too_large
+from engines.errors import ConfigError, PlanError
+from engines.ir.counted import structure
 from engines.ir.dtypes import memory_dtype, to_bfloat16
 from engines.plan.plan import Buffer, Fill, TensorView
 
@@ -40,6 +45,11 @@ class Layout:
     total: int
     one_item: frozenset[int] = frozenset()      # buffers that hold one item, whatever the batch
 
+    @cached_property
+    def vector(self) -> NDArray[np.int64]:
+        """The offsets as an array."""
+        return np.array(self.offsets, np.int64)
+
 
 @dataclass(frozen=True)
 class _Block:
@@ -48,6 +58,28 @@ class _Block:
     bytes: int
     first: int
     last: int
+
+
+def check_memory(model: str, buffers: Sequence[Buffer], max_batch: int) -> None:
+    """Raise ConfigError if the live buffers of the largest batch exceed the memory."""
+    if wrong := too_large(peak := peak_bytes(buffers)):
+        largest = max(buffers, key=lambda buffer: buffer.bytes)
+        batch = f" for a batch of {max_batch}; lower --max-batch" if max_batch > 1 and not too_large(
+            peak // max_batch) else ", too much for one item"
+        raise ConfigError(f"{model}: its tensors ('{largest.name}' alone {gigabytes(largest.bytes)}) take "
+                          f"{wrong}{batch}")
+
+
+def peak_bytes(buffers: Sequence[Buffer]) -> int:
+    """Return the peak of the bytes of live buffers over all steps."""
+    change = [0] * (max((buffer.last for buffer in buffers), default=0) + 3)        # first >= -1
+    for buffer in buffers:
+        change[buffer.first + 1] += buffer.bytes
+        change[buffer.last + 2] -= buffer.bytes
+    return max(accumulate(change))
+
+
+Life = tuple[int, int]      # first and last step that a buffer is alive in
 
 
 def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = True) -> Layout:
@@ -66,9 +98,14 @@ def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = 
     reuse : bool
         False gives every buffer memory of its own.
     """
-    blocks = _share(buffers, fills) if reuse else [_Block((i,), b.bytes, 0, 0) for i, b in enumerate(buffers)]
+    lives = [(buffer.first, buffer.last) for buffer in buffers]
+    return _layout([buffer.bytes for buffer in buffers], lives, halos_of(fills), reuse)
+
+
+def _layout(sizes: Sequence[int], lives: Sequence[Life], halos: Mapping[int, Hashable], reuse: bool = True) -> Layout:
+    blocks = _share(sizes, lives, halos) if reuse else [_Block((i,), size, 0, 0) for i, size in enumerate(sizes)]
     order = sorted(blocks, key=lambda block: (-block.bytes, block.first)) if reuse else blocks
-    offsets = [0] * len(buffers)
+    offsets = [0] * len(sizes)
     placed: list[tuple[int, int, _Block]] = []
     for number, block in enumerate(order):
         large = block.bytes >= PAGE
@@ -76,48 +113,52 @@ def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = 
         # A large block reserves space for any colour, so that a later block of this size fits into its gap.
         size = -(-(block.bytes + (COLOURS - 1) * CACHE_LINE) // PAGE) * PAGE if large else block.bytes
         start = _place(block, size, PAGE if large else CACHE_LINE, placed)
-        placed.append((start, start + size, block))
+        insort(placed, (start, start + size, block), key=_start_and_end)
         for member in block.members:
             offsets[member] = start + colour
     return Layout(tuple(offsets), max((end for _, end, _ in placed), default=0))
 
 
-def rounded_up(size: int) -> int:
-    """Return `size` rounded up to a multiple of an eighth of the power of two below it: at most an eighth more."""
-    step = 1 << max(size.bit_length() - 4, 0)
-    return -(-size // step) * step
+def _start_and_end(one: tuple[int, int, _Block]) -> tuple[int, int]:
+    return one[:2]
+
+
+def rounded_up(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return sizes rounded up to a multiple of an eighth of the power of two below each: at most an eighth more."""
+    steps = np.int64(1) << np.maximum(np.frexp(sizes)[1] - 4, 0)
+    rounded: NDArray[np.int64] = -(-sizes // steps) * steps
+    return rounded
 
 
 class Layouts:
     """Cache of the layouts of a model's shapes. Similar shapes share one: the next lengths of a text or a KV cache."""
 
-    def __init__(self) -> None:
-        self._known: dict[Hashable, Layout] = {}
+    def __init__(self, lives: Sequence[Life], halos: Mapping[int, Hashable]) -> None:
+        """lives: live range of each buffer. halos: equal for buffers with equal halos, see halos_of."""
+        self._lives, self._halos = lives, halos
+        self._known: dict[bytes, Layout] = {}
 
-    def plan(self, buffers: Sequence[Buffer], fills: Sequence[Fill]) -> Layout:
+    def plan(self, sizes: NDArray[np.int64]) -> Layout:
         """Return a layout as plan_memory does, for buffers at most an eighth larger."""
-        sizes = tuple([rounded_up(buffer.bytes) for buffer in buffers])
-        key = sizes, tuple([(buffer.first, buffer.last) for buffer in buffers]), halo_classes(fills)
-        layout = self._known.get(key)
+        rounded = rounded_up(sizes)
+        layout = self._known.get(key := rounded.tobytes())
         if layout is None:
             if len(self._known) >= _LAYOUTS:
                 self._known.clear()
-            rounded = [replace(buffer, bytes=size) for buffer, size in zip(buffers, sizes, strict=True)]
-            layout = self._known[key] = plan_memory(rounded, fills)
+            layout = self._known[key] = _layout(rounded.tolist(), self._lives, self._halos)
         return layout
 
 
-def _share(buffers: Sequence[Buffer], fills: Sequence[Fill]) -> list[_Block]:
+def _share(sizes: Sequence[int], lives: Sequence[Life], halos: Mapping[int, Hashable]) -> list[_Block]:
     """Return a block for each buffer; buffers with equal halos and disjoint live ranges share one."""
-    halos = _halos(fills)
-    end = max((buffer.last for buffer in buffers), default=0)
+    end = max((last for _, last in lives), default=0)
     blocks: list[_Block] = []
     by_halo: dict[object, list[_Block]] = {}
-    for i, buffer in sorted(enumerate(buffers), key=lambda item: item[1].first):
-        life = _Block((i,), buffer.bytes, buffer.first, end if buffer.first < 0 else buffer.last)
+    for i, (first, last) in sorted(enumerate(lives), key=lambda item: item[1][0]):
+        life = _Block((i,), sizes[i], first, end if first < 0 else last)
         if i in halos:
-            slots = by_halo.setdefault((halos[i], buffer.bytes), [])
-            free = next((k for k, slot in enumerate(slots) if slot.last < life.first), len(slots))
+            slots = by_halo.setdefault((halos[i], sizes[i]), [])
+            free = next((k for k, slot in enumerate(slots) if slot.last < first), len(slots))
             if free < len(slots):       # its last buffer dies before this one is written
                 life = replace(slots[free], members=(*slots[free].members, i), last=life.last)
             slots[free:free + 1] = [life]
@@ -128,34 +169,29 @@ def _share(buffers: Sequence[Buffer], fills: Sequence[Fill]) -> list[_Block]:
     return blocks + forever
 
 
-def halo_classes(fills: Sequence[Fill]) -> tuple[tuple[int, int], ...]:
-    """Return for each fill its buffer, and the index of the first fill that differs from it only in the tensor."""
-    first: dict[Fill, int] = {}
-    return tuple([(fill.view.buffer, first.setdefault(_anonymous(fill), number)) for number, fill in enumerate(fills)])
-
-
-def _anonymous(fill: Fill) -> Fill:
-    return replace(fill, view=replace(fill.view, name="", buffer=0, quant=None))
-
-
-def _halos(fills: Sequence[Fill]) -> dict[int, frozenset[Fill]]:
-    """Map each buffer to its fills without tensor names. Buffers with equal sets may share memory."""
-    found: dict[int, set[Fill]] = {}
+def halos_of(fills: Sequence[Fill]) -> dict[int, Hashable]:
+    """Map each buffer with halos to a key that is equal for buffers that may share memory."""
+    found: dict[int, set[Hashable]] = {}
     for fill in fills:
-        found.setdefault(fill.view.buffer, set()).add(_anonymous(fill))
+        anonymous = replace(fill, view=replace(fill.view, name="", buffer=0, quant=None))
+        found.setdefault(fill.view.buffer, set()).add(structure(anonymous))
     return {buffer: frozenset(group) for buffer, group in found.items()}
 
 
 def _place(block: _Block, size: int, alignment: int, placed: Sequence[tuple[int, int, _Block]]) -> int:
-    """Return the start of the tightest gap between the blocks alive with this one, or the end of them all."""
-    taken = sorted((start, end) for start, end, other in placed
-                   if other.first <= block.last and block.first <= other.last)
-    best, slack, free = -1, 0, 0
-    for start, end in taken:
+    """Return the start of the tightest gap between the blocks alive with this one, or the end of them all.
+
+    placed: (start, end, block), sorted.
+    """
+    best, slack, free, first, last = -1, 0, 0, block.first, block.last
+    for start, end, other in placed:
+        if other.first > last or first > other.last:
+            continue
         left = start - free - size
         if left >= 0 and (best < 0 or left < slack):
             best, slack = free, left
-        free = max(free, -(-end // alignment) * alignment)
+        if end > free:
+            free = -(-end // alignment) * alignment
     return best if best >= 0 else free
 
 
@@ -283,9 +319,14 @@ def array_at(memory: NDArray[np.uint8], offset: int, view: TensorView, items: in
 
 
 def write_halo(array: NDArray[Any], fill: Fill, written: int) -> None:
-    """Fill a tensor and its halo in all batch slots after the first `written`, which are filled already."""
+    """Write a halo, without the tensor inside, in all batch slots after the first `written`, which have it already."""
+    if written and not fill.view.batched:
+        return
     value = to_bfloat16(np.array(fill.value)) if fill.view.dtype == "bfloat16" else fill.value
-    if fill.view.batched:
-        array[written:] = value
-    elif not written:
-        array[...] = value
+    axes = (slice(written, None),) if fill.view.batched else ()
+    for before, behind in fill.halo:
+        if before:
+            array[(*axes, slice(before))] = value
+        if behind:
+            array[(*axes, slice(-behind, None))] = value
+        axes = (*axes, slice(before, -behind or None))

@@ -46,25 +46,26 @@ def extents_of(model: str, inputs: Sequence[IoTensor], shapes: Shapes) -> dict[s
     InputError
         An input is missing or unknown, a shape does not fit, or an extent has two numbers.
     """
-    taken = ", ".join(f"'{io.name}'" for io in inputs)
-    if unknown := [name for name in shapes if name not in {io.name for io in inputs}]:
-        raise InputError(f"{model} has no input '{unknown[0]}'; it has {taken}")
-    if missing := [io.name for io in inputs if io.name not in shapes]:
-        raise InputError(f"{model}: input '{missing[0]}' is missing; the model takes {taken}")
+    names = [io.name for io in inputs]
+    if shapes.keys() != {*names}:
+        taken = ", ".join(f"'{name}'" for name in names)
+        if unknown := [name for name in shapes if name not in names]:
+            raise InputError(f"{model} has no input '{unknown[0]}'; it has {taken}")
+        missing = next(name for name in names if name not in shapes)
+        raise InputError(f"{model}: input '{missing}' is missing; the model takes {taken}")
     found: dict[str, int] = {}
-    source: dict[str, str] = {}
     for io in inputs:
         shape = shapes[io.name]
-        if len(shape) != len(io.shape) or any(isinstance(declared, int) and declared != extent
-                                              for declared, extent in zip(io.shape, shape, strict=True)):
+        pairs = [*zip(io.shape, shape, strict=False)]
+        open_ = [pair for pair in pairs if pair[0] != pair[1]]
+        if len(shape) != len(io.shape) or any([isinstance(declared, int) for declared, _ in open_]):
             raise InputError(f"{model}: input '{io.name}' has shape {list(shape)}, the model takes "
                              f"[{', '.join(map(str, io.shape))}]")
-        for name, extent in zip(io.shape, shape, strict=True):
-            if isinstance(name, str) and found.setdefault(name, extent) != extent:
-                raise InputError(f"{model}: '{name}' is one extent, but input '{source[name]}' has {found[name]} there "
-                                 f"and '{io.name}' has {extent}")
-            if isinstance(name, str):
-                source.setdefault(name, io.name)
+        for name, extent in open_:
+            if (before := found.setdefault(str(name), extent)) != extent:
+                first = next(one.name for one in inputs if name in one.shape)
+                raise InputError(f"{model}: '{name}' is one extent, but input '{first}' has {before} there and "
+                                 f"'{io.name}' has {extent}")
     return found
 
 

@@ -11,7 +11,7 @@ fewer and may be faster than its bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engines.plan.plan import Plan, Step
@@ -79,3 +79,21 @@ def bound(step: Step, plan: Plan, batch: int, peaks: Peaks) -> TimeBound:
 def _constants_read(step: Step, items: int) -> int:
     """Return the bytes of constants read: all, but of a lookup table (no MACs) at most the bytes of the result."""
     return step.constant_bytes if step.macs else min(step.constant_bytes, items * (step.bytes - step.constant_bytes))
+
+
+# ---- recorded by a build for GPUs
+def expected(plan: Plan) -> str:
+    """Return the expected throughput and latency as a line of text, or "" if the build recorded none."""
+    found = plan.machine.cpu.get("expected")
+    if not found:
+        return ""
+    items, seconds = found["items"], found["seconds"]
+    how = "as its kernels were timed there" if found["timed"] else "by the cost model: nothing was timed"
+    return (f"expected on {plan.machine.cpu['model']}: {items / seconds:,.0f} items/s at batch {items} "
+            f"({seconds * 1e3:.3g} ms), {how}")
+
+
+def expected_us(plan: Plan) -> Sequence[float]:
+    """Return the cost model's time of each step for one item in microseconds; () if the build recorded none."""
+    found: Sequence[float] = plan.machine.cpu.get("expected", {}).get("steps_us", ())
+    return found

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,11 @@ class ExecutionContext:
         self._arrays: dict[tuple[str, str, int], Array] = {}    # (kind, name, batch) -> cached array
         self.rerun: Rerun | None = None                         # set by `expect`
         self._reruns: dict[int, Rerun | None] = {}              # by batch size
-        self._lender = execution if isinstance(execution, WorksInArrays) else None
-        self._taker = execution if isinstance(execution, TakesItems) else None
-        self._binder = execution if isinstance(execution, BindsArrays) else None
+        self._repeated: set[int] = set()                        # batch sizes that have run more than once
+        lends, takes, binds = _roles(type(execution))
+        self._lender: Any = execution if lends else None
+        self._taker: Any = execution if takes else None
+        self._binder: BindsArrays | None = execution if binds else None        # type: ignore[assignment]
         self._results = Results()
         self._large_outputs = [(name, view) for name, view in self._outputs.items() if self._lender
                                and math.prod(view.shape) * memory_dtype(view.dtype).itemsize >= LENT_BYTES]
@@ -86,11 +88,16 @@ class ExecutionContext:
         return {name: array if name in lent and is_ours else array.copy() for name, array in made.items()}
 
     def expect(self, batch: int, unread: Collection[str] = ()) -> None:
-        """Set `rerun` for a batch size, or to None if an array is large enough to be used without a copy.
+        """Set `rerun` for a batch size that has run before.
+
+        It is None if an array is large enough to be used without a copy.
 
         unread: inputs whose values are not read.
         """
         if batch not in self._reruns:
+            self._reruns[batch] = None          # many shapes run once
+        elif batch not in self._repeated:
+            self._repeated.add(batch)
             self._reruns[batch] = self._rerun(batch, unread)
         self.rerun = self._reruns[batch]
 
@@ -228,6 +235,12 @@ class ExecutionContext:
         if not 1 <= batch <= self.plan.batch_slots:
             limit = f"1 to {self.plan.max_batch}" if self.plan.max_batch else "1 (the model has no batch axis)"
             raise InputError(f"{self.plan.name}: batch {batch}, but the plan was built for {limit}")
+
+
+@cache
+def _roles(kind: type) -> tuple[bool, bool, bool]:
+    """Return whether executions of a class are WorksInArrays, TakesItems and BindsArrays."""
+    return issubclass(kind, WorksInArrays), issubclass(kind, TakesItems), issubclass(kind, BindsArrays)
 
 
 def names_of(names: Mapping[str, object]) -> str:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from engines.errors import ConfigError, InputError
 from engines.ir.dtypes import as_in_memory, memory_dtype
 from engines.ir.graph import Array
 from engines.plan.plan import DEFAULTS, IoTensor, Plan
+from engines.plan.template import LateMachine, Template
 from engines.runtime.context import ExecutionContext, names_of
 
 
@@ -331,8 +333,20 @@ class Feeds:
         raise InputError(f"{self._plan.name}: inputs disagree on the batch: {', '.join(counts)}")
 
 
+_unread_of: WeakKeyDictionary[Template, frozenset[str]] = WeakKeyDictionary()
+
+
 def _unread(plan: Plan) -> frozenset[str]:
     """Return the inputs whose values are not read: no step reads their buffer, and no output is in it."""
+    machine = plan.machine
+    if not isinstance(machine, LateMachine) or machine.template is None:
+        return _unread_by(plan)
+    if machine.template not in _unread_of:
+        _unread_of[machine.template] = _unread_by(machine.template.symbolic)
+    return _unread_of[machine.template]
+
+
+def _unread_by(plan: Plan) -> frozenset[str]:
     machine = plan.machine
     # Unknown for plans that run from their graph or on a GPU, and for steps without operands.
     if not machine.code or any(step.launch or not (step.operands or step.fallback) for step in machine.steps):

@@ -16,7 +16,6 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -41,7 +40,7 @@ from engines.plan.extents import (
 from engines.plan.plan import GeneralKernel, IoTensor, Plan, Step
 from engines.runtime.engine import Engine, OfPlan
 from engines.runtime.open_context import OpenContext
-from engines.runtime.policy import MEMORY_SHARE, REMEMBERED, Demand, IdleMemory, Policy
+from engines.runtime.policy import MEMORY_SHARE, REMEMBERED, Demand, IdleMemory, Kept, Policy
 from engines.runtime.rerun import LastRun
 from engines.runtime.staged import StagedContext
 
@@ -80,8 +79,9 @@ class OpenEngine(OfPlan):
         self.plan, self.part, self.threads, self.policy = plan, plan.open, threads, policy
         self._cpus, self._gpu = tuple(cpus) if cpus is not None else None, gpu
         self._names = (*open_extents(self.part.inputs), *map(value_name, self.part.deciding))
-        self._ready: OrderedDict[Key, Engine] = OrderedDict()       # specialisations, the last used at the end
-        self._general: OrderedDict[Key, Engine] = OrderedDict()
+        limit = memory_limit() * MEMORY_SHARE if policy.memory is None else policy.memory
+        self._ready = Kept[Key, Engine](policy.most, limit)         # specialisations
+        self._general = Kept[Key, Engine](policy.most, limit)
         self._idle = IdleMemory[Engine](Engine.close)
         self._keys: dict[tuple[Any, ...], Key] = {}         # shapes of inputs, values of deciding ones -> extents
         self._last: LastRun | None = None                     # last run, by the engine at the end of `_ready`
@@ -321,8 +321,7 @@ class OpenEngine(OfPlan):
                 raise self._cannot(key, error) from error
             engine = self._engine(plan) if plan.machine.shared else Engine(plan, self.threads)
             with self._lock:
-                self._general[key] = engine
-                self._drop_least_used(self._general)
+                self._general.keep(key, engine)
             return engine
 
     def _order(self, key: Key) -> Ordered | None:
@@ -366,14 +365,8 @@ class OpenEngine(OfPlan):
 
     def _keep(self, key: Key, engine: Engine) -> None:
         with self._lock:
-            self._ready[key], self._last = engine, None
-            self._drop_least_used(self._ready)
-
-    def _drop_least_used(self, kept: OrderedDict[Key, Engine]) -> None:
-        """Evict the engines used longest ago beyond the limits on number and memory."""
-        limit = memory_limit() * MEMORY_SHARE if self.policy.memory is None else self.policy.memory
-        while len(kept) > 1 and (len(kept) > self.policy.most or sum(one.bytes for one in kept.values()) > limit):
-            kept.popitem(last=False)
+            self._ready.keep(key, engine)
+            self._last = None
 
     def _engine(self, plan: Plan) -> Engine:
         engine = Engine(plan, self.threads, self._cpus, self._first, self._gpu)

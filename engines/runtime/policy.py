@@ -1,10 +1,10 @@
 """Policy of specialisation: when an engine compiles a plan for new shapes, and how many it keeps."""
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from engines.errors import ConfigError, did_you_mean
@@ -88,6 +88,37 @@ class Demand:
 T = TypeVar("T")
 
 
+class HasBytes(Protocol):
+    @property
+    def bytes(self) -> int: ...
+
+
+K = TypeVar("K", bound=Hashable)
+E = TypeVar("E", bound=HasBytes)
+
+
+class Kept(OrderedDict[K, E]):
+    """Engines by key, the last used at the end; those used longest ago go beyond limits of number and bytes."""
+
+    def __init__(self, most: int, limit: float) -> None:
+        super().__init__()
+        self._limits, self._bytes, self._total = (most, limit), dict[K, int](), 0
+
+    def keep(self, key: K, engine: E) -> None:
+        """Add an engine, and drop others."""
+        self.pop(key, None)
+        self[key] = engine
+        self._bytes[key] = engine.bytes
+        self._total += self._bytes[key]
+        most, limit = self._limits
+        while len(self) > 1 and (len(self) > most or self._total > limit):
+            self.pop(next(iter(self)))
+
+    def pop(self, key: K, default: Any = None) -> Any:
+        self._total -= self._bytes.pop(key, 0)
+        return super().pop(key, default)
+
+
 class IdleMemory(Generic[T]):
     """Eviction of the contexts of the shapes used longest ago, beyond IDLE_BYTES or two arenas of the shape in use.
 
@@ -97,12 +128,16 @@ class IdleMemory(Generic[T]):
     def __init__(self, free: Callable[[T], object]) -> None:
         self._free = free
         self._held: WeakKeyDictionary[T, int] = WeakKeyDictionary()     # bytes; the last used at the end
+        self._most = 0          # at least the sum of these
 
     def use(self, user: T, arena_bytes: int) -> None:
         """Note that a shape is in use; free others if its arena exceeds the limit together with theirs."""
         known = self._held.pop(user, None) is not None
         self._held[user] = arena_bytes
         if known:
+            return
+        self._most += arena_bytes
+        if self._most <= max(IDLE_BYTES, 2 * arena_bytes):
             return
         held = sum(self._held.values())
         for other, size in list(self._held.items()):
@@ -111,3 +146,4 @@ class IdleMemory(Generic[T]):
             del self._held[other]
             held -= size
             self._free(other)
+        self._most = held

@@ -32,8 +32,8 @@ from engines.errors import ConfigError
 from engines.frontend.inputs import Value
 from engines.frontend.onnx_export import onnx_from_graph
 from engines.plan.coverage import Coverage
-from engines.plan.expected import expected
 from engines.plan.plan import Plan
+from engines.plan.roofline import expected
 from engines.preprocess import PRESETS, load_preprocess
 from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, parse_shape, parse_shapes, positive
 from infer_server.cli.dims import parse_dims, shapes_of_dims

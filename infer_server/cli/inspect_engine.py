@@ -13,11 +13,11 @@ from typing import Any
 
 from engines import load_engine
 from engines.plan.coverage import Coverage, coverage_of
-from engines.plan.expected import expected, expected_us
 from engines.plan.extents import text
 from engines.plan.file import read_plan
 from engines.plan.plan import IoTensor, OpenPart, Plan, Step, writes_border
 from engines.plan.program import Region
+from engines.plan.roofline import expected, expected_us
 from infer_server.cli.common import guarded, positive, table
 from infer_server.cli.profile import as_json, header, profile, roofline
 from infer_server.cli.run_engine import ready_context

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from engines.capacity import trim
 from infer_server.errors import MemoryLimitError
 from infer_server.lookout import BusyPoller
-from infer_server.process import resident_bytes, trim
+from infer_server.process import resident_bytes
 from infer_server.protocol.json_values import Steps
 from infer_server.workers import StepRunner, in_daemon_thread, wait_until
 

@@ -17,9 +17,9 @@ from engines.codegen.compiler_pool import CompilerPool
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ConfigError
 from engines.machine.timing_cache import TimingCache
-from engines.plan.expected import expected
 from engines.plan.file import read_plan, write_plan
 from engines.plan.plan import Plan
+from engines.plan.roofline import expected
 from infer_server.cli import relower_plan
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.cases import convolution

@@ -16,7 +16,6 @@ import onnx
 
 from engines.compiler.builder import BuildConfig, Builder
 from engines.compiler.subject import Subject
-from engines.compiler.template import function_of
 from engines.errors import EngineError
 from engines.frontend.extents import open_extents, open_types
 from engines.frontend.onnx_file import read_model
@@ -24,6 +23,7 @@ from engines.ir.counted import Counting, Pinned
 from engines.lowering.buffers import buffers_of
 from engines.lowering.lower import lower
 from engines.lowering.nest.program import NestProgram
+from engines.plan.template import function_of
 from tests.net.graphs import Case
 
 LANES, TRIES = 8, 6

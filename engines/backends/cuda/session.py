@@ -18,7 +18,7 @@ from engines.backends.cuda.splitting import Splitting, aligned
 from engines.backends.cuda.tuner import GpuTuner, TuningRequest, cheapest
 from engines.errors import NoKernelError
 from engines.ir.graph import BATCH, Graph
-from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
+from engines.lowering.buffers import buffers_of, fills_of, write_borders
 from engines.lowering.calls.calls import AnyCall, ProblemCall, name_of
 from engines.lowering.calls.placement import NO_BUFFER, Placement
 from engines.lowering.lower import Lowered, lower
@@ -26,6 +26,7 @@ from engines.lowering.problems.problem import Problem
 from engines.lowering.steps import io_views, step_of
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
+from engines.plan.arena import check_memory
 from engines.plan.plan import GeneralKernel, Launch, MachinePart, Operand, Plan, Step
 
 GROUP_COUTS = 32        # groups of a convolution are merged up to this width, the smallest tile's

@@ -13,7 +13,7 @@ from engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel
 from engines.backends.llvm.sharing import SharedConstants
 from engines.backends.llvm.tuning.candidates import Choice
 from engines.ir.content import EqualArrays
-from engines.ir.counted import counting_in
+from engines.ir.counted import counting_in, structure
 from engines.ir.deferred import Deferred, LateBytes, late_arrays
 from engines.ir.graph import Graph
 from engines.lowering.calls.calls import ProblemCall, name_of
@@ -51,7 +51,7 @@ class PackedConstants:
         self._packed: dict[Hashable, list[tuple[Operand, int]]] = {}    # layout and contents -> packed constants
         self._expansions: dict[Hashable, Operand] = {}
         self._inputs, self._stored = EqualArrays(), EqualArrays()       # inputs of pack(), and stored constants
-        self._offsets: dict[int, int] = {}          # number in `_stored` -> offset
+        self._offsets: dict[Hashable, int] = {}     # number in `_stored`, or structure of a Deferred -> offset
 
     def add(self, array: Array | Deferred, name: str = "") -> tuple[Operand, int]:
         """Store a constant and return (operand, bytes).
@@ -72,13 +72,12 @@ class PackedConstants:
     def _place(self, part: Array | Deferred, size: int, name: str) -> tuple[Operand, int]:
         if name in self.weight_offsets:
             return Operand(None, self.weight_offsets[name]), size
-        number = -1 if isinstance(part, Deferred) else self._stored.number(part)
+        number = _key(part) if isinstance(part, Deferred) else self._stored.number(part)
         offset = self._offsets.get(number, self._size)
         if offset == self._size:
             self._parts.append(part)
             self._size += -(-size // ALIGNMENT) * ALIGNMENT
-        if number >= 0:
-            self._offsets[number] = offset
+        self._offsets[number] = offset
         if name:
             self.weight_offsets[name] = offset
         return Operand(None, offset), size
@@ -168,6 +167,16 @@ class PackedConstants:
         parts.append(bytes(TAIL))
         fixed = [part for part in parts if isinstance(part, bytes)]
         return b"".join(fixed) if len(fixed) == len(parts) else LateBytes(tuple(parts), ALIGNMENT)
+
+
+def _key(array: Deferred) -> Hashable:
+    """Return a key that is equal for arrays that are computed alike."""
+    key = structure(array)
+    try:
+        hash(key)
+    except TypeError:       # of arguments that cannot be compared
+        return id(array)
+    return key
 
 
 def _arrays(call: ProblemCall) -> Iterator[Any]:

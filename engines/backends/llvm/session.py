@@ -12,7 +12,7 @@ from engines.backends.llvm.codegen.executor import scheduler_object
 from engines.backends.llvm.codegen.isa import Isa, isa_named
 from engines.backends.llvm.constants import PackedConstants
 from engines.backends.llvm.kernels.kernel import Window
-from engines.backends.llvm.runtime.execution import LoadedPlan
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.backends.llvm.sharing import SharedConstants
 from engines.backends.llvm.tuning.candidates import Choice
 from engines.backends.llvm.tuning.in_place import Trial, settled, trial_buffers
@@ -23,7 +23,7 @@ from engines.backends.llvm.tuning.tuner import Tuner
 from engines.ir.counted import as_int, is_counted
 from engines.ir.deferred import table
 from engines.ir.graph import BATCH, Graph
-from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
+from engines.lowering.buffers import buffers_of, fills_of, write_borders
 from engines.lowering.calls.calls import AnyCall, ProblemCall, name_of
 from engines.lowering.calls.placement import NO_BUFFER, Placement
 from engines.lowering.lower import Lowered, lower
@@ -32,6 +32,7 @@ from engines.lowering.steps import io_views, step_of
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
 from engines.passes.quantization.weights import with_rounded_rows
+from engines.plan.arena import check_memory
 from engines.plan.plan import Footprint, GeneralKernel, MachinePart, Operand, Plan, Step
 
 USUAL_BATCH = 32            # batch that fills tiles of any shape

@@ -10,12 +10,13 @@ import numpy as np
 
 from engines.backends.base import Backend, Progress, Session, TimedNode
 from engines.ir.graph import Graph
-from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
+from engines.lowering.buffers import buffers_of, fills_of, write_borders
 from engines.lowering.calls.calls import name_of
 from engines.lowering.lower import Lowered, lower
 from engines.lowering.steps import io_views, step_of
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
+from engines.plan.arena import check_memory
 from engines.plan.plan import GeneralKernel, MachinePart, Plan
 from engines.plan.roofline import Level, Peaks
 

@@ -9,7 +9,7 @@ from typing import Any
 from engines.errors import GraphError
 from engines.ir.counted import is_counted, plain
 from engines.ir.deferred import Deferred, late_vectors
-from engines.ir.graph import Node, TensorType
+from engines.ir.graph import Node, QParams
 from engines.lowering.calls.broadcast import broadcast, image
 from engines.lowering.calls.calls import Context, ProblemCall, Refused
 from engines.lowering.epilogue.affine import Affine, AffineWriter
@@ -27,13 +27,33 @@ class BoundProgram:
     operands: tuple[str, ...]
 
 
-def stored(tensor: TensorType, ref: Any) -> Affine:
+@dataclass(frozen=True)
+class Body:
+    """Node with a pointwise body, and what its program depends on: quantisation and small constants of its tensors.
+
+    It can be pickled, unlike the context, so that templates can be stored.
+    """
+    node: Node
+    quants: Mapping[str, QParams | None]
+    constants: Mapping[str, Array | Deferred]
+
+    @staticmethod
+    def of(ctx: Context, node: Node) -> Body:
+        read = {name for part in (node, *node.body) for name in part.inputs if name}
+        made = {name for part in node.body for name in part.outputs}
+        constants = {name: ctx.graph.constants[name] for name in sorted(read) if name in ctx.graph.constants}
+        return Body(node, {name: ctx.type(name).quant for name in (read - made).union(node.outputs)},
+                    {name: array for name, array in constants.items()
+                     if isinstance(array, Deferred) or _per_channel(array) is not None})
+
+
+def stored(quant: QParams | None, ref: Any) -> Affine:
     """Return the real value of a stored element, dequantised if it is quantised."""
-    if tensor.quant is None:
+    if quant is None:
         return Affine.of(ref)
-    if tensor.quant.axis is not None:
+    if quant.axis is not None:
         raise Refused("only constants may have a scale per channel")
-    scale, zero = tensor.quant.scale[0], tensor.quant.zero_point[0]
+    scale, zero = quant.scale[0], quant.zero_point[0]
     return Affine.of(ref, scale, -scale * zero)
 
 
@@ -50,18 +70,22 @@ def write_body(ctx: Context, node: Node, accumulator: tuple[Any, ...] | None) ->
         (scale, offset) of the anchor's sum, scalars or per channel, and optionally a value to subtract from the sum
         first, where the offset would round it away. None for a node without an anchor.
     """
-    constants = ctx.graph.constants
-    late = {name: constants[name] for part in node.body or (node,) for name in part.inputs
-            if isinstance(constants.get(name), Deferred)}
-    return written_for(lambda *arrays: _written(ctx, node, accumulator, dict(zip(late, arrays, strict=True))),
-                       *late.values())
+    return program_of(Body.of(ctx, node), accumulator)
 
 
-def _written(ctx: Context, node: Node, accumulator: tuple[Any, ...] | None, late: Mapping[str, Array]) -> BoundProgram:
-    """Write the program. `late` has the values of constants that depend on symbolic sizes."""
-    builder = ProgramBuilder(accumulator is not None)
+def program_of(body: Body, accumulator: tuple[Any, ...] | None) -> BoundProgram:
+    """Write the epilogue program of a body; see write_body."""
+    late = {name: array for name, array in body.constants.items() if isinstance(array, Deferred)}
+    fixed = replace(body, constants={name: array for name, array in body.constants.items() if name not in late})
+    return written_for(partial(_written, fixed, accumulator, tuple(late)), *late.values())
+
+
+def _written(body: Body, accumulator: tuple[Any, ...] | None, late: Sequence[str], *arrays: Array) -> BoundProgram:
+    """Write the program. late: names of constants that depend on symbolic sizes, whose values are `arrays`."""
+    builder, node = ProgramBuilder(accumulator is not None), body.node
+    constants: Mapping[str, Any] = {**body.constants, **dict(zip(late, arrays, strict=True))}
     output = node.outputs[0]
-    quant = ctx.type(output).quant
+    quant = body.quants[output]
     writer = AffineWriter(builder, coarse=quant is not None)
     values: dict[str, Affine] = {}
     operands: dict[str, Affine] = {}
@@ -75,10 +99,10 @@ def _written(ctx: Context, node: Node, accumulator: tuple[Any, ...] | None, late
     def argument(name: str) -> Affine:
         if name in values:
             return values[name]
-        if (number := _per_channel(late.get(name, ctx.graph.constants.get(name)))) is not None:
+        if (number := _per_channel(constants.get(name))) is not None:
             return Affine.number(number)
         if name not in operands:
-            operands[name] = stored(ctx.type(name), builder.operand())
+            operands[name] = stored(body.quants[name], builder.operand())
         return operands[name]
 
     try:

@@ -4,9 +4,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.body import BoundProgram, call_of, operand_views, write_body, written_for
+from engines.lowering.calls.body import Body, BoundProgram, call_of, operand_views, program_of, written_for
 from engines.lowering.calls.broadcast import broadcast
 from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from engines.lowering.calls.placement import Placement, as_one_item, reshaped_strides
@@ -23,7 +24,7 @@ def lower_pool(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     pool = node.anchor
     if any(node.outputs[1:]):
         raise Refused("only its first output is compiled")
-    written = write_pooled(ctx, node, 1.0)
+    written = write_pooled(Body.of(ctx, node), 1.0)
     x, y = ctx.placements[pool.inputs[0]].view, ctx.placements[node.outputs[0]].view
     quant, window = ctx.type(pool.inputs[0]).quant, Window.of(pool, len(x.shape) - 1)
     operands = tuple(broadcast(ctx, name, node.outputs[0]) for name in written.operands)
@@ -39,8 +40,7 @@ def lower_global_pool(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     pool = node.anchor
     x, y = ctx.placements[pool.inputs[0]].view, ctx.placements[node.outputs[0]].view
     kind = "max" if pool.op == "GlobalMaxPool" else "mean"
-    written = written_for(lambda count: write_pooled(ctx, node, 1 / count),
-                          math.prod(x.shape[:-1]) if kind == "mean" else 1)
+    written = written_for(partial(_averaged, Body.of(ctx, node)), math.prod(x.shape[:-1]) if kind == "mean" else 1)
     spec = GlobalPool(x, y, operand_views(ctx, node, written), written.program, "max" if kind == "max" else "sum")
     return [call_of(ctx, node, spec, written)]
 
@@ -59,7 +59,7 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     reduction, rank = node.anchor, len(x.view.shape) + 1
     kind = {"ReduceMax": "max", "ReduceMin": "min"}.get(reduction.op, "sum")
     count = math.prod(x.view.shape[axis - 1] for axis in axes)
-    written = written_for(lambda parts, terms: write_pooled(ctx, node, 1 / parts, terms), *(
+    written = written_for(partial(_averaged, Body.of(ctx, node)), *(
         count if reduction.op == op else 1 for op in ("ReduceMean", "ReduceSum")))
     if written.operands:
         raise Refused("its body reads another tensor")
@@ -101,7 +101,7 @@ def _axes(ctx: Context, node: Node) -> tuple[int, ...]:
 def _over_batch(ctx: Context, node: Node) -> ProblemCall:
     """Return an Extreme, whose items share one result."""
     x, y = ctx.placements[node.anchor.inputs[0]], ctx.placements[node.outputs[0]]
-    written = write_pooled(ctx, node, 1.0)
+    written = write_pooled(Body.of(ctx, node), 1.0)
     if written.operands:
         raise Refused("its body reads another tensor")
     strides = reshaped_strides(x.view, (math.prod(x.view.shape),))
@@ -122,7 +122,7 @@ def _reduced_between(ctx: Context, node: Node, x: View, y: View, axes: tuple[int
         x.shape[:axes[0] - 1], x.shape[axes[0] - 1:axes[-1]], x.shape[axes[-1]:-1]))
     channels = x.shape[-1]
     terms = count if node.anchor.op == "ReduceSum" else 1       # the pool computes a mean
-    written = written_for(lambda terms: write_pooled(ctx, node, terms, terms), terms)
+    written = written_for(partial(_summed, Body.of(ctx, node)), terms)
     image = _reshaped_view(x, (rows * count, columns, channels))
     result = _reshaped_view(y, (rows, columns, channels))
     spec = Pool(image, result, (), written.program, "max" if kind == "max" else "average", (count, 1), (count, 1))
@@ -136,11 +136,20 @@ def _reshaped_view(view: View, shape: tuple[int, ...]) -> View:
     return replace(view, shape=shape, strides=strides)
 
 
-def write_pooled(ctx: Context, node: Node, scale: float, terms: int = 1) -> BoundProgram:
+def write_pooled(body: Body, scale: float, terms: int = 1) -> BoundProgram:
     """Write the program of a pool: accumulator * scale is the mean, maximum or sum of `terms` stored elements."""
-    quant = ctx.type(node.anchor.inputs[0]).quant
-    if not node.body and scale == terms == 1 and quant == ctx.type(node.outputs[0]).quant:
+    node = body.node
+    quant = body.quants[node.anchor.inputs[0]]
+    if not node.body and scale == terms == 1 and quant == body.quants[node.outputs[0]]:
         return BoundProgram(EpilogueProgram(), [], ())       # keep stored values: arithmetic would only round
     if quant is None:
-        return write_body(ctx, node, (scale, 0.0))
-    return write_body(ctx, node, (quant.scale[0] * scale, -quant.scale[0] * quant.zero_point[0] * terms))
+        return program_of(body, (scale, 0.0))
+    return program_of(body, (quant.scale[0] * scale, -quant.scale[0] * quant.zero_point[0] * terms))
+
+
+def _averaged(body: Body, parts: int, terms: int = 1) -> BoundProgram:
+    return write_pooled(body, 1 / parts, terms)
+
+
+def _summed(body: Body, terms: int) -> BoundProgram:
+    return write_pooled(body, terms, terms)

@@ -12,7 +12,7 @@ from engines.errors import GraphError
 from engines.ir.counted import is_counted, plain
 from engines.ir.deferred import late_items
 from engines.ir.graph import Array, Node
-from engines.lowering.calls.body import call_of, operand_views
+from engines.lowering.calls.body import Body, call_of, operand_views
 from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from engines.lowering.calls.placement import Placement
 from engines.lowering.problems.images import Resize, taps_of
@@ -36,7 +36,7 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[ProblemCall]:
             or y.shape != (sizes[2], sizes[3], channels):
         raise Refused("only rows and columns are resized")
     rows, columns = (_tables(anchor, axis, (1, channels, height, width)) for axis in (2, 3))
-    written = write_pooled(ctx, node, 1.0)      # the weights of a pixel sum to 1
+    written = write_pooled(Body.of(ctx, node), 1.0)      # the weights of a pixel sum to 1
     spec = Resize(x, y, operand_views(ctx, node, written), written.program, (rows[0].shape[1], columns[0].shape[1]))
     return [call_of(ctx, node, spec, written, rows=rows, columns=columns)]
 

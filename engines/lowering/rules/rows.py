@@ -71,7 +71,7 @@ def row_call(ctx: Context, node: Node, family: Callable[..., RowProblem], accumu
     written = write_body(ctx, node, accumulator)
     operands = tuple(broadcast(ctx, operand, node.outputs[0]) for operand in written.operands)
     builder = ProgramBuilder(False)
-    AffineWriter(builder).settle(stored(ctx.type(name), builder.operand()))
+    AffineWriter(builder).settle(stored(ctx.type(name).quant, builder.operand()))
     spec = family((x.view,), y.view, operands, builder.program(), written.program, **options)
     inputs = (x, *(ctx.placements[operand] for operand in written.operands))
     return ProblemCall(node, spec, inputs, (y,), {"prologue": builder.constants, "program": written.constants})

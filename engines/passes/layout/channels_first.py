@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.counted import as_int
+from engines.ir.counted import as_int, is_counted
 from engines.ir.graph import Dim, Graph, Node
 from engines.ops import op_of
 from engines.ops.window import Window
@@ -44,9 +44,13 @@ def stays_the_same(graph: Graph, node: Node) -> bool:
 
 
 def _slides_along_rows(graph: Graph, node: Node) -> bool:
-    """Return True for a window over each channel separately with column stride 1, or an unpadded disjoint pool."""
+    """Return True for a window over each channel separately with column stride 1, or an unpadded disjoint pool.
+
+    Rows of symbolic length count as long, so that a template holds for all lengths.
+    """
     shape = graph.shape(node.inputs[0])
-    if node.op not in ("MaxPool", "AveragePool", "Conv") or len(shape) != 4 or as_int(shape[3]) < LONG:
+    if node.op not in ("MaxPool", "AveragePool", "Conv") or len(shape) != 4 or (
+            not is_counted(shape[3]) and as_int(shape[3]) < LONG):
         return False
     window = Window.of(node, 2)
     if node.op == "Conv":

@@ -12,7 +12,8 @@ import pytest
 from engines.backends.llvm.codegen.isa import best_isa
 from engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
-from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, run_segment
+from engines.backends.llvm.runtime.execution import Arena, run_segment
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.backends.llvm.runtime.segments import Segment
 from engines.backends.llvm.session import LlvmSession
 from engines.backends.llvm.tuning import in_place, tuner

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from engines import build_engine
-from engines.backends.llvm.runtime.execution import LoadedPlan, SerialExecution
+from engines.backends.llvm.runtime.execution import SerialExecution
 from engines.backends.llvm.runtime.lending import address_of
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.backends.llvm.tuning import item_major
 from engines.backends.llvm.tuning.item_major import run_item_major, with_item_major_runs
 from engines.compiler.specialise import Specialiser

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -19,7 +20,7 @@ from engines.lowering.buffers import buffers_of, fills_of, write_borders
 from engines.lowering.lower import lower
 from engines.ops import reference
 from engines.passes.quantization.weights import with_rounded_rows
-from engines.plan.arena import plan_memory
+from engines.plan.arena import MemoryPool, plan_memory
 from engines.plan.plan import Buffer, Fill, writes_border
 from engines.runtime.engine import Engine
 from engines.runtime.open_engine import OpenEngine
@@ -146,3 +147,25 @@ def test_fewer_items_that_are_large_share_a_batch_and_more_are_run_in_slices(
     expected = np.concatenate([engine.run({"x": picture[None]})["y"] for picture in pictures])
     for made in engine.run({"x": pictures})["y"], context.output("y", 9):
         np.testing.assert_array_equal(made, expected)
+
+
+def test_huge_pages_are_for_tensors_whose_items_fill_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of one item would touch a page for each of many small tensors of 32 items."""
+    taken: list[bool] = []
+    take = MemoryPool.take
+
+    def taking(pool: MemoryPool, size: int, huge_pages: bool = True) -> Any:
+        taken.append(huge_pages)
+        return take(pool, size, huge_pages)
+
+    monkeypatch.setattr(MemoryPool, "take", taking)
+    names = [f"x{i}" for i in range(12)]
+    model = small_model([node("Add", f"{name} one", f"y{name}") for name in names],
+                        dict.fromkeys(names, ["N", "T", 512]), [f"y{name}" for name in names],
+                        {"one": np.ones(1, np.float32)})
+    plan = build_engine(model, timing=False, cache=False, max_batch=4).plan
+    engine = OpenEngine(plan, lambda: Specialiser(plan), policy=Policy("off"))
+    for length, expected in ((20, False), (250, False), (1100, True)):     # 40 KB, 512 KB and 2.2 MB a tensor
+        taken.clear()
+        engine.run(dict.fromkeys(names, random(1, length, 512)))
+        assert {*taken} == {expected}

@@ -11,8 +11,8 @@ import pytest
 from onnx import TensorProto
 
 from engines.backends.llvm.codegen.isa import best_isa
-from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.runtime.expansion import expand
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.backends.llvm.session import LlvmSession
 from engines.compiler.specialise import relower
 from engines.errors import PlanTargetError

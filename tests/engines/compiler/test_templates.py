@@ -3,6 +3,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,14 +16,18 @@ import pytest
 from onnx import TensorProto, helper
 
 from engines import build_engine
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.compiler import specialise, template
 from engines.compiler.agreement import agree
+from engines.compiler.engine_cache import EngineCache
 from engines.compiler.specialise import Specialiser
-from engines.compiler.template import Templates
+from engines.compiler.template import Templates, stored_templates
 from engines.errors import ConfigError, ModelError
 from engines.ir.counted import Counting
 from engines.ir.graph import Array
-from engines.lowering import buffers
+from engines.machine import object_cache
+from engines.plan import arena
+from engines.plan.file import read_plan
 from engines.plan.plan import Operand, Plan
 from engines.runtime.engine import Engine
 from tests.engines.compiler.open_models import (
@@ -91,7 +99,7 @@ def differences(a: Any, b: Any, path: str = "plan") -> list[str]:
     """Return the differences of two plans, except for the positions of constants, which are never shared."""
     if isinstance(a, Operand) and a.constant and b.constant:
         return []
-    if dataclasses.is_dataclass(a) and type(a) is type(b):
+    if dataclasses.is_dataclass(a) and dataclasses.is_dataclass(b) and dataclasses.fields(a) == dataclasses.fields(b):
         skipped = ("constants", "expanded", "weight_offsets", "weights", "of_template")
         return [one for field in dataclasses.fields(a) if field.name not in skipped
                 for one in differences(getattr(a, field.name), getattr(b, field.name), f"{path}.{field.name}")]
@@ -115,6 +123,26 @@ def test_the_plan_of_a_template_is_the_one_that_is_made_for_its_shape_alone(case
         for name, array in expected.items():
             np.testing.assert_array_equal(made[name], array)
     assert len(templates._templates._known) == traces < len(shapes)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_tables_of_a_template_are_those_of_its_plan(case: str) -> None:
+    model, shapes = MODELS[case]
+    plan = built(model)
+    first, specialiser, compared = LoadedPlan(plan), Specialiser(plan), 0
+    for extents in (*shapes, *shapes):
+        made = specialiser.general(extents)
+        if not made.of_template:
+            continue
+        ours, theirs = (LoadedPlan(one, beside=first) for one in (made, made.with_machine()))
+        assert ours.program is LoadedPlan(made, beside=first).program is not theirs.program
+        for name in ("operand_offsets", "sizes"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+        np.testing.assert_array_equal(ours.steps[:, 1:], theirs.steps[:, 1:])
+        assert set(ours.zero_copy.operands) <= set(theirs.zero_copy.places)
+        assert [part.__dict__ for part in ours.segments] == [part.__dict__ for part in theirs.segments]
+        compared += 1
+    assert compared
 
 
 def test_a_shape_for_which_the_guards_do_not_hold_gets_a_template_of_its_own() -> None:
@@ -195,7 +223,8 @@ def test_values_of_inputs_that_decide_have_templates_of_their_own() -> None:
 def test_more_than_there_is_memory_for_is_refused_of_a_template_too(monkeypatch: pytest.MonkeyPatch) -> None:
     templates = Specialiser(built(attention_net()))
     templates.general({"T": 40})
-    monkeypatch.setattr(buffers, "too_large", lambda size: "all of it" if size > 1 << 20 else "")
+    for module in (arena, template):
+        monkeypatch.setattr(module, "too_large", lambda size: "all of it" if size > 1 << 20 else "")
     assert templates.general({"T": 41})
     with pytest.raises(ConfigError, match="all of it"):
         templates.general({"T": 4000})
@@ -204,7 +233,7 @@ def test_more_than_there_is_memory_for_is_refused_of_a_template_too(monkeypatch:
 def test_a_small_shape_is_served_though_there_is_no_memory_for_so_many_items_of_the_usual_one(
         monkeypatch: pytest.MonkeyPatch) -> None:
     alone = without_templates(built(attention_net()))
-    monkeypatch.setattr(buffers, "too_large", lambda size: "all of it" if size > 100_000 else "")
+    monkeypatch.setattr(arena, "too_large", lambda size: "all of it" if size > 100_000 else "")
     assert alone.general({"T": 3})
 
 
@@ -321,3 +350,52 @@ def test_plans_agree_that_compute_the_same_and_no_others() -> None:
         made = plan.with_machine(steps=steps)
         assert agree(made, third, Engine(made))
         assert agree(made, other, Engine(other)) == alike
+
+
+def test_templates_are_stored_for_later_processes(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    build_engine(grouped_queries(), cache=False, timing=False).save(tmp_path / "model.plan")
+    plan, cache = read_plan(tmp_path / "model.plan"), EngineCache(tmp_path / "cache")
+    monkeypatch.delenv(object_cache.VARIABLE, raising=False)
+    stored = stored_templates(plan, cache)
+    assert stored is not None
+
+    def plans(*pasts: int) -> list[Plan]:
+        specialiser = Specialiser(plan, cache=cache)        # as a later process makes it
+        return [specialiser.general({"S": 1, "P": past, "T": past + 1}) for past in pasts]
+
+    def fail(*_: object) -> None:
+        raise AssertionError("traced or compiled again")
+
+    plans(8)
+    assert [is_first for _, is_first in stored.load()] == [True]
+    alone = Templates(lambda counting, extents: None, None, stored)
+    for past in (8, 9):         # 9 would have to be compared with a plan for this shape alone
+        assert bool(alone.plan({"S": 1, "P": past, "T": past + 1})) == (past == 8)
+    expected = plans(9, 10, 33)
+    assert [is_first for _, is_first in stored.load()] == [False]
+    with monkeypatch.context() as patched:
+        for name in ("_counted", "_alone"):
+            patched.setattr(Specialiser, name, fail)
+        for made, other in zip(plans(9, 10, 33), expected, strict=True):
+            assert made.of_template and not differences(made, other)
+            assert bytes(made.machine.constants) == bytes(other.machine.constants)
+
+    stored._cache.store(stored._key, b"no pickle")
+    with caplog.at_level(logging.WARNING, template.__name__):
+        plans(9, 10)
+    assert "stored templates cannot be read and are traced again" in caplog.text and len(stored.load()) == 1
+    monkeypatch.setenv(object_cache.VARIABLE, object_cache.OFF)
+    assert stored_templates(plan, cache) is None
+
+
+def test_an_engine_at_a_shape_of_a_stored_template_imports_no_compiler(tmp_path: Path) -> None:
+    build_engine(mixer(), cache=False, timing=False).save(tmp_path / "model.plan")
+    run = ("import sys, numpy as np; from engines.loading import load_engine; "
+           f"engine = load_engine({str(tmp_path / 'model.plan')!r}, specialise='off', cache={str(tmp_path)!r}); "
+           "print([float(engine.run({'x': np.ones((1, n, 8), np.float32)})['y'].sum()) for n in (50, 51)], "
+           "'llvmlite' in sys.modules, 'onnx' in sys.modules)")
+    env = {name: value for name, value in os.environ.items() if name != object_cache.VARIABLE}
+    first, second = (subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True,
+                                    env=env).stdout for _ in range(2))
+    assert first.endswith("True True\n") and second == first.replace("True True", "False False")

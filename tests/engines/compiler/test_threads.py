@@ -10,7 +10,8 @@ import pytest
 from benchmarks.zoo.sequences.transformers import vit
 from engines.backends.llvm.runtime.abi import ChunkRow, StageRow
 from engines.backends.llvm.runtime.chunks import Schedule, make_schedule
-from engines.backends.llvm.runtime.execution import Arena, LoadedPlan
+from engines.backends.llvm.runtime.execution import Arena
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.ir.graph import Array
 from engines.plan.plan import Plan
 from engines.runtime.engine import Engine

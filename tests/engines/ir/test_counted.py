@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engines.ir.counted import Counting, Pinned, as_int, is_counted, plain, structure
-from engines.ir.deferred import Deferred, LateBytes, numbers
+from engines.ir.deferred import Deferred, LateBytes, array_of, numbers
 from engines.ir.polynomials import Polynomial
 from engines.ir.shapes import Extent, broadcast, dim, extent
 
@@ -124,10 +124,15 @@ def test_the_elements_of_a_deferred_constant_are_not_known() -> None:
 
 def test_late_bytes_of_another_size_than_they_were_placed_by_are_refused() -> None:
     n = Counting().extent("n", 3)
-    late = LateBytes((b"ab" * 32, numbers([n], np.dtype(np.int64), (1,)), bytes(8)), 64)
-    assert late.joined([np.array([5])], [8]) == b"ab" * 32 + bytes([5]) + bytes(63) + bytes(8)
+    late = LateBytes((b"ab" * 32, numbers([n], np.dtype(np.int64), (1,)), array_of(np.arange, [n], (n,), np.int64),
+                      numbers([n, 7], np.dtype(np.int64), (2,)), bytes(8)), 64)
+    joined, arrays, values = late.joiner()
+    assert values == [n, n, 7] and [array.nbytes for array in arrays] == [8 * n]
+    expected = (b"ab" * 32, np.array([5]), np.array([4, 6, 8]), np.array([5, 7]), bytes(64))
+    assert joined([np.array([4, 6, 8])], [24], [5, 5, 7]) == b"".join(
+        part + bytes(-len(part) % 64) for part in map(bytes, expected))
     with pytest.raises(ValueError, match="16"):
-        late.joined([np.array([5, 6])], [8])
+        joined([np.array([5, 6])], [24], [5, 5, 7])
 
 
 def test_no_number_is_neither_more_nor_less() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engines.errors import PlanError
-from engines.plan.arena import Layout, Memory, MemoryPool, array_at, plan_memory, rounded_up
+from engines.plan.arena import Layout, Memory, MemoryPool, array_at, plan_memory, rounded_up, write_halo
 from engines.plan.plan import Buffer, Fill, TensorView
 
 
@@ -129,5 +129,19 @@ def test_memory_of_a_pool_is_taken_again_when_the_last_view_of_it_is_gone() -> N
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 1000, 4095, 1 << 20, (1 << 20) + 1])
 def test_sizes_are_rounded_up_by_no_more_than_an_eighth(size: int) -> None:
-    rounded = rounded_up(size)
-    assert size <= rounded <= size * 9 / 8 and rounded_up(rounded) == rounded
+    rounded = rounded_up(np.array([size]))
+    assert size <= rounded[0] <= size * 9 / 8 and rounded_up(rounded) == rounded
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_halo_is_written_around_the_tensor_in_new_slots_only(batched: bool) -> None:
+    view = TensorView("t", "float32", (4, 5, 3), 0, 0, (60, 12, 4), 240, batched)
+    fill, shape = Fill(view, 7.0, ((1, 0), (1, 2), (0, 0))), (2, 4, 5, 3) if batched else (4, 5, 3)
+    array = np.zeros(shape, np.float32)
+    write_halo(array, fill, 1 if batched else 0)
+    inside = np.zeros(shape, bool)
+    inside[..., 1:, 1:3, :] = True
+    expected = np.where(inside, 0, 7)
+    if batched:
+        expected[0] = 0         # it has its halo already
+    np.testing.assert_array_equal(array, expected)

@@ -135,7 +135,7 @@ def test_a_dropped_engine_is_gone_at_once_without_the_collector(tmp_path: Path, 
         context.profile()
         engine.run({"x": np.zeros((2, 2, 4), np.int32)})
         program = engine._loaded.program
-        gone = [weakref.ref(part) for part in (engine, engine.plan, program, program._code, program._constants,
+        gone = [weakref.ref(part) for part in (engine, engine.plan, program, program.program._code, program._constants,
                                                context, context.execution)]
         del engine, context, program
         assert [ref() for ref in gone] == [None] * len(gone)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.runtime.lending import VOLATILE_SAFE, ZeroCopyBuffers, address_of
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.errors import InputError
 from engines.ir.graph import Array
 from engines.lowering import problems
@@ -85,7 +85,7 @@ def test_only_a_buffer_that_is_one_tensor_is_lent() -> None:
     def places(plan: Plan) -> set[int]:
         operands = [operand for step in plan.machine.steps for operand in step.operands]
         buffers = np.array([-1 if operand.buffer is None else operand.buffer for operand in operands])
-        return set(ZeroCopyBuffers(plan, buffers, np.array([operand.offset for operand in operands])).operands)
+        return set(ZeroCopyBuffers(plan, buffers).operands)
 
     plan = mix_plan(READS, OUTPUTS)
     assert places(plan) == {0, *OUTPUTS}

@@ -1,7 +1,9 @@
 """Tests of the demand for shapes, and of idle memory."""
 from __future__ import annotations
 
-from engines.runtime.policy import IDLE_BYTES, ONCE, REMEMBERED, Demand, IdleMemory
+from dataclasses import dataclass
+
+from engines.runtime.policy import IDLE_BYTES, ONCE, REMEMBERED, Demand, IdleMemory, Kept
 
 
 def test_shapes_come_once_where_none_of_the_last_was_asked_for_again() -> None:
@@ -43,3 +45,24 @@ def test_a_shape_that_nobody_has_any_more_is_not_counted() -> None:
     for _ in range(5):
         memory.use(_Shape(), IDLE_BYTES // 2)
     assert not freed
+
+
+def test_engines_used_longest_ago_are_dropped_beyond_a_number_or_so_many_bytes() -> None:
+    few, small = Kept[str, _Engine](3, 1000), Kept[str, _Engine](9, 100)
+    for key in "abcd":
+        few.keep(key, _Engine(30))
+        small.keep(key, _Engine(30))
+    assert [*few] == [*small] == ["b", "c", "d"]
+    small.move_to_end("b")
+    small.keep("c", _Engine(60))            # in place of the one of 30
+    assert [*small] == ["b", "c"]
+    assert small.pop("b").bytes == 30 and small.pop("b", None) is None
+    small.keep("e", _Engine(40))
+    assert [*small] == ["c", "e"]
+    small.keep("large", _Engine(200))
+    assert [*small] == ["large"], "the last one is kept, whatever its size"
+
+
+@dataclass
+class _Engine:
+    bytes: int

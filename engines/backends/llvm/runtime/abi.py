@@ -1,6 +1,6 @@
 """Interface between Python and emitted code: tables of i64 words that Python writes, with a name for each word.
 
-execution.py, chunks.py and workers.py fill the tables, with addresses from elf.py and expansion.py; the code that
+loaded.py, chunks.py and workers.py fill the tables, with addresses from elf.py and expansion.py; the code that
 codegen/executor.py emits reads them. A row of a table is one or more cache lines, so that two threads never write to
 one line.
 """

@@ -18,7 +18,8 @@ Words = NDArray[np.int64]
 class ItemTables:
     """Step and operand tables of one arena for execution item by item."""
 
-    def __init__(self, steps: Words, operands: Words, strides: Words, slots: int, zero_copy: ZeroCopyBuffers) -> None:
+    def __init__(self, steps: Words, operands: Words, strides: Words, offsets: Words, slots: int,
+                 zero_copy: ZeroCopyBuffers) -> None:
         """Make the tables.
 
         Parameters
@@ -26,9 +27,10 @@ class ItemTables:
         steps : step table of the plan.
         operands : operand table of the arena.
         strides : item stride of each operand, in bytes.
+        offsets : offset of each operand in its buffer, in bytes.
         slots : number of batch slots.
         """
-        self._lendable = zero_copy
+        self._lendable, self._operand_offsets = zero_copy, offsets
         every = np.arange(slots)[:, None]
         self._every_step = steps
         self._operands = operands + every * strides
@@ -51,9 +53,9 @@ class ItemTables:
     def redirect(self, view: TensorView, first: int, begin: int, byte_size: int) -> None:
         """Make `byte_size` bytes from address `begin` on replace the items of an input from slot `first` on."""
         for slot, item in enumerate(range(begin, begin + byte_size, view.item_stride), first):
-            for operand, offset in self._lendable.items[view.buffer]:
+            for operand in self._lendable.items[view.buffer]:
                 self._redirected.append((slot, operand, self._words[slot, operand]))
-                self._words[slot, operand] = item + offset
+                self._words[slot, operand] = item + int(self._operand_offsets[operand])
 
     def restore(self) -> None:
         """Make every item refer to its own slot again."""

@@ -2,7 +2,8 @@
 
     elf.py          loads the plan's machine code
     expansion.py    computes the constants that the file holds in a smaller form
-    execution.py    tables, memory, and the executor of one thread
+    loaded.py       the tables
+    execution.py    memory, and the executor of one thread
     chunks.py       the units of work that several threads share (here)
     workers.py      the threads that run them
     abi.py          the tables that Python writes and emitted code (codegen/executor.py) reads
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.backends.llvm.runtime.abi import CHUNK_WORDS, LINE_WORDS, ChunkRow, StageRow, StepRow
-from engines.backends.llvm.runtime.execution import LoadedPlan, Words, words
+from engines.backends.llvm.runtime.loaded import LoadedPlan, Words, words
 from engines.backends.llvm.runtime.segments import Segment
 from engines.plan.plan import Footprint, Plan, Step
 

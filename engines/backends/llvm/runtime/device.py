@@ -4,7 +4,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines.backends.device import Device, Execution, Loaded
-from engines.backends.llvm.runtime.execution import LoadedPlan, SerialExecution
+from engines.backends.llvm.runtime.execution import SerialExecution
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.machine import cpu
 from engines.plan.plan import Plan
 

@@ -1,7 +1,6 @@
-"""Loaded plans: the tables that emitted code reads, the memory that they point into, and the single-threaded executor.
+"""Execution of loaded plans on one thread, and the memory that their tables point into.
 
-elf.py loads the code, expansion.py the constants that are computed, abi.py names the words of the tables. workers.py is
-the executor of several threads, which share the chunks that chunks.py makes.
+loaded.py fills the tables. workers.py is the executor of several threads, which share the chunks that chunks.py makes.
 """
 from __future__ import annotations
 
@@ -11,197 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
-from weakref import WeakValueDictionary
-
-import numpy as np
-from numpy.typing import NDArray
 
 from engines.backends.device import Show, final_before
-from engines.backends.llvm.runtime.abi import STEP_WORDS, WORD, StepRow
 from engines.backends.llvm.runtime.by_item import ItemTables
-from engines.backends.llvm.runtime.elf import LoadedCode
-from engines.backends.llvm.runtime.expansion import expand
-from engines.backends.llvm.runtime.lending import ZeroCopyBuffers, address_of
-from engines.backends.llvm.runtime.segments import Segment, cut_at_item_major_runs, cut_before, segments_of
-from engines.errors import PlanCorruptError, PlanTargetError
+from engines.backends.llvm.runtime.lending import address_of
+from engines.backends.llvm.runtime.loaded import LoadedPlan
+from engines.backends.llvm.runtime.segments import Segment, cut_before
 from engines.ir.graph import Array
 from engines.machine.clock import thread_seconds
-from engines.plan.arena import (
-    HUGE_PAGE,
-    Layout,
-    Layouts,
-    Memory,
-    MemoryPool,
-    array_at,
-    on_cache_line,
-    plan_memory,
-    write_halo,
-)
-from engines.plan.plan import (
-    EXPANDED,
-    SHARED,
-    SHARED_EXPANDED,
-    ExpandedConstant,
-    Plan,
-    TensorView,
-    item_strides,
-)
-from engines.plan.verification import verify
-
-Words = NDArray[np.int64]
-EmittedFunction = Callable[..., None]
-
-
-class LoadedPlan:
-    """Plan ready to run: code loaded, tables filled. It is read-only afterwards, and shared by all contexts."""
-
-    def __init__(self, plan: Plan, threads: int = 1, beside: LoadedPlan | None = None) -> None:
-        """Load a plan.
-
-        Parameters
-        ----------
-        threads : number of threads that compute expanded constants.
-        beside : for a specialisation, the loaded plan whose constants both share.
-
-        Raises
-        ------
-        PlanCorruptError, PlanTargetError
-        """
-        self.plan, self.machine = plan if plan.of_template else verify(plan), plan.machine
-        self._beside = _checked(plan, beside) if self.machine.shared else None
-        # Plans of one model have code in common, and their contexts take turns.
-        self._codes: WeakValueDictionary[tuple[int, ...], LoadedCode] = (
-            self._beside._codes if self._beside else WeakValueDictionary())
-        self._pool: MemoryPool | None = self._beside._pool if self._beside else MemoryPool() if plan.open else None
-        self._layouts: Layouts = self._beside._layouts if self._beside else Layouts()
-        self._code = self._loaded_code()
-        self._constants, self._constants_address = on_cache_line(self.machine.constants)
-        self._expanded = expand(self.machine, self.kernel, self._constants_address, threads)
-        self.run_steps = self.function("run_steps", 5)
-        self.steps = self._step_table()
-        self.steps_address = self.steps.ctypes.data
-        self.segments = segments_of(plan)
-        self.serial_segments = tuple(part for segment in self.segments
-                                     for part in cut_at_item_major_runs(segment, self.machine.item_major))
-        operands = [operand for step in self.machine.steps for operand in step.operands]
-        # The four kinds of constants are numbered as buffers after the others.
-        more = {kind: len(self.machine.buffers) + i for i, kind in enumerate((None, EXPANDED, SHARED, SHARED_EXPANDED))}
-        buffers = [more.get(o.buffer, o.buffer) for o in operands]
-        self._operand_buffers = np.array(buffers, np.int64)
-        self._operand_offsets = np.array([o.offset for o in operands], np.int64)
-        self.zero_copy = ZeroCopyBuffers(plan, self._operand_buffers, self._operand_offsets)
-
-    def _loaded_code(self) -> LoadedCode:
-        key = tuple(map(id, self.machine.code))
-        code = self._codes.get(key)
-        if code is None:
-            code = self._codes[key] = LoadedCode(self.machine.code)
-        return code
-
-    def memory(self, size: int) -> NDArray[np.uint8]:
-        """Return memory for the buffers of a context. Raises PlanError: there is not so much."""
-        # A batch of one item would touch a huge page for each of its tensors, and most of each page is of other items.
-        large = size // self.plan.batch_slots >= 4 * HUGE_PAGE
-        return self._pool.take(size, large) if self._pool else Memory(size).bytes
-
-    def function(self, name: str, parameters: int, user: str = "the executor") -> EmittedFunction:
-        """Return an emitted function that takes i64s or addresses; a call releases the GIL."""
-        prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * parameters)
-        return prototype(self._address(name, user))
-
-    @property
-    def constant_addresses(self) -> tuple[int, int]:
-        """Return the address of the constants, and of those computed from them."""
-        return self._constants_address, self._expanded.address
-
-    def kernel(self, item: ExpandedConstant) -> EmittedFunction:
-        """Return the kernel that computes an expanded constant."""
-        return self.function(item.symbol, 5, f"a constant of '{item.name}'")
-
-    def _address(self, symbol: str, user: str) -> int:
-        try:
-            return self._code.addresses[symbol]
-        except KeyError:
-            raise PlanCorruptError(f"{self.plan.name}: {user} needs '{symbol}', which the plan's code does not define; "
-                                   "build the plan again") from None
-
-    def _step_table(self) -> Words:
-        rows, operands = list[tuple[int, ...]](), 0
-        for step in self.machine.steps:
-            function = self._address(step.symbol, f"step '{step.name}'") if step.symbol else 0
-            rows.append((function, operands * WORD, step.rows_per_item, 0 if step.rows_per_item else step.rows,
-                         step.columns))           # in the order of StepRow
-            operands += len(step.operands)
-        table = words(len(rows), STEP_WORDS)
-        if rows:                                  # numpy takes 1 us for each element that is set alone
-            table[:, :len(StepRow)] = rows
-        return table
-
-    @cached_property
-    def one_item_bytes(self) -> dict[int, int]:
-        """Return {buffer: bytes of an item} of buffers that hold one item, as only one item-major run uses them."""
-        return {footprint.buffer: footprint.item_stride for run in self.machine.item_major
-                for step in self.machine.steps[run.first:run.last] for footprint in step.writes
-                if run.keeps(self.machine.buffers[footprint.buffer])}
-
-    @cached_property
-    def item_strides(self) -> Words:
-        """Return the item stride in bytes of each operand of steps that may run item by item; 0 for other steps."""
-        inside = {i for run in self.machine.item_major for i in range(run.first, run.last)} | self.zero_copy.readers
-        strides = [stride if operand.buffer not in self.one_item_bytes else 0
-                   for i, step in enumerate(self.machine.steps)
-                   for operand, stride in zip(step.operands, item_strides(step) if i in inside else
-                                              [0] * len(step.operands), strict=True)]
-        return np.array(strides, np.int64)
-
-    @cached_property
-    def scattered_segments(self) -> tuple[Segment, ...]:
-        """Return the serial segments for inputs with scattered items: steps that read these run item by item too."""
-        readers = self.zero_copy.readers
-        cuts = {step + behind for step in readers for behind in (0, 1)}
-        return tuple(part for segment in self.serial_segments for part in (
-            [segment] if segment.by_item else (replace(part, by_item=part.first in readers)
-                                               for part in cut_before([segment], cuts))))
-
-    @cached_property
-    def shared_layout(self) -> Layout:
-        """Return the layout of a context of one thread.
-
-        Buffers share memory; those that only one item-major run uses hold one item.
-        """
-        others, buffers = self.plan.batch_slots - 1, self.machine.buffers
-        if others and self.one_item_bytes:
-            buffers = tuple(replace(buffer, bytes=buffer.bytes - others * self.one_item_bytes.get(i, 0))
-                            for i, buffer in enumerate(buffers))
-        plan = self._layouts.plan if self.plan.of_template else plan_memory
-        return replace(plan(buffers, self.machine.fills), one_item=frozenset(self.one_item_bytes))
-
-    @cached_property
-    def separate_layout(self) -> Layout:
-        """Return the layout of a context of several threads, in which every buffer has its own memory."""
-        return plan_memory(self.machine.buffers, self.machine.fills, reuse=False)
-
-    def operand_table(self, bases: Sequence[int]) -> Words:
-        """Return the addresses of all operands of all steps, given the base address of each buffer."""
-        shared = self._beside.constant_addresses if self._beside else (0, 0)
-        every: Words = np.array([*bases, *self.constant_addresses, *shared], np.int64)
-        return every[self._operand_buffers] + self._operand_offsets
-
-
-def _checked(plan: Plan, beside: LoadedPlan | None) -> LoadedPlan:
-    """Return `beside`, the plan whose constants are shared, if it is the right one."""
-    if beside is None:
-        raise PlanTargetError(f"{plan.name}: a specialisation cannot be loaded alone; load the plan of its model")
-    machine = beside.machine
-    if (len(machine.constants), machine.expanded_bytes) != plan.machine.shared:
-        raise PlanCorruptError(f"{plan.name}: this specialisation does not belong to the plan it is loaded with; build "
-                               "the plan again")
-    return beside
-
-
-def words(*shape: int) -> Words:
-    """Return a zeroed table of i64 that begins on a cache line, in memory that is never moved."""
-    return np.ndarray(shape, np.int64, Memory(int(np.prod(shape)) * WORD).bytes)
+from engines.plan.arena import Layout, array_at, write_halo
+from engines.plan.plan import TensorView
 
 
 class Arena:
@@ -215,9 +33,12 @@ class Arena:
         self._bytes = program.memory(layout.total)
         self._address: int = self._bytes.ctypes.data
         self._filled = 0        # batch slots whose halos are written
-        self._borrowed = frozenset(i for i, buffer in enumerate(program.machine.buffers) if inputs and buffer.first < 0)
-        bases = [owner._address + owner._layout.offsets[i]
-                 for i, owner in enumerate(map(self._owner, range(len(layout.offsets))))]
+        self._borrowed = frozenset(i for i, buffer in enumerate(program.machine.buffers)
+                                   if buffer.first < 0) if inputs else frozenset()
+        bases = self._address + layout.vector
+        for i in self._borrowed:
+            owner = self._owner(i)
+            bases[i] = owner._address + owner._layout.offsets[i]
         self._operands = program.operand_table(bases)
         self.operands: int = self._operands.ctypes.data     # address of the operand table
         self._words = self._operands.data                    # memoryview: faster for single writes
@@ -227,8 +48,8 @@ class Arena:
     def items(self) -> ItemTables:
         """Return the tables for steps that run item by item."""
         program = self._program
-        return ItemTables(program.steps, self._operands, program.item_strides, program.plan.batch_slots,
-                          program.zero_copy)
+        return ItemTables(program.steps, self._operands, program.item_strides, program.operand_offsets,
+                          program.plan.batch_slots, program.zero_copy)
 
     @property
     def bytes(self) -> int:
@@ -247,9 +68,10 @@ class Arena:
         operands, begin = self._program.zero_copy.operands.get(view.buffer), address_of(array)
         if operands is None or begin is None:
             return False
-        for operand, offset in operands:
+        offsets = self._program.operand_offsets
+        for operand in operands:
             self._redirected.append((operand, self._words[operand]))
-            self._words[operand] = begin + offset
+            self._words[operand] = begin + int(offsets[operand])
         return True
 
     def restore(self) -> None:

@@ -1,4 +1,4 @@
-"""Constants that are computed from smaller ones when a plan is loaded (execution.py), so that its file is smaller.
+"""Constants that are computed from smaller ones when a plan is loaded (loaded.py), so that its file is smaller.
 
 The kernels that expand them are part of the plan's code, which elf.py loads; they run on all threads of the engine.
 """

@@ -12,13 +12,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.ir.counted import identical
 from engines.ir.dtypes import memory_dtype
 from engines.ir.graph import Array
 from engines.plan.arena import PAGE, ChangingArray
 from engines.plan.plan import SLACK, MachinePart, Operand, Plan, Step, TensorView, runs_by_item
 
 Words = NDArray[np.int64]
-OperandOffsets = tuple[tuple[int, int], ...]  # (number of an operand, its byte offset in the buffer)
+OperandNumbers = tuple[int, ...]
 # Families of problems whose kernels use the values that they read for arithmetic only. In other families values decide
 # on addresses or loop counts (an index, a count, an order); these check a value, and then read it again.
 VOLATILE_SAFE = frozenset({
@@ -29,15 +30,18 @@ VOLATILE_SAFE = frozenset({
 class ZeroCopyBuffers:
     """Buffers of a plan that zero-copy arrays may replace."""
 
-    def __init__(self, plan: Plan, buffers: Words, offsets: Words) -> None:
+    def __init__(self, plan: Plan, buffers: Words, symbolic: bool = False) -> None:
         """Prepare the analysis of a plan.
 
-        buffers, offsets: buffer number and byte offset of each operand of the operand table.
+        Parameters
+        ----------
+        buffers : buffer number of each operand of the operand table.
+        symbolic : the plan has symbolic extents; what is found holds for all of them.
         """
-        self._plan, self._buffers, self._offsets = plan, buffers, offsets
+        self._plan, self._buffers, self._symbolic = plan, buffers, symbolic
 
     @cached_property
-    def operands(self) -> dict[int, OperandOffsets]:
+    def operands(self) -> dict[int, OperandNumbers]:
         """Return the operands in each buffer that an array may replace."""
         machine = self._plan.machine
         if machine.item_major or any(step.fallback for step in machine.steps):
@@ -46,10 +50,10 @@ class ZeroCopyBuffers:
                 if self._is_alone(view) and _is_all(view, machine, self._plan.batch_slots)}
 
     @cached_property
-    def items(self) -> dict[int, OperandOffsets]:
-        """Return the operands in each input's buffer whose items arrays may replace."""
+    def items(self) -> dict[int, OperandNumbers]:
+        """Return the operands in each input's buffer whose items arrays may replace; none for symbolic extents."""
         machine = self._plan.machine
-        return {view.buffer: self._operands_of(view.buffer) for view in machine.inputs
+        return {} if self._symbolic else {view.buffer: self._operands_of(view.buffer) for view in machine.inputs
                 if view.batched and self._is_alone(view) and _is_all(view, machine, self._plan.batch_slots)
                 and view.end(1) == view.item_stride
                 and all(_reads_by_item(step, view) for step in machine.steps)}
@@ -85,22 +89,22 @@ class ZeroCopyBuffers:
         machine = self._plan.machine
         return sum(view.buffer == other.buffer for other in (*machine.inputs, *machine.outputs)) == 1
 
-    def _operands_of(self, buffer: int) -> OperandOffsets:
-        operands = np.flatnonzero(self._buffers == buffer)
-        return tuple(zip(operands.tolist(), self._offsets[operands].tolist(), strict=True))
+    def _operands_of(self, buffer: int) -> OperandNumbers:
+        return tuple(np.flatnonzero(self._buffers == buffer).tolist())
 
 
 def _is_all(view: TensorView, machine: MachinePart, slots: int) -> bool:
     """Return True if a buffer holds one tensor only, item by item, contiguously."""
     stride = memory_dtype(view.dtype).itemsize
     for extent, given in zip(reversed(view.shape), reversed(view.strides), strict=True):
-        if extent != 1 and given != stride:
+        if not identical(extent, 1) and not identical(given, stride):
             return False
         stride *= extent
     items = slots if view.batched else 1
     behind = machine.buffers[view.buffer].bytes - items * stride
-    return (view.offset, view.batch_axis) == (0, 0) and (items == 1 or view.item_stride == stride) \
-        and 0 <= behind <= SLACK and all(fill.view.buffer != view.buffer for fill in machine.fills)
+    is_whole = identical(view.offset, 0) and view.batch_axis == 0 and type(behind) is int and 0 <= behind <= SLACK
+    return is_whole and (items == 1 or identical(view.item_stride, stride)) and all(
+        fill.view.buffer != view.buffer for fill in machine.fills)
 
 
 def _reads_by_item(step: Step, view: TensorView) -> bool:

@@ -35,17 +35,8 @@ from engines.backends.llvm.runtime.abi import (
     WorkerRow,
 )
 from engines.backends.llvm.runtime.chunks import Schedule, make_schedule, most_chunks
-from engines.backends.llvm.runtime.execution import (
-    Arena,
-    EmittedFunction,
-    LoadedPlan,
-    SerialExecution,
-    Words,
-    call_of,
-    libc,
-    time_steps,
-    words,
-)
+from engines.backends.llvm.runtime.execution import Arena, SerialExecution, call_of, libc, time_steps
+from engines.backends.llvm.runtime.loaded import EmittedFunction, LoadedPlan, Words, words
 from engines.errors import ConfigError
 from engines.ir.graph import Array
 from engines.plan.plan import TensorView

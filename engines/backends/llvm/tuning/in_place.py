@@ -23,7 +23,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from engines.backends.base import Progress
-from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, call_of
+from engines.backends.llvm.runtime.execution import Arena, call_of
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.backends.llvm.runtime.segments import Segment
 from engines.backends.llvm.tuning.candidates import Candidate, Choice, packing
 from engines.backends.llvm.tuning.tuner import Estimate, Tuner

@@ -16,7 +16,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
-from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, run_segment
+from engines.backends.llvm.runtime.execution import Arena, run_segment
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.backends.llvm.runtime.segments import Segment
 from engines.backends.llvm.tuning.timing import seconds_of
 from engines.machine.timing_cache import TimingCache

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, call_of
+from engines.backends.llvm.runtime.execution import Arena, call_of
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.backends.llvm.runtime.segments import Segment
 from engines.errors import PlanError
 from engines.machine.clock import thread_seconds

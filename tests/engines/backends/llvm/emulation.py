@@ -163,7 +163,7 @@ def _rounded_to_bfloat(d: _Definition, x: Value) -> Value:
 
 
 def _reduce(name: str, lanes: int) -> str:
-    """x minus the nearest integer, halves to even, of |x| < 2**22: for no bits of fraction, without a mask."""
+    """Return x minus the nearest integer, halves to even, of |x| < 2**22: for no bits of fraction, without a mask."""
     floats = vector(lanes, FLOAT)
     d = _Definition(name, floats, floats, I32, floats, f"i{lanes}", I32)
     x = d.arguments[0]
@@ -171,7 +171,7 @@ def _reduce(name: str, lanes: int) -> str:
 
 
 def _scale(name: str, lanes: int) -> str:
-    """x * 2**n for integers n from -126 to 127, without a mask."""
+    """Return x * 2**n for integers n from -126 to 127, without a mask."""
     floats = vector(lanes, FLOAT)
     d = _Definition(name, floats, floats, floats, floats, f"i{lanes}", I32)
     x, n = d.arguments[:2]

@@ -17,6 +17,7 @@ cost of dequantising. The outer loops are those of tiled.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -82,19 +83,22 @@ class BlockedKernel(TiledContraction):
         panels = cout_panels(self.problem, isa, tactic.vectors)
         q, scales, offsets = (rows_with_zeros(np.asarray(constants[name])) for name in (
             "weights", "scales", "offsets"))
-        parts: list[Array] = []
-        for panel in panels:
+        heads = [scales] if self.problem.centred else [scales, offsets]
+        packed: list[Array] = []
+        for _, alike in groupby(panels, np.shape):
+            some, parts = np.stack([*alike]), list[Array]()
             for number, count in enumerate(self.blocks):
                 first = number * self.problem.block
-                heads = [scales] if self.problem.centred else [scales, offsets]
-                parts += [head[panel, number].astype(np.float32).ravel().view(np.uint8) for head in heads]
-                parts.append(self.packed_block(q[panel, first:first + count].astype(np.uint8)))
-        return np.concatenate(parts), pack_program(self.problem, panels, constants)
+                parts += [head[some, number].astype(np.float32).reshape(len(some), -1).view(np.uint8)
+                          for head in heads]
+                parts.append(self.packed_block(q[some, first:first + count].astype(np.uint8)).reshape(len(some), -1))
+            packed.append(np.concatenate(parts, axis=1).ravel())
+        return np.concatenate(packed), pack_program(self.problem, panels, constants)
 
     def packed_block(self, q: Array) -> Array:
-        """Pack one block [vector][lane][k] into bytes, two weights each."""
-        bits = np.pad(q, ((0, 0), (0, 0), (0, q.shape[-1] % 2)))
-        return np.asarray((bits[..., ::2] | bits[..., 1::2] << 4).transpose(2, 0, 1).ravel())
+        """Pack a block of each panel, [panel][vector][lane][k], into bytes, two weights each."""
+        bits = np.pad(q, ((0, 0), (0, 0), (0, 0), (0, q.shape[-1] % 2)))
+        return np.asarray((bits[..., ::2] | bits[..., 1::2] << 4).transpose(0, 3, 1, 2))
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
         _BlockedLoops(self, module, name, isa, tactic).emit()
@@ -130,9 +134,9 @@ class RoundedKernel(BlockedKernel):
         return max(turn.congested_cycles, LATENCY * 2)
 
     def packed_block(self, q: Array) -> Array:
-        eights = np.pad(q, ((0, 0), (0, 0), (0, self.problem.block - q.shape[-1])))
-        eights = eights.reshape(*q.shape[:2], -1, 2, EIGHT // 2)
-        return np.asarray((eights[..., 0, :] | eights[..., 1, :] << 4).transpose(2, 0, 1, 3).ravel())
+        eights = np.pad(q, ((0, 0), (0, 0), (0, 0), (0, self.problem.block - q.shape[-1])))
+        eights = eights.reshape(*q.shape[:3], -1, 2, EIGHT // 2)
+        return np.asarray((eights[..., 0, :] | eights[..., 1, :] << 4).transpose(0, 3, 1, 2, 4))
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
         _RoundedLoops(self, module, name, isa, tactic).emit()

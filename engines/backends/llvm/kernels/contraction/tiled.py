@@ -154,9 +154,10 @@ class TiledContraction(Kernel[Contraction]):
             return replace(view, shape=(1, view.shape[0] * view.shape[1], view.shape[2]))
 
         problem = self.image
+        if problem.taps != (1, 1) or problem.stride != (1, 1) or problem.rows == 1:
+            return problem
         views = (problem.x, problem.y, *problem.operands)
-        together = all(v.strides[0] == v.shape[1] * v.strides[1] for v in views)
-        if problem.taps != (1, 1) or problem.stride != (1, 1) or not together or problem.rows == 1:
+        if not all(v.strides[0] == v.shape[1] * v.strides[1] for v in views):
             return problem
         return replace(problem, x=joined(problem.x), y=joined(problem.y), operands=tuple(map(joined, problem.operands)))
 

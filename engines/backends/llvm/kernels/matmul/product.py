@@ -95,10 +95,10 @@ class ProductKernel(Kernel[Product]):
         return (*(replace(tile, packed=False) for tile in dict.fromkeys((wide, *packed))), *packed)
 
     def cost(self, isa: Isa, tactic: Tile) -> float:
-        """Return the cost if b comes from memory for a few rows; else that of the products, so that the first tactic
-        wins.
+        """Return the cycles of reading b for a few rows by a large matrix, else those of the products.
 
-        For a few rows tiles read short pieces of each row of b, at a fraction of the bandwidth.
+        The latter are equal for all tactics, so the first one wins. For a few rows tiles read short pieces of each row
+        of b, at a fraction of the bandwidth.
         """
         if not few_by_large(self.problem, isa):
             return vector_cycles(self.problem.macs, self.problem.precision, isa)

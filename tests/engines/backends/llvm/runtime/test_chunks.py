@@ -9,7 +9,7 @@ import pytest
 from engines.backends.llvm.runtime import chunks
 from engines.backends.llvm.runtime.abi import ChunkRow, StageRow
 from engines.backends.llvm.runtime.chunks import GridSplit, make_schedule, rows_awaited, split_grid
-from engines.backends.llvm.runtime.execution import LoadedPlan
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.plan.plan import Footprint, Step
 from tests.engines.tiny import mix_plan
 

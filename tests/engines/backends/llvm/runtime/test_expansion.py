@@ -11,7 +11,7 @@ import pytest
 from engines.backends.llvm.codegen.compile import compile_object
 from engines.backends.llvm.kernels.kernel import begin_kernel
 from engines.backends.llvm.runtime import expansion
-from engines.backends.llvm.runtime.execution import LoadedPlan
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.codegen.ir_builder import Module
 from engines.codegen.types import I32
 from engines.errors import PlanCorruptError

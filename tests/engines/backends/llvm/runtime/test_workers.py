@@ -15,7 +15,7 @@ import pytest
 
 from engines.backends.llvm.runtime import chunks
 from engines.backends.llvm.runtime.abi import WorkerRow
-from engines.backends.llvm.runtime.execution import LoadedPlan
+from engines.backends.llvm.runtime.loaded import LoadedPlan
 from engines.backends.llvm.runtime.workers import ParallelExecution, ParallelProgram
 from engines.ir.graph import Array
 from engines.plan.arena import PAGE
