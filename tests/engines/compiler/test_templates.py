@@ -139,7 +139,7 @@ def test_tables_of_a_template_are_those_of_its_plan(case: str) -> None:
         for name in ("operand_offsets", "sizes"):
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
         np.testing.assert_array_equal(ours.steps[:, 1:], theirs.steps[:, 1:])
-        assert set(ours.zero_copy.operands) <= set(theirs.zero_copy.places)
+        assert set(ours.zero_copy.operands) <= set(theirs.zero_copy.operands)
         assert [part.__dict__ for part in ours.segments] == [part.__dict__ for part in theirs.segments]
         compared += 1
     assert compared
@@ -375,7 +375,7 @@ def test_templates_are_stored_for_later_processes(
     expected = plans(9, 10, 33)
     assert [is_first for _, is_first in stored.load()] == [False]
     with monkeypatch.context() as patched:
-        for name in ("_counted", "_alone"):
+        for name in ("_symbolic_plan", "_alone"):
             patched.setattr(Specialiser, name, fail)
         for made, other in zip(plans(9, 10, 33), expected, strict=True):
             assert made.of_template and not differences(made, other)
