@@ -1,6 +1,7 @@
 """Matrix units as data, and the tile instructions of AMX: how to emit them, and their meaning in plain LLVM IR.
 
     tdpbusd    c[m, n] += sum over k, e in 0..3 of u8 a[m, 4 k + e] * s8 b[k, 4 n + e]      int32, exact, wraps
+               tdpbssd, tdpbsud, tdpbuud: other signs of a and b
     tdpbf16ps  c[m, n] += (sum over k of a[m, 2 k] * b[k, 2 n]) + (sum over k of a[m, 2 k + 1] * b[k, 2 n + 1])
                           bfloat16 operands, float32 sums rounded to even at each step, denormals read as zero
     tdpfp16ps  c[m, n] += the same sums of float16 operands, whose denormals count; float32 denormals are zero
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from engines.codegen.ir_builder import Function, Module, Number, Value
 from engines.codegen.types import FLOAT, I8, I16, I32, I64, PTR, vector
@@ -58,6 +60,11 @@ class MatrixUnit:
 AMX = MatrixUnit(registers=8, rows=16, row_bytes=64, group=4, products=(("int8", "tdpbusd"), ("bf16", "tdpbf16ps")),
                  product_cycles=13.9, least_product_cycles=8.7, load_cycles=10, store_cycles=16.5, configure_cycles=170)
 AMX_FP16 = replace(AMX, products=(*AMX.products, ("fp16", "tdpfp16ps")))      # cycles not measured
+
+
+def product_of_bytes(left_signed: bool, right_signed: bool) -> str:
+    """Return the instruction that multiplies bytes of these signs."""
+    return f"tdpb{'us'[left_signed]}{'us'[right_signed]}d"
 
 
 def configuration(unit: MatrixUnit, shapes: Shapes) -> bytes:
@@ -184,13 +191,14 @@ def _tilestore(s: _State, tile: Value, memory: Value, pitch: Value) -> None:
     s.copy(tile, (s.tile(tile), AMX.row_bytes), (memory, pitch))
 
 
-def _tdpbusd(s: _State, c: Value, a: Value, b: Value) -> None:
+def _product_of_bytes(s: _State, c: Value, a: Value, b: Value, left_cast: str, right_cast: str) -> None:
     f, ints = s.f, vector(_LANES, I32)
     for sums, x, w in s.products(c, a, b):
         total, weights = f.load(ints, sums), f.load(vector(4 * _LANES, I8), w)
         for e in range(4):
-            left = f.splat(f.cast("zext", f.load(I8, x + e), I32, "x"), _LANES)
-            total = total + left * f.cast("sext", f.shuffle(weights, None, range(e, 4 * _LANES, 4), "w"), ints, "w")
+            left = f.splat(f.cast(left_cast, f.load(I8, x + e), I32, "x"), _LANES)
+            right = f.cast(right_cast, f.shuffle(weights, None, range(e, 4 * _LANES, 4), "w"), ints, "w")
+            total = total + left * right
         f.store(total, sums)
 
 
@@ -230,11 +238,15 @@ def _flushed(f: Function, x: Value) -> Value:
     return f.cast("bitcast", f.select(normal, bits, bits & -(1 << 31)), vector(_LANES, FLOAT), "float")
 
 
+_CASTS = ("zext", "sext")       # by whether a byte is signed
 _MOVE, _PRODUCT = {"tile": I8, "memory": PTR, "pitch": I64}, {"c": I8, "a": I8, "b": I8}
 _MEANINGS: Mapping[str, tuple[Mapping[str, str], Callable[..., None]]] = {
     "ldtilecfg": ({"memory": PTR}, _ldtilecfg), "tilerelease": ({}, _tilerelease),
     "tilezero": ({"tile": I8}, _tilezero), "tileloadd64": (_MOVE, _tileload), "tilestored64": (_MOVE, _tilestore),
-    "tdpbusd": (_PRODUCT, _tdpbusd), "tdpbf16ps": (_PRODUCT, _tdpbf16ps),
+    **{product_of_bytes(left, right): (_PRODUCT, partial(_product_of_bytes, left_cast=_CASTS[left],
+                                                         right_cast=_CASTS[right]))
+       for left in (False, True) for right in (False, True)},
+    "tdpbf16ps": (_PRODUCT, _tdpbf16ps),
     "tdpfp16ps": (_PRODUCT, _tdpfp16ps)}
 
 

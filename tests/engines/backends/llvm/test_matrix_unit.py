@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_AMX_FP16, AVX512_BF16, AVX512_VNNI, Isa
-from engines.backends.llvm.codegen.tiles import AMX, AMX_FP16, Tiles, configuration, meanings
+from engines.backends.llvm.codegen.tiles import AMX, AMX_FP16, Tiles, configuration, meanings, product_of_bytes
 from engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from engines.backends.llvm.kernels.kernel import kernels_for
 from engines.backends.llvm.kernels.matrix_unit.contraction import AmxTile, MatrixUnitContraction
@@ -243,14 +243,16 @@ def product(instruction: str, c: np.ndarray, a: np.ndarray, b: np.ndarray, nativ
 
 
 @NATIVE
-def test_products_of_bytes_are_exact_and_wrap(native: bool) -> None:
+@pytest.mark.parametrize("left, right", [(np.uint8, np.int8), (np.int8, np.int8), (np.int8, np.uint8),
+                                         (np.uint8, np.uint8)])
+def test_products_of_bytes_are_exact_and_wrap(left: type, right: type, native: bool) -> None:
     random = np.random.default_rng(0)
-    a, b = random.integers(0, 256, (16, 64)).astype(np.uint8), random.integers(-128, 128, (16, 64)).astype(np.int8)
+    a, b = (random.integers(0, 256, (16, 64)).astype(np.uint8).view(dtype) for dtype in (left, right))
     c = random.integers(-1 << 31, 1 << 31, (16, 16)).astype(np.int32)
     c[0] = (1 << 31) - 1
     columns = b.reshape(16, 16, 4).transpose(0, 2, 1).reshape(64, 16)
     expected = (c.astype(np.int64) + a.astype(np.int64) @ columns.astype(np.int64)).astype(np.int32)
-    product("tdpbusd", c, a, b, native)
+    product(product_of_bytes(left is np.int8, right is np.int8), c, a, b, native)
     np.testing.assert_array_equal(c, expected)
 
 
@@ -308,6 +310,7 @@ def test_a_configuration_is_64_bytes_of_palette_1() -> None:
 def test_every_instruction_that_kernels_emit_has_a_meaning() -> None:
     products = {f"llvm.x86.{instruction}" for _, instruction in AMX_FP16.products}
     assert set(AMX.products) < set(AMX_FP16.products)
+    products |= {f"llvm.x86.{product_of_bytes(left, right)}" for left in (False, True) for right in (False, True)}
     assert products <= meanings(0).keys() <= EMULATION.keys()
 
 

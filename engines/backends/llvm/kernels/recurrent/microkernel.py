@@ -5,7 +5,7 @@ products read those, then the numbers of rounding.py if the scale is found at ru
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
@@ -27,6 +27,7 @@ LINE = 64               # bytes of a cache line
 
 class MicroKernels:
     """Micro-kernels of one kernel, each emitted once."""
+    last_parameter: ClassVar[str] = "ahead"     # address of weights to prefetch
 
     def __init__(self, kernel: RecurrenceTiling, module: Module, name: str, isa: Isa, tactic: Panels,
                  block: int) -> None:
@@ -52,7 +53,7 @@ class MicroKernels:
         problem, isa, stage = self.problem, self.isa, self.problem.cells[which].stages[number]
         y = {"y": PTR} if problem.y is not None else {}
         f = self.module.function(name, internal=True, x=PTR, old=PTR, new=PTR, rest=PTR, **y, w=PTR, units=PTR,
-                                 start=I64, ahead=PTR)
+                                 start=I64, **{self.last_parameter: PTR})
         vectors = -(-width // isa.lanes)
         sums = self._products(f, stage, size, vectors)
         with f.interleaved(STRANDS) as begin:
@@ -69,7 +70,7 @@ class MicroKernels:
         source = f.parameters["old"] if stage.source == 0 else f.parameters["rest"] + (stage.source - 1) * self.area
         keys = [(item, g, v) for v in range(vectors) for g in range(len(stage.gates)) for item in range(size)]
         split = next(n for n in (1, 2, STEPS) if n * len(keys) >= FEWEST_CHAINS or n == STEPS)
-        if kernel.by_batch and not arithmetic.exact:
+        if kernel.shares_weights and not arithmetic.exact:
             split = 1       # one order of summation in all tiles, so that an item's result does not depend on the batch
         acc = {(part, key): arithmetic.zero(isa, source) for part in range(split) for key in keys}
         state = source + (self.integers if arithmetic.exact else 0)
@@ -126,6 +127,12 @@ class MicroKernels:
             pixel = arithmetic.pixel(isa, address)
             for place, weight in loaded.items():
                 add(item, place, pixel, weight)
+
+    def store_integers(self, integers: Value, state: Value, unit: Value) -> None:
+        """Store the integers of a vector of units, from `unit` on, into those of a state."""
+        size = SIZES[self.arithmetic.dtype]
+        narrow = state.f.cast("trunc", integers, vector(self.isa.lanes, {1: I8, 2: I16}[size]), "integers")
+        state.f.store(narrow, state + unit * size, size * self.isa.lanes)
 
     def store_y(self, value: Value, count: int, address: Value) -> None:
         """Run the program on h and store the result to y."""
@@ -201,12 +208,10 @@ class _Unit:
         e, f, isa, problem = self.e, self.f, self.e.isa, self.e.problem
         f.store(value, self._address(slot, "new"), isa.bytes)
         if e.stored and any(stage.source == slot for stage in self.cell.stages):
-            size = SIZES[e.arithmetic.dtype]
             integers = isa.round(value * e.stored.one) + e.stored.zero
-            narrow = f.cast("trunc", integers, vector(isa.lanes, {1: I8, 2: I16}[size]), "integers")
             base = f.parameters["rest"] + (slot - 1) * e.area if slot else f.parameters["new"]
-            at = base + (self.item * e.pitch + e.integers + self.v * isa.lanes * size) + f.parameters["start"] * size
-            f.store(narrow, at, size * isa.lanes)
+            e.store_integers(integers, base + (self.item * e.pitch + e.integers),
+                             f.parameters["start"] + self.v * isa.lanes)
         if slot == 0 and problem.y is not None:
             unit = self.v * isa.lanes * problem.y.strides[1]
             e.store_y(value, self.count, f.parameters["y"] + (self.item * problem.y.item + unit))

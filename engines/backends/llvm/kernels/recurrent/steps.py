@@ -15,6 +15,7 @@ and every other step may take the panels backwards, to begin with those that are
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -32,7 +33,7 @@ from engines.lowering.problems.view import View
 
 
 @dataclass(frozen=True)
-class _Pointers:
+class Pointers:
     """Addresses of a block's first item."""
     x: Value
     y: Value | None
@@ -65,12 +66,14 @@ class RecurrenceEmitter:
         self.lengths = next(given) if problem.lengths else None
         weights, self.units = next(given), next(given)
         self.weights, crowded = weights + self.kernel.header(), problem.crowded
-        self.crowded = None if crowded is None else Crowded(weights, crowded, self.kernel.crowded_offset)
+        self.crowded = (Crowded(weights, crowded or 0, self.kernel.crowded_offset) if self.kernel.rounds_to_bytes
+                        else None)
         self.first |= {slot: (every_item, next(given)) for slot in problem.given}
         self.y = next(given) if problem.y else None
         self.last = [next(given) if view else None for view in problem.last]
         states = 1 + max(cell.states for cell in problem.cells)
         self.memory = f.op(PTR, f"alloca [{states * self.micro.area} x i8], align {ALIGNMENT}", "states")
+        self._allocate(f)
         for start in f.range("block", bounds[0], bounds[1], self.block):
             count = (bounds[1] - start).at_most(self.block)
             for d in range(len(problem.cells)):
@@ -80,12 +83,16 @@ class RecurrenceEmitter:
                 with f.when(bounds[2].below(d + 1)), f.when(bounds[3].compare("ugt", d)):
                     self._direction(f, d, start, count)
 
+    def _allocate(self, f: Function) -> None:
+        """Allocate further memory on the stack."""
+
     def _direction(self, f: Function, d: int, start: Value, count: Value) -> None:
         """Run one cell over the whole sequence of the block's `count` items, from item `start` on."""
         problem, micro, cell = self.problem, self.micro, self.problem.cells[d]
         f.write(f"; direction {d}")
-        for at, _ in f.tiles("clear", (1 + cell.states) * micro.area, self.isa.bytes):
-            f.store(f.constant(0, self.isa.floats), self.memory + at, self.isa.bytes)
+        for buffer in range(1 + cell.states):
+            for offset in f.range("clear", count.like(0), count * micro.pitch, self.isa.bytes):
+                f.store(f.constant(0, self.isa.floats), self.memory + (offset + buffer * micro.area), self.isa.bytes)
         for item in f.range("item", count.like(0), count):
             if micro.stored and micro.stored.zero:
                 self._clear_integers(f, self.memory + item * micro.pitch + micro.integers, micro.stored.zero)
@@ -122,7 +129,7 @@ class RecurrenceEmitter:
         known = not isinstance(steps, Value)
         turns = f.loop("time", steps, at=at) if known else f.range("time", count.like(0), count.like(steps), at=at)
         for turn in turns:
-            here = _Pointers(at["x"], at.get("y"), at["old"], at["new"], self.memory + 2 * micro.area,
+            here = Pointers(at["x"], at.get("y"), at["old"], at["new"], self.memory + 2 * micro.area,
                              turn.binary("and", 1).compare("ne", 0))
             if problem.rounds:
                 for item in f.range("item", count.like(0), count):
@@ -166,7 +173,7 @@ class RecurrenceEmitter:
                                    y + t * view.strides[0] + unit * view.strides[1])
 
     # ---- a stage of a step
-    def _stage(self, f: Function, d: int, number: int, here: _Pointers, count: Value) -> None:
+    def _stage(self, f: Function, d: int, number: int, here: Pointers, count: Value) -> None:
         """Emit a stage by the largest tile that `count` items fill, which decides the width of a panel."""
         if self.items == 1 or self.block == 1:
             self._panels(f, d, number, here, 1, count)
@@ -178,27 +185,40 @@ class RecurrenceEmitter:
             with f.when((count - size).below(above - size)):
                 self._panels(f, d, number, here, size, count)
 
-    def _panels(self, f: Function, d: int, number: int, here: _Pointers, size: int, count: Value) -> None:
+    def _panels(self, f: Function, d: int, number: int, here: Pointers, size: int, count: Value) -> None:
         """Emit all units over tiles of up to `size` items; a panel's weights stay in cache for all tiles."""
+        kernel, cell = self.kernel, self.problem.cells[d]
+        stage = cell.stages[number]
+        step = kernel.vectors(self.isa, self.tactic, stage, size) * self.isa.lanes
+        for start, width in self._tiles_of_units(f, here, step):
+            weights, units = self._constants(d, number, start)
+            following = weights + -(-width // self.isa.lanes) * kernel.stage_vector(self.isa, stage)
+            for item, tile in tiles_of_items(f, size, count):
+                ahead = following + item.divided(size) * (kernel.turns() * LINE)
+                name = self.micro.write(self.problem.cells.index(cell), number, tile, width)
+                f.run(name, *self._addresses(here, item, start), weights, units, start, ahead)
+
+    def _tiles_of_units(self, f: Function, here: Pointers, step: int) -> Iterator[tuple[Value, int]]:
+        """Yield (start, size) of the panels of a stage."""
+        if self.tactic.alternate:
+            return there_and_back(f, self.problem.hidden, step, here.back)
+        return f.tiles("units", self.problem.hidden, step)
+
+    def _constants(self, d: int, number: int, start: Value) -> tuple[Value, Value]:
+        """Return the addresses of the weights and of the constants of units from `start` on."""
         kernel, problem, isa, cell = self.kernel, self.problem, self.isa, self.problem.cells[d]
-        stage, vectors = cell.stages[number], -(-problem.hidden // isa.lanes)
+        vectors, panel = -(-problem.hidden // isa.lanes), start.divided(isa.lanes)
         before = sum(vectors * kernel.stage_vector(isa, s) for c in problem.cells[:d] for s in c.stages)
         before += sum(vectors * kernel.stage_vector(isa, s) for s in cell.stages[:number])
         unit_vector = (cell.units + kernel.scales) * isa.bytes
-        step = kernel.vectors(isa, self.tactic, stage, size) * isa.lanes
-        tiles = there_and_back(f, problem.hidden, step, here.back) if self.tactic.alternate else \
-            f.tiles("units", problem.hidden, step)
-        for start, width in tiles:
-            panel = start.divided(isa.lanes)
-            weights = self.weights + before + panel * kernel.stage_vector(isa, stage)
-            units = self.units + d * vectors * unit_vector + panel * unit_vector
-            following = weights + -(-width // isa.lanes) * kernel.stage_vector(isa, stage)
-            for item, tile in tiles_of_items(f, size, count):
-                at = item * self.micro.pitch
-                ahead = following + item.divided(size) * (kernel.turns() * LINE)
-                pointers = {"x": here.x + item * problem.gates.item + start * problem.gates.strides[1],
-                            "old": here.old + at, "new": here.new + at, "rest": here.rest + at}
-                if here.y is not None and problem.y is not None:
-                    pointers["y"] = here.y + item * problem.y.item + start * problem.y.strides[1]
-                name = self.micro.write(problem.cells.index(cell), number, tile, width)
-                f.run(name, *pointers.values(), weights, units, start, ahead)
+        return (self.weights + before + panel * kernel.stage_vector(isa, cell.stages[number]),
+                self.units + d * vectors * unit_vector + panel * unit_vector)
+
+    def _addresses(self, here: Pointers, item: Value, start: Value) -> list[Value]:
+        """Return a micro-kernel's addresses x, old, new, rest and y."""
+        problem, at = self.problem, item * self.micro.pitch
+        addresses = [here.x + item * problem.gates.item + start * problem.gates.strides[1],
+                     here.old + at, here.new + at, here.rest + at]
+        if here.y is not None and problem.y is not None:
+            addresses.append(here.y + item * problem.y.item + start * problem.y.strides[1])
+        return addresses

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.arithmetic import (
@@ -112,6 +113,12 @@ class RecurrenceTiling(Kernel[Recurrence]):
 
     @property
     def by_batch(self) -> bool:
+        """Return True if tiles may hold several items; integers may be multiplied so on a matrix unit."""
+        return self.shares_weights or self.problem.lengths is None and self.problem.precision in QUANTIZED_STATES
+
+    @property
+    def shares_weights(self) -> bool:
+        """Return True if the vectors of weights that a micro-kernel loads are multiplied by several items."""
         return self.problem.lengths is None and self.step_bytes > FIRST_LEVEL
 
     # ---- tiles
@@ -121,7 +128,7 @@ class RecurrenceTiling(Kernel[Recurrence]):
         Weights that stay in L1 can be read for one item as fast as they are multiplied; others are read once for as
         many items as the registers hold.
         """
-        if not self.by_batch:
+        if not self.shares_weights:
             return 1
         most = max(len(stage.gates) for stage in self.problem.cells[0].stages)
         return max(items for items in range(1, BLOCK + 1) if items == 1 or self._fits(isa, items, most))
@@ -143,6 +150,14 @@ class RecurrenceTiling(Kernel[Recurrence]):
         vectors = range(1, -(-self.problem.hidden // isa.lanes) + 1)
         widest = max(v for v in vectors if v == 1 or self._fits(isa, 1, v * most))
         return tuple(Panels(v) for v in dict.fromkeys((widest, max(widest // 2, 1), 1)))
+
+    def cost(self, isa: Isa, tactic: Any) -> float:
+        return self.vectors_of_gates(isa) * self.turns() / 2
+
+    def vectors_of_gates(self, isa: Isa) -> int:
+        """Return the vectors of sums of an item, in all steps and directions."""
+        problem = self.problem
+        return problem.steps * len(problem.cells) * problem.cells[0].gates * -(-problem.hidden // isa.lanes)
 
     def refinements(self, isa: Isa, best: Panels) -> Sequence[Panels]:
         if self.step_bytes < SECOND_LEVEL:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_AMX_FP16, AVX512_VNNI
-from engines.backends.llvm.codegen.tiles import AMX_FP16, Tiles
+from engines.backends.llvm.codegen.tiles import AMX_FP16, Tiles, product_of_bytes
 from engines.codegen.ir_builder import Module, Value
 from engines.codegen.types import I64, PTR
 from engines.lowering.problems.problem import Array
@@ -20,6 +20,7 @@ from tests.engines.backends.llvm.tiles.machine import Instruction, TileError, de
 from tests.engines.backends.llvm.tiles.trapped import KernelJob, Result, run_trapped
 
 TRAPPED = pytest.mark.skipif(not runs_here(AVX512_VNNI), reason="instructions other than tiles need AVX-512 VNNI")
+BYTES = [product_of_bytes(left, right) for left in (False, True) for right in (False, True)]
 RAX, RBX, RSI, R9, R15 = 0, 3, 6, 9, 15
 Write = Callable[[Tiles, list[Value]], None]
 
@@ -34,6 +35,8 @@ ENCODINGS: Mapping[str, tuple[str, Instruction]] = {
     "tilerelease": ("c4e27849c0", Instruction("tilerelease", 5)),
     "tilezero %tmm7": ("c4e27b49f8", Instruction("tilezero", 5, (7, 0, 0))),
     "tdpbssd %tmm3, %tmm2, %tmm1": ("c4e2635eca", Instruction("tdpbssd", 5, (1, 2, 3))),
+    "tdpbsud %tmm3, %tmm2, %tmm1": ("c4e2625eca", Instruction("tdpbsud", 5, (1, 2, 3))),
+    "tdpbuud %tmm3, %tmm2, %tmm1": ("c4e2605eca", Instruction("tdpbuud", 5, (1, 2, 3))),
     "tdpbusd %tmm3, %tmm2, %tmm1": ("c4e2615eca", Instruction("tdpbusd", 5, (1, 2, 3))),
     "tdpbf16ps %tmm3, %tmm2, %tmm1": ("c4e2625cca", Instruction("tdpbf16ps", 5, (1, 2, 3))),
     "tdpfp16ps %tmm3, %tmm2, %tmm1": ("c4e2635cca", Instruction("tdpfp16ps", 5, (1, 2, 3)))}
@@ -91,8 +94,8 @@ def product(instruction: str, rows: int = 16, depth: int = 16, columns: int = 16
 
 def operands_of(instruction: str) -> list[Array]:
     random = np.random.default_rng(0)
-    if instruction == "tdpbusd":
-        a, b = random.integers(0, 256, (16, 64)).astype(np.uint8), random.integers(-128, 128, (16, 64)).astype(np.int8)
+    if instruction in BYTES:
+        a, b = (random.integers(0, 256, (16, 64)).astype(np.uint8) for _ in range(2))
         return [random.integers(-1 << 31, 1 << 31, (16, 16)).astype(np.int32), a, b]
     dtype = ml_dtypes.bfloat16 if instruction == "tdpbf16ps" else np.float16
     floats = [random.standard_normal((16, 32)).astype(dtype) for _ in range(2)]
@@ -103,7 +106,7 @@ def operands_of(instruction: str) -> list[Array]:
 
 
 @TRAPPED
-@pytest.mark.parametrize("instruction", [instruction for _, instruction in AMX_FP16.products])
+@pytest.mark.parametrize("instruction", [*BYTES, *(name for _, name in AMX_FP16.products if name not in BYTES)])
 @pytest.mark.parametrize("shape", [(16, 16, 16), (5, 3, 7)])
 def test_a_product_equals_its_meaning_in_ir_and_this_cpu(instruction: str, shape: tuple[int, int, int],
                                                          tmp_path: Path) -> None:
