@@ -19,9 +19,9 @@ from pathlib import Path
 
 from benchmarks.models import random_pictures, run, source_of
 from benchmarks.reports.document import Cell, machine, markdown_table, write_section
-from engines.plan.arena import plan_memory
-from engines.plan.file import read_plan
-from engines.plan.plan import Plan
+from infer_server.engines.plan.arena import plan_memory
+from infer_server.engines.plan.file import read_plan
+from infer_server.engines.plan.plan import Plan
 
 HEADER = ("model", "build, empty cache s", "full cache s", "plan MB", "per weight byte", "load ms", "first load ms",
           "import ms", "context MB", "per live byte")

@@ -16,17 +16,17 @@ from pathlib import Path
 from statistics import quantiles
 
 from benchmarks.reports.document import Cell, machine, markdown_table
-from engines.backends.llvm.codegen.isa import Isa, best_isa
-from engines.backends.llvm.tuning.candidates import Candidate
-from engines.backends.llvm.tuning.peaks import measure_peaks
-from engines.backends.llvm.tuning.tuner import Tuner
-from engines.lowering.buffers import write_borders
-from engines.lowering.lower import lower
-from engines.lowering.problems.problem import Problem
-from engines.machine.cpu import detect
-from engines.machine.timing_cache import TimingCache
-from engines.plan.file import read_plan
-from engines.plan.plan import graph_of
+from infer_server.engines.backends.llvm.codegen.isa import Isa, best_isa
+from infer_server.engines.backends.llvm.tuning.candidates import Candidate
+from infer_server.engines.backends.llvm.tuning.peaks import measure_peaks
+from infer_server.engines.backends.llvm.tuning.tuner import Tuner
+from infer_server.engines.lowering.buffers import write_borders
+from infer_server.engines.lowering.lower import lower
+from infer_server.engines.lowering.problems.problem import Problem
+from infer_server.engines.machine.cpu import detect
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.file import read_plan
+from infer_server.engines.plan.plan import graph_of
 
 FAR = 2.0       # candidates slower than this multiple of the fastest are left out of the ratios
 Times = Mapping[Candidate, float]       # microseconds

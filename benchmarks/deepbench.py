@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from engines.ir.graph import Array
+from infer_server.engines.ir.graph import Array
 
 PRODUCT, SPARSE, CONVOLUTION, RECURRENT = CLASSES = ("product", "sparse", "convolution", "recurrent")
 OPSET, IR_VERSION = 17, 8       # supported by all compared runtimes

@@ -43,26 +43,26 @@ from benchmarks.zoo.pictures import feeds_for
 from benchmarks.zoo.sequences.bert import bert
 from benchmarks.zoo.sequences.speech import deep_speech2
 from benchmarks.zoo.sequences.transformers import recogniser, vit
-from engines.backends.cuda.backend import BACKEND
-from engines.backends.cuda.codegen.gpu import GPUS
-from engines.backends.cuda.cost import CARDS
-from engines.backends.cuda.kernels.kernel import kernel_for
-from engines.backends.cuda.runtime.device import DEVICE
-from engines.backends.cuda.runtime.driver import GpuDriver
-from engines.backends.cuda.runtime.execution import CudaExecution
-from engines.backends.cuda.runtime.holdings import ScopedResources
-from engines.backends.cuda.runtime.library import CudaError
-from engines.backends.cuda.session import CudaSession
-from engines.backends.cuda.tuner import GpuTuner, TuningRequest
-from engines.backends.tensorrt.runtime.library import TARGETS, LibraryMissing, library
-from engines.compiler.builder import BuildConfig, Builder
-from engines.ir.graph import Graph
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.view import dense_view
-from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import Plan
-from engines.runtime.engine import Engine
+from infer_server.engines.backends.cuda.backend import BACKEND
+from infer_server.engines.backends.cuda.codegen.gpu import GPUS
+from infer_server.engines.backends.cuda.cost import CARDS
+from infer_server.engines.backends.cuda.kernels.kernel import kernel_for
+from infer_server.engines.backends.cuda.runtime.device import DEVICE
+from infer_server.engines.backends.cuda.runtime.driver import GpuDriver
+from infer_server.engines.backends.cuda.runtime.execution import CudaExecution
+from infer_server.engines.backends.cuda.runtime.holdings import ScopedResources
+from infer_server.engines.backends.cuda.runtime.library import CudaError
+from infer_server.engines.backends.cuda.session import CudaSession
+from infer_server.engines.backends.cuda.tuner import GpuTuner, TuningRequest
+from infer_server.engines.backends.tensorrt.runtime.library import TARGETS, LibraryMissing, library
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.ir.graph import Graph
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.view import dense_view
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.runtime.engine import Engine
 
 RANGE = (-4.0, 6.0)         # range of each tensor's values: no time depends on it, nor the exactness of integers
 RELATIVE = 2e-2             # error of FP16 against the CPU's plan, relative to the largest output

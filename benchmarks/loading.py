@@ -13,7 +13,7 @@ LOADS = 8
 
 def main() -> None:
     start, start_cpu = time.perf_counter(), time.process_time()
-    from engines import load_engine
+    from infer_server.engines import load_engine
     imported, imported_cpu = time.perf_counter() - start, time.process_time() - start_cpu
     seconds = []
     for _ in range(LOADS):

@@ -14,13 +14,13 @@ import numpy as np
 import onnx
 
 from benchmarks.zoo import ZOO, images
-from calibration.data.items import CalibrationData
-from calibration.open_data import open_calibration_data
-from engines.compiler.builder import BuildConfig, Builder
-from engines.ir.graph import Array
-from engines.plan.plan import IoTensor
-from engines.preprocess import load_preprocess
+from infer_server.calibration.data.items import CalibrationData
+from infer_server.calibration.open_data import open_calibration_data
 from infer_server.cli.common import parse_shape
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.plan import IoTensor
+from infer_server.engines.preprocess import load_preprocess
 
 CALIBRATION_ITEMS = 32      # number of random images, if no calibration data is given
 

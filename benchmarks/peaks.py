@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from benchmarks.measure.cycles import Counter
 from benchmarks.reports.document import machine, markdown_table, write_section
-from engines.backends.llvm.tuning.peaks import measure_peaks
-from engines.plan.roofline import Peaks
+from infer_server.engines.backends.llvm.tuning.peaks import measure_peaks
+from infer_server.engines.plan.roofline import Peaks
 
 SECTION = "peaks"
 

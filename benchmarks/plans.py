@@ -21,14 +21,14 @@ import numpy as np
 
 from benchmarks.measure.cycles import Counter
 from benchmarks.measure.measuring import WorkClock, interleaved
-from calibration.data.generated import generated
-from engines import load_engine
-from engines.compiler.specialise import graph_at
-from engines.ir.graph import Array, Graph
-from engines.plan.plan import Step
-from engines.runtime.context import ExecutionContext
-from engines.runtime.engine import Engine
-from engines.runtime.program_engine import AnyEngine, ProgramEngine
+from infer_server.calibration.data.generated import generated
+from infer_server.engines import load_engine
+from infer_server.engines.compiler.specialise import graph_at
+from infer_server.engines.ir.graph import Array, Graph
+from infer_server.engines.plan.plan import Step
+from infer_server.engines.runtime.context import ExecutionContext
+from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.program_engine import AnyEngine, ProgramEngine
 
 PROFILES = 30           # runs in which every step is timed apart
 

@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks.models import build, run, source_of
 from benchmarks.reports.document import Cell, machine, markdown_table, write_section
 from benchmarks.transport import bare
-from clients import ClientError, InferenceClient
+from infer_server.clients import ClientError, InferenceClient
 from infer_server.server import Ports
 
 READY_TIMEOUT_S = 120
@@ -97,7 +97,7 @@ def loaded(ports: Ports, model: str, concurrency: int, options: argparse.Namespa
     if options.apart:
         _pin(options.apart[:1])
         return bare.level(ports, model, concurrency, options.duration, options.way)
-    run("clients.load.cli", "-m", model, "-u", f"127.0.0.1:{ports.grpc}", "--concurrency", concurrency,
+    run("infer_server.clients.load.cli", "-m", model, "-u", f"127.0.0.1:{ports.grpc}", "--concurrency", concurrency,
         "--duration", options.duration, "--json", folder / "load.json")
     level: dict[str, Any] = json.loads((folder / "load.json").read_text())["levels"][0]
     return level

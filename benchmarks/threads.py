@@ -25,13 +25,13 @@ import numpy as np
 
 from benchmarks.measure.neighbours import bursts, busy_loop, second_copy
 from benchmarks.reports.document import Cell, machine, markdown_table, write_section
-from engines.backends.llvm.runtime.abi import WorkerRow
-from engines.backends.llvm.runtime.workers import ParallelExecution
-from engines.ir.graph import Array
-from engines.plan.file import read_plan
-from engines.plan.plan import Plan
-from engines.runtime.context import ExecutionContext
-from engines.runtime.engine import Engine
+from infer_server.engines.backends.llvm.runtime.abi import WorkerRow
+from infer_server.engines.backends.llvm.runtime.workers import ParallelExecution
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.file import read_plan
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.runtime.context import ExecutionContext
+from infer_server.engines.runtime.engine import Engine
 
 TURN = 3                # executions in a row of one context
 FEEDS = 16              # different inputs of the check

@@ -4,13 +4,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from calibration.workflow import Calibration
+    from infer_server.calibration.workflow import Calibration
 
 __all__ = ["Calibration"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module 'calibration' has no attribute '{name}'")
-    from calibration import workflow
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    from infer_server.calibration import workflow
     return getattr(workflow, name)

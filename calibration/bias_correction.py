@@ -1,6 +1,6 @@
 """Mean of each input channel over the calibration data, for bias correction.
 
-See engines.passes.quantization.bias_correction for the equation.
+See infer_server.engines.passes.quantization.bias_correction for the equation.
 """
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from calibration.histogram import Floats
-from engines.ir.graph import Array
+from infer_server.calibration.histogram import Floats
+from infer_server.engines.ir.graph import Array
 
 
 class ChannelMeans:

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from calibration.histogram import Histogram
-from calibration.open_data import CalibrationData, Feed
-from engines.backends.device import Show
-from engines.errors import CalibrationError
-from engines.ir.graph import Array
+from infer_server.calibration.histogram import Histogram
+from infer_server.calibration.open_data import CalibrationData, Feed
+from infer_server.engines.backends.device import Show
+from infer_server.engines.errors import CalibrationError
+from infer_server.engines.ir.graph import Array
 
 Run = Callable[[Feed, Show], None]      # runs a feed and calls Show with (at least) the tensors to be observed
 

@@ -15,8 +15,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.errors import CalibrationError
-from engines.ir.graph import Array
+from infer_server.engines.errors import CalibrationError
+from infer_server.engines.ir.graph import Array
 
 BINS_PER_SIDE = 1 << 14         # 256 KiB a tensor; at least 4 bins for each of the 2048 of NVIDIA's talk S7310
 PIECE = 1 << 18                 # values counted at once, so that temporaries stay in the caches

@@ -1,27 +1,28 @@
 """Evaluation of trial ranges: runs a model in float and quantised on calibration items and measures output errors.
 
-Outputs are compared part by part (calibration.accuracy.parts). If a selection such as TopK decides an output, the
-inputs of the selection are compared instead, because after it nearly equal elements may be swapped with any ranges.
+Outputs are compared part by part (infer_server.calibration.accuracy.parts). If a selection such as TopK decides an
+output, the inputs of the selection are compared instead, because after it nearly equal elements may be swapped with any
+ranges.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from calibration.accuracy.comparison import Errors, Reference
-from calibration.accuracy.parts import parts_by_tensor
-from calibration.accuracy.sources import Sources, selections, sources_of
-from calibration.open_data import Feed
-from calibration.table import CalibrationTable
-from engines.backends.device import Show
-from engines.compiler.subject import KEPT, Subject
-from engines.ir.graph import Array, Graph
-from engines.passes.outputs import shown_name
-from engines.passes.quantization.recipe import prepared
-from engines.passes.quantization.smoothing import smoothable, smoothed
-from engines.plan.plan import Plan
-from engines.runtime.engine import Engine
-from engines.runtime.fallback import to_real
+from infer_server.calibration.accuracy.comparison import Errors, Reference
+from infer_server.calibration.accuracy.parts import parts_by_tensor
+from infer_server.calibration.accuracy.sources import Sources, selections, sources_of
+from infer_server.calibration.open_data import Feed
+from infer_server.calibration.table import CalibrationTable
+from infer_server.engines.backends.device import Show
+from infer_server.engines.compiler.subject import KEPT, Subject
+from infer_server.engines.ir.graph import Array, Graph
+from infer_server.engines.passes.outputs import shown_name
+from infer_server.engines.passes.quantization.recipe import prepared
+from infer_server.engines.passes.quantization.smoothing import smoothable, smoothed
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.fallback import to_real
 
 Tick = Callable[[], None]       # called after each batch and each compiled plan
 

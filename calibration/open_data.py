@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from calibration.data.items import CalibrationData, Feed
-from calibration.data.sources.arrays import SUFFIXES, from_arrays
-from calibration.data.sources.feeds import Feeds, digest_of, from_feeds
-from calibration.data.sources.images import from_images, is_image
-from calibration.data.sources.script import feeds_of_script, is_script
-from engines.errors import CalibrationError
-from engines.plan.plan import IoTensor
-from engines.preprocess import Preprocess
+from infer_server.calibration.data.items import CalibrationData, Feed
+from infer_server.calibration.data.sources.arrays import SUFFIXES, from_arrays
+from infer_server.calibration.data.sources.feeds import Feeds, digest_of, from_feeds
+from infer_server.calibration.data.sources.images import from_images, is_image
+from infer_server.calibration.data.sources.script import feeds_of_script, is_script
+from infer_server.engines.errors import CalibrationError
+from infer_server.engines.plan.plan import IoTensor
+from infer_server.engines.preprocess import Preprocess
 
 __all__ = ["CalibrationData", "Feed", "open_calibration_data"]
 

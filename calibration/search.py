@@ -1,19 +1,19 @@
 """The search for ranges: the best calibrator for the model, then better ranges for single tensors.
 
 No calibrator is the best for every model. `evaluate` builds and runs the quantised model on calibration items and
-compares its outputs with the float model's, part by part (calibration.accuracy.comparison). The score is the
-signal to noise ratio of the worst part in the 4-norm, which the peaks dominate; top-1 agreement moves in steps of 1 or
-2 % with a few dozen items, and only breaks ties.
+compares its outputs with the float model's, part by part (infer_server.calibration.accuracy.comparison). The score is
+the signal to noise ratio of the worst part in the 4-norm, which the peaks dominate; top-1 agreement moves in steps of 1
+or 2 % with a few dozen items, and only breaks ties.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from calibration.accuracy.comparison import Errors
-from calibration.calibrators import Range
-from calibration.histogram import Histogram
-from calibration.table import CalibrationTable, make_table
+from infer_server.calibration.accuracy.comparison import Errors
+from infer_server.calibration.calibrators import Range
+from infer_server.calibration.histogram import Histogram
+from infer_server.calibration.table import CalibrationTable, make_table
 
 # The default first: it wins ties. Percentile 99.9999 is min-max without single outliers.
 CANDIDATES = ("entropy", "percentile", "percentile:99.9999", "mse", "minmax")

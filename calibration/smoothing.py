@@ -1,4 +1,4 @@
-"""SmoothQuant factors, which move outliers of activations to weights (engines.passes.quantization.smoothing).
+"""SmoothQuant factors, which move outliers of activations to weights (engines/passes/quantization/smoothing.py).
 
     s[k] = max |x[k]| ** alpha / max |W[k]| ** (1 - alpha)      k: x's channel, W's row
 
@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from calibration.histogram import Floats
-from engines.ir.graph import Array, Graph
-from engines.passes.quantization.smoothing import weights_behind
+from infer_server.calibration.histogram import Floats
+from infer_server.engines.ir.graph import Array, Graph
+from infer_server.engines.passes.quantization.smoothing import weights_behind
 
 SMALLEST = 1e-3     # minimum peak of a channel relative to the largest
 ALPHAS = (0.6, 0.8)     # candidates of alpha

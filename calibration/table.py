@@ -17,10 +17,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from calibration.calibrators import Range, make_calibrator
-from calibration.histogram import Histogram
-from engines.errors import CalibrationError
-from engines.ir.recipe import Recipe
+from infer_server.calibration.calibrators import Range, make_calibrator
+from infer_server.calibration.histogram import Histogram
+from infer_server.engines.errors import CalibrationError
+from infer_server.engines.ir.recipe import Recipe
 
 FORMAT = "infer-server calibration table"
 VERSION = 4

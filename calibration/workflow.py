@@ -8,28 +8,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from calibration.accuracy.comparison import Errors
-from calibration.accuracy.overflow import overflow
-from calibration.bias_correction import ChannelMeans
-from calibration.calibrators import make_calibrator
-from calibration.collect import collect
-from calibration.data.checks import DataCheck
-from calibration.histogram import Histogram
-from calibration.judge import FloatRuns, GraphEngines, Judge, judged_tensors, watching
-from calibration.open_data import CalibrationData, Feed, Source, digest_of_data, open_calibration_data
-from calibration.search import CANDIDATES, search
-from calibration.smoothing import ALPHAS, ChannelPeaks, smoothing_factors
-from calibration.table import CalibrationTable, load_or_make, make_table
-from engines.backends.device import Show
-from engines.capacity import bytes_of
-from engines.compiler.engine_cache import sources_digest
-from engines.compiler.ranges import Calibrated, Notify, Progress
-from engines.compiler.subject import Subject
-from engines.errors import CalibrationError, ConfigError
-from engines.ir.graph import Array, Graph
-from engines.passes.quantization.smoothing import smoothable
-from engines.plan.plan import IoTensor
-from engines.preprocess import Preprocess, load_preprocess
+from infer_server.calibration.accuracy.comparison import Errors
+from infer_server.calibration.accuracy.overflow import overflow
+from infer_server.calibration.bias_correction import ChannelMeans
+from infer_server.calibration.calibrators import make_calibrator
+from infer_server.calibration.collect import collect
+from infer_server.calibration.data.checks import DataCheck
+from infer_server.calibration.histogram import Histogram
+from infer_server.calibration.judge import FloatRuns, GraphEngines, Judge, judged_tensors, watching
+from infer_server.calibration.open_data import CalibrationData, Feed, Source, digest_of_data, open_calibration_data
+from infer_server.calibration.search import CANDIDATES, search
+from infer_server.calibration.smoothing import ALPHAS, ChannelPeaks, smoothing_factors
+from infer_server.calibration.table import CalibrationTable, load_or_make, make_table
+from infer_server.engines.backends.device import Show
+from infer_server.engines.capacity import bytes_of
+from infer_server.engines.compiler.engine_cache import sources_digest
+from infer_server.engines.compiler.ranges import Calibrated, Notify, Progress
+from infer_server.engines.compiler.subject import Subject
+from infer_server.engines.errors import CalibrationError, ConfigError
+from infer_server.engines.ir.graph import Array, Graph
+from infer_server.engines.passes.quantization.smoothing import smoothable
+from infer_server.engines.plan.plan import IoTensor
+from infer_server.engines.preprocess import Preprocess, load_preprocess
 
 # Budget of the search in multiply-accumulates, so that it is independent of the machine: about 25 s of AVX2.
 BUDGET_MACS = 1.5e12
@@ -47,9 +47,9 @@ class Calibration:
     Attributes
     ----------
     data
-        A folder, a file or "script.py:function" (see calibration.open_data). Or feeds, {input: array of one item or of
-        many}: in an iterable, or yielded by a function that is called for each pass over the data. A generator's feeds
-        are kept in memory. None: the cache has the ranges.
+        A folder, a file or "script.py:function" (see infer_server.calibration.open_data). Or feeds, {input: array of
+        one item or of many}: in an iterable, or yielded by a function that is called for each pass over the data. A
+        generator's feeds are kept in memory. None: the cache has the ranges.
     calibrator
         "entropy", "percentile", "minmax" or "mse"; "" chooses by measured error.
     cache

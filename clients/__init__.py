@@ -1,10 +1,10 @@
-"""Clients of an inference server: synchronous, asyncio, and a load test (clients.load).
+"""Clients of an inference server: synchronous, asyncio, and a load test (infer_server.clients.load).
 
-    from clients import InferenceClient
+    from infer_server.clients import InferenceClient
 """
-from clients.aio import AsyncInferenceClient
-from clients.channels.options import Tls
-from clients.client import InferenceClient
-from clients.errors import ClientError
+from infer_server.clients.aio import AsyncInferenceClient
+from infer_server.clients.channels.options import Tls
+from infer_server.clients.client import InferenceClient
+from infer_server.clients.errors import ClientError
 
 __all__ = ["AsyncInferenceClient", "ClientError", "InferenceClient", "Tls"]

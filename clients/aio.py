@@ -1,4 +1,4 @@
-"""Asyncio client: the calls of clients.client.InferenceClient as coroutines.
+"""Asyncio client: the calls of infer_server.clients.client.InferenceClient as coroutines.
 
     async with AsyncInferenceClient("localhost:8001") as client:
         answers = await asyncio.gather(*(client.infer("classifier", {"input": image}) for image in images))
@@ -10,17 +10,18 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from clients.calls import METHODS, Response, error_from_status, parse
-from clients.channels import ChannelOptions, Metadata, StatusError, open_async_channel
-from clients.codec import Array, infer_outputs, serialised_request
-from protos import inference as pb
-from protos import model_config
+from infer_server.clients.calls import METHODS, Response, error_from_status, parse
+from infer_server.clients.channels import ChannelOptions, Metadata, StatusError, open_async_channel
+from infer_server.clients.codec import Array, infer_outputs, serialised_request
+from infer_server.protos import inference as pb
+from infer_server.protos import model_config
 
 
 class AsyncInferenceClient:
     """Client of one server, or of several with the same models, on the event loop in which it is created.
 
-    Every call raises a ClientError (clients/errors.py). Parameters are those of clients.client.InferenceClient.
+    Every call raises a ClientError (clients/errors.py). Parameters are those of
+    infer_server.clients.client.InferenceClient.
     """
 
     def __init__(self, url: str, **options: Any) -> None:

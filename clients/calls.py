@@ -5,9 +5,9 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-import protos
-from clients.channels import StatusError
-from clients.errors import ClientError, ResponseError, error_of
+from infer_server import protos
+from infer_server.clients.channels import StatusError
+from infer_server.clients.errors import ClientError, ResponseError, error_of
 
 Response = TypeVar("Response", bound=Message)
 METHODS = {method.response: method for method in protos.methods(protos.INFERENCE_SERVICE)}

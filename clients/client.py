@@ -10,11 +10,11 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from clients.calls import METHODS, Response, error_from_status, parse
-from clients.channels import ChannelOptions, Metadata, StatusError, open_channel
-from clients.codec import Array, infer_outputs, serialised_request
-from protos import inference as pb
-from protos import model_config
+from infer_server.clients.calls import METHODS, Response, error_from_status, parse
+from infer_server.clients.channels import ChannelOptions, Metadata, StatusError, open_channel
+from infer_server.clients.codec import Array, infer_outputs, serialised_request
+from infer_server.protos import inference as pb
+from infer_server.protos import model_config
 
 
 class InferenceClient:
@@ -25,7 +25,7 @@ class InferenceClient:
     Parameters
     ----------
     url : "HOST:PORT", several of them with commas between, or "unix:PATH". Nothing is sent until the first call.
-    options : the fields of clients.channels.ChannelOptions.
+    options : the fields of infer_server.clients.channels.ChannelOptions.
     """
 
     def __init__(self, url: str, **options: Any) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clients.errors import InvalidRequestError, ResponseError
-from protos import inference as pb
+from infer_server.clients.errors import InvalidRequestError, ResponseError
+from infer_server.protos import inference as pb
 
 Array = NDArray[Any]
 DATATYPES: dict[str, np.dtype[Any]] = {

@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from engines.lowering import lower  # noqa: E402, F401  (fills the tables of rules)
-from engines.lowering.calls.calls import FALLBACK_RULES, RULES  # noqa: E402
-from engines.ops import OPS, Op, Stored  # noqa: E402
 from infer_server.config.fields import LIMITS, TREATMENTS, Verdict, treatment  # noqa: E402
+from infer_server.engines.lowering import lower  # noqa: E402, F401  (fills the tables of rules)
+from infer_server.engines.lowering.calls.calls import FALLBACK_RULES, RULES  # noqa: E402
+from infer_server.engines.ops import OPS, Op, Stored  # noqa: E402
 
 PACKAGES = ("engines", "calibration", "infer_server", "protos", "clients")
 # Command -> module and function that make its parser.
@@ -30,7 +30,7 @@ COMMANDS = {"build-engine": ("infer_server.cli.build_engine", "make_parser"),
             "inspect-engine": ("infer_server.cli.inspect_engine", "make_parser"),
             "run-engine": ("infer_server.cli.run_engine", "make_parser"),
             "infer-server": ("infer_server.cli.serve", "_parser"),
-            "load-test": ("clients.load.arguments", "make_parser")}
+            "load-test": ("infer_server.clients.load.arguments", "make_parser")}
 STORED = {Stored.FLOAT: "as in the model", Stored.ALIKE: "any, as its input",
           Stored.CONVERTED: "float32, 16 bits, INT8"}
 
@@ -92,7 +92,7 @@ def config_page() -> str:
     """Return every field of a model's configuration, what becomes of it here, and its limit."""
     from google.protobuf.descriptor import FieldDescriptor
 
-    from protos import model_config
+    from infer_server.protos import model_config
 
     def paths(fields: Iterable[FieldDescriptor], above: str, seen: frozenset[str]) -> Iterator[str]:
         for field in fields:
@@ -131,8 +131,8 @@ def operators_page() -> str:
     """Return every operator that the compiler knows, and how it is compiled."""
     import onnx
 
-    from engines.frontend.operators.extension import EXTENSIONS
-    from engines.frontend.operators.normalise import RULES as FORMS
+    from infer_server.engines.frontend.operators.extension import EXTENSIONS
+    from infer_server.engines.frontend.operators.normalise import RULES as FORMS
 
     standard = {schema.name for schema in onnx.defs.get_all_schemas_with_history() if schema.domain == ""}
     rows = [(_code(name), how_compiled(name, OPS.get(name)), STORED[OPS[name].stored] if name in OPS else "",
@@ -244,7 +244,7 @@ def _literal_families(source: str) -> Iterator[tuple[str, str, str]]:
 
 def routes_page() -> str:
     """Return the paths of the HTTP port and the methods of the gRPC port."""
-    import protos
+    from infer_server import protos
     from infer_server.endpoints.restrictions import OF_CALL
 
     rows = [(f"`{method}`", f"`{path}`", category) for method, path, category in http_routes()]

@@ -8,19 +8,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engines.compiler.build import EngineBuild, build_engine
-    from engines.compiler.engine_cache import EngineCache
-    from engines.loading import load_engine
-    from engines.runtime.context import ExecutionContext
-    from engines.runtime.engine import Engine
+    from infer_server.engines.compiler.build import EngineBuild, build_engine
+    from infer_server.engines.compiler.engine_cache import EngineCache
+    from infer_server.engines.loading import load_engine
+    from infer_server.engines.runtime.context import ExecutionContext
+    from infer_server.engines.runtime.engine import Engine
 
-_HOMES = {"build_engine": "engines.compiler.build", "EngineBuild": "engines.compiler.build",
-          "EngineCache": "engines.compiler.engine_cache", "Engine": "engines.runtime.engine",
-          "ExecutionContext": "engines.runtime.context", "load_engine": "engines.loading"}
+_HOMES = {"build_engine": "infer_server.engines.compiler.build", "EngineBuild": "infer_server.engines.compiler.build",
+          "EngineCache": "infer_server.engines.compiler.engine_cache", "Engine": "infer_server.engines.runtime.engine",
+          "ExecutionContext": "infer_server.engines.runtime.context", "load_engine": "infer_server.engines.loading"}
 __all__ = ["Engine", "EngineBuild", "EngineCache", "ExecutionContext", "build_engine", "load_engine"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'engines' has no attribute '{name}'")
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     return getattr(import_module(_HOMES[name]), name)

@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from engines.ir.graph import TensorType
+from infer_server.engines.ir.graph import TensorType
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 

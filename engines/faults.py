@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-from engines.errors import CompilerFault, EngineError, ModelError
-from engines.ir.graph import Node
+from infer_server.engines.errors import CompilerFault, EngineError, ModelError
+from infer_server.engines.ir.graph import Node
 
 _REPORT = "please report it with the model; INFER_DEBUG=traceback shows where it was raised"
 

@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from engines.backends import device_of
-from engines.backends.device import GpuInfo, OneOfSeveral
-from engines.errors import ConfigError, EngineError, InputError, PlanError, PlanTargetError
-from engines.plan.file import read_outline, read_plan
-from engines.plan.plan import GeneralKernel, IoTensor, Plan
-from engines.runtime.engine import Engine
+from infer_server.engines.backends import device_of
+from infer_server.engines.backends.device import GpuInfo, OneOfSeveral
+from infer_server.engines.errors import ConfigError, EngineError, InputError, PlanError, PlanTargetError
+from infer_server.engines.plan.file import read_outline, read_plan
+from infer_server.engines.plan.plan import GeneralKernel, IoTensor, Plan
+from infer_server.engines.runtime.engine import Engine
 
 if TYPE_CHECKING:
-    from engines.plan.extents import Extents
-    from engines.runtime.open_engine import SpecialisationMaker
-    from engines.runtime.program_engine import AnyEngine, ProgramEngine, SegmentEngine, SegmentMaker, Watch
+    from infer_server.engines.plan.extents import Extents
+    from infer_server.engines.runtime.open_engine import SpecialisationMaker
+    from infer_server.engines.runtime.program_engine import AnyEngine, ProgramEngine, SegmentEngine, SegmentMaker, Watch
 
 
 ON_TRIAL = "on trial"
@@ -126,8 +126,8 @@ def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relow
         if not plan.stripped:
             engine.larger = lambda items: Engine(_with_max_batch(plan, items), threads, cpus, gpu=gpu)
         return engine
-    from engines.runtime.open_engine import OpenEngine  # imported here because most plans do not need it
-    from engines.runtime.policy import Policy
+    from infer_server.engines.runtime.open_engine import OpenEngine  # imported here because most plans do not need it
+    from infer_server.engines.runtime.policy import Policy
     policy = Policy(specialise or "background", specialisations, segment=segment)
     return OpenEngine(plan, lambda: _LateSpecialiser(plan, cache), threads, cpus, policy, gpu)
 
@@ -149,7 +149,7 @@ def program_engine(plan: Plan, threads: int = 1, engine: Callable[[Plan], Segmen
     watch : callable, optional
         Called with all that segments are fed.
     """
-    from engines.runtime.program_engine import ProgramEngine
+    from infer_server.engines.runtime.program_engine import ProgramEngine
     return ProgramEngine(plan, engine or (lambda part: _graph_engine(
         part, threads, ON_TRIAL, name=part.name, specialise="wait", segment=True)),
                          maker or (lambda: _segment_maker(plan)), threads, watch)
@@ -159,7 +159,7 @@ def _segment_maker(plan: Plan) -> SegmentMaker:
     """Return the compiler of segments. Raises PlanTargetError if the compiler is not installed."""
     assert plan.program is not None
     try:
-        from engines.compiler.segments import SegmentMaker
+        from infer_server.engines.compiler.segments import SegmentMaker
     except ImportError as error:
         raise PlanTargetError(f"{plan.name}: to run it on what it was not tried on, install what is missing ({error})"
                               ) from error
@@ -171,8 +171,8 @@ class _LateSpecialiser:
     """Specialiser that imports the compiler at the first shape for which no template of an earlier process holds."""
 
     def __init__(self, plan: Plan, cache: str | os.PathLike[str] | bool) -> None:
-        from engines.compiler.engine_cache import EngineCache
-        from engines.compiler.template import Templates, stored_templates
+        from infer_server.engines.compiler.engine_cache import EngineCache
+        from infer_server.engines.compiler.template import Templates, stored_templates
         self.first: Engine | None = None
         self._plan, self._cache = plan, None if cache is False else EngineCache("" if cache is True else cache)
         stored = stored_templates(plan, self._cache)
@@ -185,7 +185,7 @@ class _LateSpecialiser:
         with self._making:
             if self._made is None:
                 try:
-                    from engines.compiler.specialise import Specialiser
+                    from infer_server.engines.compiler.specialise import Specialiser
                 except ImportError as error:
                     raise PlanTargetError(f"{self._plan.name}: to run it at other shapes than it was built for, "
                                           f"install what is missing ({error})") from error
@@ -211,8 +211,8 @@ class _LateSpecialiser:
 def _retuned(plan: Plan, cache: str | os.PathLike[str] | bool, gpu: int) -> Plan:
     """Return the plan with tactics timed here. Raises PlanTargetError if it is stripped or there is no compiler."""
     try:
-        from engines.compiler.engine_cache import EngineCache
-        from engines.compiler.specialise import retuned
+        from infer_server.engines.compiler.engine_cache import EngineCache
+        from infer_server.engines.compiler.specialise import retuned
     except ImportError as error:
         raise PlanTargetError(f"{plan.name}: to choose its tactics anew, install what is missing ({error})") from error
     kept = None if cache is False else EngineCache("" if cache is True else cache)
@@ -227,7 +227,7 @@ def _with_max_batch(plan: Plan, items: int) -> Plan:
     its file, which has the weights, is gone.
     """
     try:
-        from engines.compiler.specialise import relower
+        from infer_server.engines.compiler.specialise import relower
     except ImportError as error:
         raise PlanTargetError(f"{plan.name}: items that depend on each other are not cut, and more than "
                               f"{plan.max_batch} of them are compiled for: install what is missing ({error})"
@@ -245,7 +245,7 @@ def _relower(plan: Plan, why: str, quietly: bool) -> Plan:
         import logging  # imported here to load matching plans a few milliseconds sooner
         logging.getLogger(__name__).warning("%s; compiling its graph again for this machine", why)
     try:
-        from engines.compiler.specialise import relower
+        from infer_server.engines.compiler.specialise import relower
     except ImportError as error:
         raise PlanTargetError(f"{why}; to compile it again here, install what is missing ({error})") from error
     try:

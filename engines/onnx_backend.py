@@ -16,15 +16,15 @@ import onnx
 from onnx import helper
 from onnx.backend.base import Backend, BackendRep, Device, DeviceType, namedtupledict
 
-from engines.compiler.builder import BuildConfig, Builder
-from engines.compiler.programs import plan_of
-from engines.errors import ConfigError, EngineError, InputError
-from engines.frontend.onnx_file import read_model
-from engines.ir.dtypes import as_in_memory, as_named
-from engines.ir.graph import Array
-from engines.loading import engine_of
-from engines.runtime.open_engine import OpenEngine
-from engines.runtime.program_engine import AnyEngine
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.compiler.programs import plan_of
+from infer_server.engines.errors import ConfigError, EngineError, InputError
+from infer_server.engines.frontend.onnx_file import read_model
+from infer_server.engines.ir.dtypes import as_in_memory, as_named
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.loading import engine_of
+from infer_server.engines.runtime.open_engine import OpenEngine
+from infer_server.engines.runtime.program_engine import AnyEngine
 
 Feeds = Mapping[str, Any]           # arrays; sequences as lists
 _OF_THE_RUNNER = ("rtol", "atol")       # tolerances of a test, which onnx.backend.test also passes to the backend

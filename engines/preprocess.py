@@ -29,9 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from engines.errors import CalibrationError, ConfigError, did_you_mean
-from engines.ir.graph import Dim
-from engines.ir.pixels import Pixels
+from infer_server.engines.errors import CalibrationError, ConfigError, did_you_mean
+from infer_server.engines.ir.graph import Dim
+from infer_server.engines.ir.pixels import Pixels
 
 USUAL_SIZE = (224, 224)         # height and width if both the model and the declaration leave them open
 _MOST_RESIZED = 1 << 24         # pixels up to which the whole picture is resized, and cropped afterwards

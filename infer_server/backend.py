@@ -104,7 +104,7 @@ class Engine(Described, Protocol):
     def arena_bytes(self) -> int: ...                   # memory of a context
 
     def check(self, shapes: Shapes) -> None:
-        """Raise engines.errors.InputError if inputs of these shapes contradict each other or the model."""
+        """Raise infer_server.engines.errors.InputError if inputs of these shapes contradict each other or the model."""
 
     def create_context(self, cpus: Sequence[int] | None = None) -> ExecutionContext:
         """Create a context whose threads are pinned to `cpus`, if given; the first CPU is the calling thread's."""
@@ -116,11 +116,11 @@ def precision_of(engine: Engine) -> str:
 
 
 _LONG_NS = 500_000_000
-SPECIALISE = "background"       # default policy for new shapes; see engines.load_engine
+SPECIALISE = "background"       # default policy for new shapes; see infer_server.load_engine
 
 
 class EngineLoader(Protocol):
-    """Function that loads a plan file for a number of intra-op threads. Raises engines.errors.EngineError."""
+    """Function that loads a plan file for a number of intra-op threads. Raises EngineError."""
 
     def __call__(self, path: Path, threads: int, specialise: str = SPECIALISE, gpu: int = 0) -> Engine: ...
 
@@ -136,7 +136,7 @@ def load_plan(path: Path, threads: int, specialise: str = SPECIALISE, gpu: int =
     threads : int
         Intra-op threads.
     specialise : str
-        Policy for new shapes; see engines.load_engine.
+        Policy for new shapes; see infer_server.load_engine.
     gpu : int
         Number of the GPU, for a GPU plan.
     cache : Path or bool
@@ -144,11 +144,11 @@ def load_plan(path: Path, threads: int, specialise: str = SPECIALISE, gpu: int =
 
     Raises
     ------
-    engines.errors.PlanError
+    infer_server.engines.errors.PlanError
         The plan cannot be loaded. PlanTargetError if it is for another machine: compiling it here would hold the
         interpreter lock for seconds.
     """
-    from engines import load_engine  # here, so that servers with another backend do not import it
+    from infer_server.engines import load_engine  # here, so that servers with another backend do not import it
 
     engine: Engine = load_engine(path, threads=threads, on_target_mismatch="refuse", specialise=specialise,
                                  cache=cache, gpu=gpu)
@@ -160,10 +160,10 @@ def describe_plan(path: Path) -> Described:
 
     Raises
     ------
-    engines.errors.PlanError, OSError
+    infer_server.engines.errors.PlanError, OSError
         The file cannot be read.
     """
-    from engines.loading import describe
+    from infer_server.engines.loading import describe
     return describe(path)
 
 
@@ -172,8 +172,8 @@ def gpus_for(path: Path) -> list[GpuDevice]:
 
     The result is empty for other files, and for files that cannot be read, whose load reports the reason.
     """
-    from engines.errors import EngineError
-    from engines.loading import gpus_of
+    from infer_server.engines.errors import EngineError
+    from infer_server.engines.loading import gpus_of
     try:
         return [GpuDevice(gpu.number, gpu.name, gpu.uuid, why_not) for gpu, why_not in gpus_of(path)]
     except (EngineError, OSError):
@@ -182,7 +182,7 @@ def gpus_for(path: Path) -> list[GpuDevice]:
 
 def gpus_to_build_for() -> list[GpuDevice]:
     """Return the GPUs of this machine, each with the target of builds for it, or the reason why there is none."""
-    from engines.backends import gpus_here
+    from infer_server.engines.backends import gpus_here
     return [GpuDevice(gpu.number, gpu.name, gpu.uuid,
                 "" if target else f"nothing is built for {gpu.architecture}, which is too old", target)
             for gpu, target in gpus_here()]

@@ -26,7 +26,7 @@ class GpuMemory(Protocol):
 
 def has_gpus() -> bool:
     """Return True if this machine has a GPU with a driver."""
-    from engines.backends.cuda.runtime.device import DEVICE
+    from infer_server.engines.backends.cuda.runtime.device import DEVICE
 
     return bool(DEVICE.find())
 
@@ -43,10 +43,10 @@ def gpu_memory(number: int, handle: bytes) -> GpuMemory:
 
     Raises
     ------
-    engines.errors.InputError
+    infer_server.engines.errors.InputError
         The memory cannot be opened. Using it may raise PlanError, if the GPU failed.
     """
-    from engines.backends.cuda.runtime.sharing import shared_memory
+    from infer_server.engines.backends.cuda.runtime.sharing import shared_memory
 
     return shared_memory(number, handle)
 
@@ -92,7 +92,7 @@ class GpuTensor:
 
     def array(self) -> NDArray[Any]:
         """Return a copy in host memory. Raises ExecutionError if the GPU failed."""
-        from engines.errors import EngineError
+        from infer_server.engines.errors import EngineError
         try:
             return np.frombuffer(self.memory.read(self.offset, self.nbytes), self.dtype).reshape(self.shape)
         except EngineError as error:

@@ -8,7 +8,7 @@ from infer_server.endpoints.grpc.grpcio.server import GrpcioServer
 from infer_server.endpoints.grpc.methods import Methods
 from infer_server.endpoints.inflight import Inflight
 from infer_server.listeners import GrpcServer
-from protos import http2
+from infer_server.protos import http2
 
 log = logging.getLogger(__name__)
 

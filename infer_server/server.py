@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from engines.files import user_cache
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.config.kinds import ModelKind
@@ -31,6 +30,7 @@ from infer_server.endpoints.status.history import History
 from infer_server.endpoints.status.snapshot import Snapshots
 from infer_server.endpoints.status.state import ServerState
 from infer_server.endpoints.tls import ServerTls
+from infer_server.engines.files import user_cache
 from infer_server.errors import RepositoryError
 from infer_server.fronts.fronts import FrontendWorkers
 from infer_server.fronts.settings import ListenAddress, WorkerSettings
@@ -44,6 +44,7 @@ from infer_server.observing.trace_files import TraceFiles
 from infer_server.observing.trace_settings import TraceSettings
 from infer_server.observing.traces import Tracer
 from infer_server.protocol import redaction
+from infer_server.protos.version import NAME
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.building import Compiler
 from infer_server.repository.kinds.local import TensorMemory
@@ -55,7 +56,6 @@ from infer_server.repository.repository import LOADS, Repository
 from infer_server.repository.roots import LocalFolder, RepositoryRoot
 from infer_server.serving import Inferences
 from infer_server.workers import in_daemon_thread, wait_until
-from protos.version import NAME
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ class Method:
 def pool() -> descriptor_pool.DescriptorPool:
     """Return the pool of all descriptors that protos/*.proto define."""
     made = descriptor_pool.DescriptorPool()
-    files = descriptor_pb2.FileDescriptorSet.FromString(resources.files("protos").joinpath(DESCRIPTORS).read_bytes())
+    files = descriptor_pb2.FileDescriptorSet.FromString((resources.files(__package__) / DESCRIPTORS).read_bytes())
     for file in files.file:             # dependencies come first
         made.AddSerializedFile(file.SerializeToString())
     return made

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from urllib.parse import unquote_to_bytes
 
-from protos.buffers import uninitialised
+from infer_server.protos.buffers import uninitialised
 
 PREFIX_BYTES = 5                # prefix of a message: a flag, and its length as a 32-bit big-endian integer
 _FIRST_BYTES = 1 << 20          # first size of a message's buffer, whatever length the prefix announces

@@ -1,4 +1,4 @@
 """Messages of gRPC's health check."""
-from protos._pool import definitions
+from infer_server.protos._pool import definitions
 
 globals().update(definitions("health.proto"))

@@ -1,4 +1,4 @@
 """Messages of the Open Inference protocol with Triton's extensions."""
-from protos._pool import definitions
+from infer_server.protos._pool import definitions
 
 globals().update(definitions("inference.proto"))

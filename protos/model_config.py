@@ -1,4 +1,4 @@
 """Messages of a model's configuration."""
-from protos._pool import definitions
+from infer_server.protos._pool import definitions
 
 globals().update(definitions("model_config.proto"))

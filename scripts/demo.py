@@ -27,9 +27,9 @@ import numpy as np
 import tritonclient.grpc as triton
 from numpy.typing import NDArray
 
-from engines import load_engine
-from engines.errors import EngineError
-from engines.preprocess import load_preprocess
+from infer_server.engines import load_engine
+from infer_server.engines.errors import EngineError
+from infer_server.engines.preprocess import load_preprocess
 
 DATA = Path(os.path.relpath(Path(__file__).parent / "demo_data"))        # printed as a user would type it
 MODEL, INPUT, OUTPUT = "digits", "image", "logits"

@@ -21,8 +21,8 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-import protos
-from protos import inference
+from infer_server import protos
+from infer_server.protos import inference
 from scripts.stress import add_front, front, serving
 from tests.infer_server.numpy_engine import write_model
 

@@ -25,8 +25,9 @@ def main() -> int:
         for source in sources:
             stem = source.removesuffix(".proto")
             stub = (Path(stubs) / f"{stem}_pb2.pyi").read_text()
-            # protoc writes stubs for modules named *_pb2 at the top level; ours are modules of the package `protos`.
-            stub = re.sub(r"^import (\w+)_pb2 as (\w+)$", r"from protos import \1 as \2", stub, flags=re.MULTILINE)
+            # protoc writes stubs for modules named *_pb2 at the top level; ours are modules of a package.
+            ours = r"from infer_server.protos import \1 as \2"
+            stub = re.sub(r"^import (\w+)_pb2 as (\w+)$", ours, stub, flags=re.MULTILINE)
             # What strict type checking misses in protoc's stubs: types of a message given as a dict, and of `global`.
             imports, body = stub.split("DESCRIPTOR", 1)
             body = re.sub(r"\b_Mapping\b(?!\[)", "_Mapping[str, object]", body)

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engines.errors import ConfigError
-from engines.plan.file import read_plan
-from engines.plan.plan import Plan
+from infer_server.engines.errors import ConfigError
+from infer_server.engines.plan.file import read_plan
+from infer_server.engines.plan.plan import Plan
 
 Found = dict[str, Any]          # results of a check; "refused": why no kernel runs it there; "failed": the error
 Part = Callable[[str], Found]   # function that checks an architecture

@@ -14,10 +14,10 @@ import re
 import subprocess
 import sys
 
-from engines.backends.cuda.codegen.assemble import classes, report_of, sass_of
-from engines.backends.cuda.codegen.gpu import gpu_named
-from engines.compiler.specialise import relower
-from engines.plan.plan import Plan
+from infer_server.engines.backends.cuda.codegen.assemble import classes, report_of, sass_of
+from infer_server.engines.backends.cuda.codegen.gpu import gpu_named
+from infer_server.engines.compiler.specialise import relower
+from infer_server.engines.plan.plan import Plan
 from scripts.gpu_checks import Check, Found
 
 TARGETS = ("sm_61", "sm_70", "sm_75", "sm_80", "sm_90", "sm_90a", "sm_120")

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 
-from engines.backends.cuda.codegen.gpu import GPUS
+from infer_server.engines.backends.cuda.codegen.gpu import GPUS
 from scripts.gpu_checks import Check, Found, Part
 from tests.engines.backends.cuda.runner import GpuRunner, every_way
 from tests.engines.backends.suite import check

@@ -13,11 +13,11 @@ import sys
 
 import numpy as np
 
-from engines.backends.cuda.runtime.device import DEVICE
-from engines.compiler.specialise import relower
-from engines.ir.graph import Array
-from engines.plan.plan import IoTensor, Plan
-from engines.runtime.engine import Engine
+from infer_server.engines.backends.cuda.runtime.device import DEVICE
+from infer_server.engines.compiler.specialise import relower
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.plan import IoTensor, Plan
+from infer_server.engines.runtime.engine import Engine
 from scripts.gpu_checks import Check, Found
 from tests.gpu.emulated import EmulatedGpu
 

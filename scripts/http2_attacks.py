@@ -24,9 +24,9 @@ from http.client import HTTPConnection, HTTPException
 
 import grpc
 
-import protos
-from protos.grpc_framing import prefix_of
-from protos.http2 import NGH2Error, client_connection
+from infer_server import protos
+from infer_server.protos.grpc_framing import prefix_of
+from infer_server.protos.http2 import NGH2Error, client_connection
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import tempfile
 
 import pytest
 
-from engines.machine.object_cache import VARIABLE
+from infer_server.engines.machine.object_cache import VARIABLE
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layering import PACKAGES, ROOT, sources
+from tests.test_layering import PACKAGES, ROOT, as_imported, by_folder, sources
 
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in
                    (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")))
@@ -59,6 +59,7 @@ def known(name: str) -> bool:
     of a class whose name ends in Context.
     """
     modules, held = defined()
+    name = by_folder(name)
     ends = (f".{name}", f"{name[0].upper()}{name[1:]}")
     return any(whole == name or whole.endswith(ends) for whole in (*modules, *held))
 
@@ -80,7 +81,9 @@ def faults(text: str) -> Iterator[str]:
         if not (ROOT / path.rstrip(".")).exists():
             yield path
     for module in COMMAND.findall(text):
-        if module.split(".")[0] in (*PACKAGES, "benchmarks", "scripts", "tests") and not known(module):
+        first = module.split(".")[0]
+        if first in (*PACKAGES, "benchmarks", "scripts", "tests") and (
+                module != as_imported(by_folder(module)) or not known(module)):
             yield f"python -m {module}"
     yield from dotted_faults("\n".join(SPAN.findall(text)))
 
@@ -111,6 +114,8 @@ def test_what_the_architecture_names_is_there() -> None:
 
 @pytest.mark.parametrize("text, name", [
     ("see engines/ir/gone.py", "engines/ir/gone.py"), ("    python -m benchmarks.gone x", "python -m benchmarks.gone"),
+    ("    python -m clients.load.cli", "python -m clients.load.cli"),
+    ("`infer_server.engines.ops.gone`", "infer_server.engines.ops.gone"),
     ("`engines.ops.gone`", "engines.ops.gone"), ("`Graph.gone`", "Graph.gone"), ("`node.gone`", "node.gone"),
     ("`GoneContext`", "GoneContext"), ("    a ─passes.gone→ b", "passes.gone"), ("    x ─→ GoneGraph", "GoneGraph")])
 def test_a_name_that_is_gone_is_found(text: str, name: str) -> None:
@@ -118,7 +123,8 @@ def test_a_name_that_is_gone_is_found(text: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "`engines/ir/graph.py` and `engines.ir.graph`", "`passes.pipeline.simplify`", "`engines.errors.EngineError`",
+    "`engines/ir/graph.py` and `engines.ir.graph`", "`passes.pipeline.simplify`",
+    "`infer_server.engines.errors.EngineError`", "    python -m infer_server.clients.load.cli",
     "`node.precision`", "`ModelError`", "`np.zeros`, `os.path.join`", "    x ─frontend.onnx_import→ Graph",
     "/path/to/engines/no/file.py"])
 def test_a_name_that_is_there_or_of_others_is_not_found(text: str) -> None:

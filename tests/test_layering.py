@@ -7,6 +7,8 @@ is something to compile.
 from __future__ import annotations
 
 import ast
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Package -> the packages of ours that it may import. infer_server.cli may also import calibration.
+# Package -> the packages of ours that it may import. infer_server.cli may also import calibration. Packages and rooms
+# are named by their folders: engines.ir is imported as infer_server.engines.ir.
 PACKAGES = {
     "engines": {"engines"},
     "calibration": {"calibration", "engines"},
@@ -214,6 +217,17 @@ def room_of(module: str) -> str:
     return next((name for name in names if name in STANDS_ON), "")
 
 
+def by_folder(name: str) -> str:
+    """Return the name of a module by its folder: engines.ir for infer_server.engines.ir."""
+    inner = name.removeprefix("infer_server.")
+    return inner if inner.split(".")[0] in PACKAGES else name
+
+
+def as_imported(name: str) -> str:
+    """Return the name by which a module is imported: infer_server.engines.ir for engines.ir."""
+    return f"infer_server.{name}" if name.split(".")[0] in set(PACKAGES) - {"infer_server"} else name
+
+
 def imports(module: str, source: str, modules: frozenset[str], is_package: bool = False) -> Iterator[Import]:
     """Yield every import of a source; `from a import b` imports a.b if that is a module."""
     tree = ast.parse(source)
@@ -221,14 +235,14 @@ def imports(module: str, source: str, modules: frozenset[str], is_package: bool 
     inner = {child for node in ast.walk(tree) if isinstance(node, functions) for child in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (Import(module, alias.name, node in inner) for alias in node.names)
+            yield from (Import(module, by_folder(alias.name), node in inner) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             # Level 1 is the package that holds the module: for a package's own __init__, that is itself.
             above = module.split(".")[: len(module.split(".")) - node.level + is_package] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
-                full = f"{base}.{alias.name}"
-                yield Import(module, full if full in modules else base, node in inner)
+                full = by_folder(f"{base}.{alias.name}")
+                yield Import(module, full if full in modules else by_folder(base), node in inner)
 
 
 def fault(found: Import) -> str | None:
@@ -274,6 +288,22 @@ def test_every_import_follows_the_layers() -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_nothing_imports_a_package_by_the_name_of_its_folder() -> None:
+    """Where the checkout is on sys.path, `import engines` would load every module once more, beside ours."""
+    folders = tuple(package for package in PACKAGES if package != "infer_server")
+    names = "|".join(folders)
+    bare = re.compile(rf"(?<![\w.] )\b(?:from (?:{names})(?:\.\w+)* import|import (?:{names}))\b")
+    scanned = [path for folder in (*PACKAGES, "benchmarks", "docs", "examples", "scripts", "tests")
+               for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
+    assert not [f"{path}: {found[0]}" for path in scanned for found in bare.finditer(path.read_text())]
+
+
+def test_each_package_is_a_link_in_infer_server() -> None:
+    for package in PACKAGES:
+        if package != "infer_server":
+            assert os.readlink(ROOT / "infer_server" / package) == f"../{package}"
+
+
 def test_every_folder_is_a_room_and_every_room_is_there() -> None:
     files = sources()
     folders = {module if path.stem == "__init__" else module.rpartition(".")[0] for module, path in files.items()}
@@ -292,27 +322,30 @@ def test_serving_stands_on_nothing_that_compiles() -> None:
 def test_a_forbidden_import_is_caught() -> None:
     modules = frozenset(sources())
     forbidden = {
-        "engines.passes.bad": "from engines.backends.llvm import backend",
+        "engines.passes.bad": "from infer_server.engines.backends.llvm import backend",
         "engines.passes.fusion.bad": "from ...backends import llvm",
-        "engines.ir.graph": "from engines import ops",
-        "engines.runtime.engine": "import engines.ops.reference",
-        "engines.plan.plan": "def read():\n    from engines.frontend import onnx_import",
+        "engines.ir.graph": "from infer_server.engines import ops",
+        "engines.runtime.engine": "import infer_server.engines.ops.reference",
+        "engines.plan.plan": "def read():\n    from infer_server.engines.frontend import onnx_import",
         "engines.plan.file": "import onnx",
         "engines.plan.arena": "import llvmlite.ir",
-        "engines.compiler.builder": "from calibration.table import CalibrationTable",
-        "engines.backends.llvm.kernels.rows.bad": "from engines.backends.llvm.kernels.movement import gather",
-        "engines.backends.llvm.kernels.movement.bad": "from engines.ops import resize",
-        "engines.lowering.rules.bad": "from engines.backends.llvm.kernels.movement import gather",
-        "engines.lowering.problems.bad": "from engines.lowering.calls import calls",
-        "engines.backends.llvm.codegen.bad": "from engines.backends.llvm.tuning import tuner",
-        "engines.backends.cuda.runtime.bad": "from engines.backends.cuda.codegen import gpu",
-        "engines.backends.cuda.kernels.bad": "from engines.backends.llvm.kernels import kernel",
-        "clients.load.bad": "from engines import load_engine",
-        "clients.bad": "from clients.load import cli",
+        "engines.compiler.builder": "from infer_server.calibration.table import CalibrationTable",
+        "engines.backends.llvm.kernels.rows.bad":
+            "from infer_server.engines.backends.llvm.kernels.movement import gather",
+        "engines.backends.llvm.kernels.movement.bad": "from infer_server.engines.ops import resize",
+        "engines.lowering.rules.bad":
+            "from infer_server.engines.backends.llvm.kernels.movement import gather",
+        "engines.lowering.problems.bad": "from infer_server.engines.lowering.calls import calls",
+        "engines.backends.llvm.codegen.bad": "from infer_server.engines.backends.llvm.tuning import tuner",
+        "engines.backends.cuda.runtime.bad": "from infer_server.engines.backends.cuda.codegen import gpu",
+        "engines.backends.cuda.kernels.bad":
+            "from infer_server.engines.backends.llvm.kernels import kernel",
+        "clients.load.bad": "from infer_server.engines import load_engine",
+        "clients.bad": "from infer_server.clients.load import cli",
         "protos.bad": "import infer_server",
-        "infer_server.repository.bad": "from calibration import table",
+        "infer_server.repository.bad": "from infer_server.calibration import table",
         "infer_server.batching.bad": "from infer_server.repository import model",
-        "infer_server.batching.batcher": "from engines.compiler.builder import build",
+        "infer_server.batching.batcher": "from infer_server.engines.compiler.builder import build",
         "calibration.bad": "from tests import digits",
     }
     for module, source in forbidden.items():
@@ -321,12 +354,14 @@ def test_a_forbidden_import_is_caught() -> None:
 
 def test_an_allowed_import_is_not_caught() -> None:
     allowed = {
-        "engines.backends.llvm.kernels.rows.good": "from engines.backends.llvm.kernels.common import access",
-        "engines.backends.llvm.backend": "from engines.plan.plan import Step\nimport llvmlite.binding",
+        "engines.backends.llvm.kernels.rows.good":
+            "from infer_server.engines.backends.llvm.kernels.common import access",
+        "engines.backends.llvm.backend": "from infer_server.engines.plan.plan import Step\nimport llvmlite.binding",
         "engines.frontend.onnx_import": "import onnx\nfrom engines.ir.graph import Graph",
-        "engines.runtime.fallback": "def step():\n    from engines.ops import reference",
-        "infer_server.cli.build_engine": "from calibration import table\nfrom engines.compiler.builder import build",
-        "infer_server.batching.batcher": "from engines import load_engine",
+        "engines.runtime.fallback": "def step():\n    from infer_server.engines.ops import reference",
+        "infer_server.cli.build_engine":
+            "from infer_server.calibration import table\nfrom engines.compiler.builder import build",
+        "infer_server.batching.batcher": "from infer_server.engines import load_engine",
         "clients.client": "import numpy\nfrom protos import service",
     }
     modules = frozenset(sources())

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.runtimes.runtimes import Feed, Session
-from engines.ir.graph import Array
+from infer_server.engines.ir.graph import Array
 
 # The least cosine of any output with the float32 reference. INT8's is that of a network that still works, not of a good
 # one: how good it is, the model's metric says.

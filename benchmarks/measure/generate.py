@@ -24,7 +24,7 @@ import onnxruntime
 
 from benchmarks.measure.decoders import Decoder
 from benchmarks.reports.document import machine, markdown_table
-from engines import build_engine, load_engine
+from infer_server.engines import build_engine, load_engine
 
 _FIRST = 4                  # steps
 _PAGE = resource.getpagesize()

@@ -18,7 +18,7 @@ while True:
 """
 _COPY = """
 import sys
-from engines import load_engine
+from infer_server.engines import load_engine
 context = load_engine(sys.argv[1], threads=int(sys.argv[2])).create_context()
 context.execute(1)
 print("runs", flush=True)

@@ -19,9 +19,9 @@ import onnxruntime
 
 from benchmarks.measure.cycles import Counter
 from benchmarks.measure.measuring import WorkClock, interleaved
-from engines import load_engine
-from engines.ir.graph import Array
-from engines.plan.plan import IoTensor
+from infer_server.engines import load_engine
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.plan import IoTensor
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engines import load_engine
-from engines.ir.graph import Array
+from infer_server.engines import load_engine
+from infer_server.engines.ir.graph import Array
 
 OURS, OPENVINO, ORT = "infer-server", "OpenVINO", "ONNX Runtime"
 Feed = Mapping[str, Array]          # every model input by its name

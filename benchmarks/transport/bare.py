@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import numpy as np
 
-import protos
 from benchmarks.transport.http1 import Connections
 from benchmarks.transport.http2 import Connection
+from infer_server import protos
+from infer_server.protos import inference
 from infer_server.server import Ports
-from protos import inference
 
 WAYS = ("grpc", "http", "shared memory")        # ways to send inputs; requests with inputs in shared memory use gRPC
 _WARM_SECS = 1.0

@@ -12,12 +12,12 @@ from statistics import median
 import grpc
 import numpy as np
 
-import protos
 from benchmarks.transport.http1 import Connections
 from benchmarks.transport.http2 import Connection
 from benchmarks.transport.models import SHAPES
 from benchmarks.transport.processes import Running
-from protos import inference
+from infer_server import protos
+from infer_server.protos import inference
 
 _WARM_SECS = 0.15
 _REGION = "benchmarked"

@@ -31,8 +31,8 @@ from benchmarks.reports.document import Cell, machine, markdown_table, write_sec
 from benchmarks.transport.__main__ import commands
 from benchmarks.transport.models import SHAPES, write_repository
 from benchmarks.transport.processes import running
-from clients import AsyncInferenceClient, InferenceClient
-from clients.load.transports.over_grpc import GrpcTransport
+from infer_server.clients import AsyncInferenceClient, InferenceClient
+from infer_server.clients.load.transports.over_grpc import GrpcTransport
 
 _WARM_SECS = 0.1
 _IN_FLIGHT = (1, 8, 64)

@@ -13,8 +13,8 @@ from typing import cast
 import uvloop
 
 from infer_server.process import tune_malloc
-from protos.grpc_framing import prefix_of
-from protos.http2 import DataReceived, RequestReceived, StreamClosed, server_connection
+from infer_server.protos.grpc_framing import prefix_of
+from infer_server.protos.http2 import DataReceived, RequestReceived, StreamClosed, server_connection
 
 _RESPONSE = ((b":status", b"200"), (b"content-type", b"application/grpc"))
 _TRAILERS = ((b"grpc-status", b"0"),)

@@ -26,8 +26,8 @@ from benchmarks.runtimes.builds import sources_digest
 from benchmarks.runtimes.runtimes import versions
 from benchmarks.zoo.trial import BUILDS, FLOAT, PEERS, Beside, Facts, Folder
 from benchmarks.zoo.workloads import WORKLOADS
-from engines.compiler.builder import BuildConfig, Builder
-from engines.errors import did_you_mean
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.errors import did_you_mean
 
 PRECISIONS = tuple(BUILDS)
 FEWEST_TURNS = 3

@@ -22,13 +22,13 @@ from benchmarks.measure.measuring import WorkClock, interleaved
 from benchmarks.runtimes.runtimes import LOADERS, OPENVINO, ORT, OURS, OnnxRuntime
 from benchmarks.zoo.pictures import feeds_for
 from benchmarks.zoo.workloads import WORKLOADS
-from calibration import Calibration
-from engines import build_engine
-from engines.compiler.build import EngineBuild
-from engines.compiler.specialise import graph_at
-from engines.errors import EngineError
-from engines.frontend.onnx_export import onnx_from_graph
-from engines.ir.graph import Array
+from infer_server.calibration import Calibration
+from infer_server.engines import build_engine
+from infer_server.engines.compiler.build import EngineBuild
+from infer_server.engines.compiler.specialise import graph_at
+from infer_server.engines.errors import EngineError
+from infer_server.engines.frontend.onnx_export import onnx_from_graph
+from infer_server.engines.ir.graph import Array
 
 CALIBRATION_ITEMS = 4
 SEED = 1000                 # seed of the compared and timed inputs; calibration uses seeds from 0 on

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from calibration.accuracy.measures import Powers, fault_of_int8, typical
-from calibration.accuracy.parts import TensorParts
-from engines.errors import CalibrationError
-from engines.ir.graph import Array
+from infer_server.calibration.accuracy.measures import Powers, fault_of_int8, typical
+from infer_server.calibration.accuracy.parts import TensorParts
+from infer_server.engines.errors import CalibrationError
+from infer_server.engines.ir.graph import Array
 
 MIN_CLASSES = 3     # an output [items, classes] with at least this many classes is treated as a classifier's
 CHUNK = 1 << 14     # elements measured at once, so that their float64 copies stay in the caches

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from calibration.accuracy.measures import POOR_DB, cosine, fault_of_int8, sqnr_db, zeroed
-from calibration.accuracy.parts import parts_of_tensor
-from calibration.accuracy.sources import Sources
-from engines.ir.dtypes import BITS, as_named
-from engines.ir.graph import Array
-from engines.plan.plan import IoTensor
+from infer_server.calibration.accuracy.measures import POOR_DB, cosine, fault_of_int8, sqnr_db, zeroed
+from infer_server.calibration.accuracy.parts import parts_of_tensor
+from infer_server.calibration.accuracy.sources import Sources
+from infer_server.engines.ir.dtypes import BITS, as_named
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.plan import IoTensor
 
 FLOOR = 1e-4        # a part's errors are relative to its range, but at least to this share of the whole output's range
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.ir.graph import Array
+from infer_server.engines.ir.graph import Array
 
 POOR_DB = 6.0           # least acceptable SQNR: the error is half as large as the signal
 CLEAR_DB = 15.0         # SQNR from which values that became 0 are accepted

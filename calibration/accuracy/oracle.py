@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from calibration.data.items import Feed
-from engines.compiler.build import build_engine
-from engines.compiler.specialise import Specialiser
-from engines.frontend.inputs import Value
-from engines.frontend.onnx_file import with_outputs
-from engines.frontend.onnx_import import graph_from_onnx, recurs_in_float16, values_of_inputs
-from engines.ir.dtypes import as_named
-from engines.ir.graph import Array, Dim, Graph
-from engines.ir.pixels import Pixels
-from engines.ops.reference import run
-from engines.passes.pixels import take_pixels
-from engines.plan.extents import extents_of_feed
-from engines.plan.plan import Plan
+from infer_server.calibration.data.items import Feed
+from infer_server.engines.compiler.build import build_engine
+from infer_server.engines.compiler.specialise import Specialiser
+from infer_server.engines.frontend.inputs import Value
+from infer_server.engines.frontend.onnx_file import with_outputs
+from infer_server.engines.frontend.onnx_import import graph_from_onnx, recurs_in_float16, values_of_inputs
+from infer_server.engines.ir.dtypes import as_named
+from infer_server.engines.ir.graph import Array, Dim, Graph
+from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.ops.reference import run
+from infer_server.engines.passes.pixels import take_pixels
+from infer_server.engines.plan.extents import extents_of_feed
+from infer_server.engines.plan.plan import Plan
 
 ERRORS_ONLY = 3
 _STRANGERS = tuple(f"tensor({name}" for name in ("bfloat16", "float8", "float4", "int4", "uint4", "int2", "uint2"))

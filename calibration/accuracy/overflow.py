@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from calibration.data.items import Feed
-from engines.compiler.builder import BuildConfig, Builder
-from engines.ir.graph import Array, Graph
-from engines.passes.rewriting.facts import is_weighted
-from engines.runtime.engine import Engine
+from infer_server.calibration.data.items import Feed
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.ir.graph import Array, Graph
+from infer_server.engines.passes.rewriting.facts import is_weighted
+from infer_server.engines.runtime.engine import Engine
 
 FLOAT16 = np.dtype(np.float16)
 LARGEST = float(np.finfo(FLOAT16).max)

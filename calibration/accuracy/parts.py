@@ -1,8 +1,8 @@
 """Division of a tensor into parts whose accuracy is measured separately, such as boxes in pixels and scores below 1.
 
 A single signal to noise ratio would describe the boxes only, even if every score became 0. The parts are the sources of
-a Concat if the graph shows them (calibration.accuracy.sources), otherwise groups of channels of different magnitude.
-Parts of similar magnitude are joined, because the loss of one shows in their common ratio.
+a Concat if the graph shows them (infer_server.calibration.accuracy.sources), otherwise groups of channels of different
+magnitude. Parts of similar magnitude are joined, because the loss of one shows in their common ratio.
 """
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from calibration.accuracy.sources import Sources
-from engines.ir.graph import Array
+from infer_server.calibration.accuracy.sources import Sources
+from infer_server.engines.ir.graph import Array
 
 ALIKE = 4.0             # sources whose peaks and root mean squares differ by at most this factor are one part
 GAP = 8.0               # channels fall into groups where these jump by this factor

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from calibration.accuracy.sources import Selection
-from engines.ir.graph import Array
+from infer_server.calibration.accuracy.sources import Selection
+from infer_server.engines.ir.graph import Array
 
 PAIRS = 1 << 22         # most pairs of rows compared; with more, each row is compared to those of similar rank
 MOST_COLUMNS = 64       # most columns used to match rows; if rows are images, some of their pixels

@@ -6,12 +6,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from calibration.accuracy.errors import ErrorLimits, OutputErrors, Pair, errors_of, errors_of_parts, pair_of
-from calibration.accuracy.rows import decided_rows, match_rows
-from calibration.accuracy.sources import Sources
-from calibration.accuracy.structure import Inner, Structure
-from engines.ir.graph import BATCH, Array
-from engines.plan.plan import IoTensor
+from infer_server.calibration.accuracy.errors import (
+    ErrorLimits,
+    OutputErrors,
+    Pair,
+    errors_of,
+    errors_of_parts,
+    pair_of,
+)
+from infer_server.calibration.accuracy.rows import decided_rows, match_rows
+from infer_server.calibration.accuracy.sources import Sources
+from infer_server.calibration.accuracy.structure import Inner, Structure
+from infer_server.engines.ir.graph import BATCH, Array
+from infer_server.engines.plan.plan import IoTensor
 
 
 class ComparedRuns:

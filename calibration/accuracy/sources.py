@@ -11,13 +11,13 @@ from functools import reduce
 
 import numpy as np
 
-from engines.errors import EngineError
-from engines.frontend.onnx_file import OnnxModel, operators_within
-from engines.ir.dtypes import is_float
-from engines.ir.graph import Array, Graph, Node
-from engines.ir.shapes import bind
-from engines.ops import op_of
-from engines.ops.reference import run_node
+from infer_server.engines.errors import EngineError
+from infer_server.engines.frontend.onnx_file import OnnxModel, operators_within
+from infer_server.engines.ir.dtypes import is_float
+from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.ir.shapes import bind
+from infer_server.engines.ops import op_of
+from infer_server.engines.ops.reference import run_node
 
 SELECTIONS = frozenset({"TopK", "ArgMax", "ArgMin", "NonMaxSuppression", "BoundedNonMaxSuppression", "NonZero",
                         "Unique"})

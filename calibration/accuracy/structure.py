@@ -7,19 +7,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from calibration.accuracy.sources import Selection, Sources, selections, selections_of_model, sources_of
-from calibration.data.items import Feed
-from engines.compiler.builder import BuildConfig, Builder
-from engines.compiler.specialise import Specialiser
-from engines.errors import EngineError
-from engines.frontend.onnx_file import read_model
-from engines.ir.graph import Array, Graph
-from engines.ops import op_of
-from engines.passes.outputs import shown_name
-from engines.plan.extents import extents_of_feed
-from engines.plan.plan import Plan
-from engines.runtime.engine import Engine
-from engines.runtime.fallback import to_real
+from infer_server.calibration.accuracy.sources import Selection, Sources, selections, selections_of_model, sources_of
+from infer_server.calibration.data.items import Feed
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.compiler.specialise import Specialiser
+from infer_server.engines.errors import EngineError
+from infer_server.engines.frontend.onnx_file import read_model
+from infer_server.engines.ir.graph import Array, Graph
+from infer_server.engines.ops import op_of
+from infer_server.engines.passes.outputs import shown_name
+from infer_server.engines.plan.extents import extents_of_feed
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.fallback import to_real
 
 MOST_SHAPES = 4         # further shapes of a plan with open extents for which sources are traced
 

@@ -13,24 +13,24 @@ from pathlib import Path
 
 import numpy as np
 
-from calibration.accuracy.errors import LIMITS, ErrorLimits, OutputErrors
-from calibration.accuracy.oracle import Oracle, oracle_of, reference_of, reference_of_specialisations
-from calibration.accuracy.overflow import overflow
-from calibration.accuracy.runs import ComparedRuns
-from calibration.accuracy.structure import Structure, structure_of, structure_of_program, tensor_names
-from calibration.data.checks import DataCheck
-from calibration.data.generated import generated
-from calibration.data.items import CalibrationData, Feed
-from engines.compiler.specialise import graph_at
-from engines.errors import InputError, PlanError
-from engines.frontend.inputs import Value
-from engines.ir.graph import Array, Dim, Graph
-from engines.ir.pixels import Pixels
-from engines.loading import load_engine
-from engines.plan.plan import IoTensor, Plan
-from engines.runtime.engine import Engine
-from engines.runtime.open_engine import OpenEngine
-from engines.runtime.program_engine import AnyEngine, ProgramEngine
+from infer_server.calibration.accuracy.errors import LIMITS, ErrorLimits, OutputErrors
+from infer_server.calibration.accuracy.oracle import Oracle, oracle_of, reference_of, reference_of_specialisations
+from infer_server.calibration.accuracy.overflow import overflow
+from infer_server.calibration.accuracy.runs import ComparedRuns
+from infer_server.calibration.accuracy.structure import Structure, structure_of, structure_of_program, tensor_names
+from infer_server.calibration.data.checks import DataCheck
+from infer_server.calibration.data.generated import generated
+from infer_server.calibration.data.items import CalibrationData, Feed
+from infer_server.engines.compiler.specialise import graph_at
+from infer_server.engines.errors import InputError, PlanError
+from infer_server.engines.frontend.inputs import Value
+from infer_server.engines.ir.graph import Array, Dim, Graph
+from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.loading import load_engine
+from infer_server.engines.plan.plan import IoTensor, Plan
+from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.open_engine import OpenEngine
+from infer_server.engines.runtime.program_engine import AnyEngine, ProgramEngine
 
 TOGETHER = 3            # items of a batch
 BATCHES = 4             # maximum number of batches

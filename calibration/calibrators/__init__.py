@@ -6,12 +6,12 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Protocol
 
-from calibration.calibrators.entropy import Entropy
-from calibration.calibrators.minmax import MinMax
-from calibration.calibrators.mse import MeanSquaredError
-from calibration.calibrators.percentile import Percentile
-from calibration.histogram import Histogram, Range
-from engines.errors import ConfigError, did_you_mean
+from infer_server.calibration.calibrators.entropy import Entropy
+from infer_server.calibration.calibrators.minmax import MinMax
+from infer_server.calibration.calibrators.mse import MeanSquaredError
+from infer_server.calibration.calibrators.percentile import Percentile
+from infer_server.calibration.histogram import Histogram, Range
+from infer_server.engines.errors import ConfigError, did_you_mean
 
 __all__ = ["CALIBRATORS", "Calibrator", "Range", "make_calibrator"]
 

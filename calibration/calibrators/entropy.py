@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calibration.histogram import Floats, Histogram, Range
+from infer_server.calibration.histogram import Floats, Histogram, Range
 
 BINS = 2048
 LEVELS = 128

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from calibration.histogram import Histogram, Range
+from infer_server.calibration.histogram import Histogram, Range
 
 
 @dataclass(frozen=True)

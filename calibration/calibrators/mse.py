@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calibration.histogram import Floats, Histogram, Range
+from infer_server.calibration.histogram import Floats, Histogram, Range
 
 STEPS = 255             # steps between the 256 levels of a byte
 CANDIDATES = 128        # candidates for each end of the range

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from calibration.histogram import Histogram, Range
-from engines.errors import ConfigError
+from infer_server.calibration.histogram import Histogram, Range
+from infer_server.engines.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engines.ir.dtypes import BITS
-from engines.ir.graph import Array
-from engines.plan.plan import IoTensor
-from engines.preprocess import Preprocess
+from infer_server.engines.ir.dtypes import BITS
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.plan import IoTensor
+from infer_server.engines.preprocess import Preprocess
 
 FEWEST_ITEMS = 8
 LEAST_SPAN = 0.1        # least share of the declared range that images should cover

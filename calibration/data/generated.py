@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from calibration.data.items import CalibrationData, Feed, batched_inputs
-from engines.ir.dtypes import BITS, as_in_memory, dtype_named
-from engines.ir.graph import Array, Graph
-from engines.passes.rewriting.dataflow import Walk, dataflow
-from engines.passes.rewriting.facts import moved_from
-from engines.plan.plan import IoTensor
+from infer_server.calibration.data.items import CalibrationData, Feed, batched_inputs
+from infer_server.engines.ir.dtypes import BITS, as_in_memory, dtype_named
+from infer_server.engines.ir.graph import Array, Graph
+from infer_server.engines.passes.rewriting.dataflow import Walk, dataflow
+from infer_server.engines.passes.rewriting.facts import moved_from
+from infer_server.engines.plan.plan import IoTensor
 
 SEED = 0
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import CalibrationError
-from engines.ir.dtypes import BITS
-from engines.ir.graph import BATCH, Array
-from engines.plan.plan import IoTensor
-from engines.preprocess import Preprocess, shape_text
+from infer_server.engines.errors import CalibrationError
+from infer_server.engines.ir.dtypes import BITS
+from infer_server.engines.ir.graph import BATCH, Array
+from infer_server.engines.plan.plan import IoTensor
+from infer_server.engines.preprocess import Preprocess, shape_text
 
 Feed = Mapping[str, Array]      # every model input by name
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from clients.channels.options import ChannelOptions, Message, Metadata
-from clients.channels.status import StatusError
-from protos import http2
+from infer_server.clients.channels.options import ChannelOptions, Message, Metadata
+from infer_server.clients.channels.status import StatusError
+from infer_server.protos import http2
 
 __all__ = ["AsyncChannel", "Channel", "ChannelOptions", "Metadata", "StatusError", "open_async_channel", "open_channel"]
 
@@ -36,18 +36,18 @@ class AsyncChannel(Protocol):
 def open_channel(url: str, options: ChannelOptions) -> Channel:
     """Create a channel to the servers of `url`; it connects when it is first used."""
     if _uses_nghttp2(options):
-        from clients.channels import blocking
+        from infer_server.clients.channels import blocking
         return blocking.BlockingChannel(url, options)
-    from clients.channels import grpcio
+    from infer_server.clients.channels import grpcio
     return grpcio.GrpcioChannel(url, options)
 
 
 def open_async_channel(url: str, options: ChannelOptions) -> AsyncChannel:
     """Create a channel to the servers of `url` for the event loop that first uses it."""
     if _uses_nghttp2(options):
-        from clients.channels import aio
+        from infer_server.clients.channels import aio
         return aio.AioChannel(url, options)
-    from clients.channels import grpcio
+    from infer_server.clients.channels import grpcio
     return grpcio.AsyncGrpcioChannel(url, options)
 
 

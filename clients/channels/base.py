@@ -4,11 +4,11 @@ from __future__ import annotations
 import functools
 import math
 
-from clients.channels.addresses import RoundRobin, parse_url
-from clients.channels.call import RequestEncoder
-from clients.channels.connection import Keepalive
-from clients.channels.options import ChannelOptions
-from clients.channels.retry import Attempts, Throttle
+from infer_server.clients.channels.addresses import RoundRobin, parse_url
+from infer_server.clients.channels.call import RequestEncoder
+from infer_server.clients.channels.connection import Keepalive
+from infer_server.clients.channels.options import ChannelOptions
+from infer_server.clients.channels.retry import Attempts, Throttle
 
 
 class ChannelBase:

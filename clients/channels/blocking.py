@@ -8,15 +8,15 @@ import time
 from collections import defaultdict, deque
 from contextlib import suppress
 
-from clients.channels.addresses import Address
-from clients.channels.base import ChannelBase
-from clients.channels.call import CallRequest, PendingCall, RequestEncoder
-from clients.channels.connection import ClientConnection, Keepalive, require_http2
-from clients.channels.health import HealthCheck, require_healthy
-from clients.channels.options import ChannelOptions, Message, Metadata
-from clients.channels.retry import Attempts
-from clients.channels.status import StatusError, deadline_exceeded
-from protos.buffers import uninitialised
+from infer_server.clients.channels.addresses import Address
+from infer_server.clients.channels.base import ChannelBase
+from infer_server.clients.channels.call import CallRequest, PendingCall, RequestEncoder
+from infer_server.clients.channels.connection import ClientConnection, Keepalive, require_http2
+from infer_server.clients.channels.health import HealthCheck, require_healthy
+from infer_server.clients.channels.options import ChannelOptions, Message, Metadata
+from infer_server.clients.channels.retry import Attempts
+from infer_server.clients.channels.status import StatusError, deadline_exceeded
+from infer_server.protos.buffers import uninitialised
 
 _RECEIVE_BYTES = 256 << 10
 _LEAST_WAIT_SECS = 1e-3             # 0 would make the socket non-blocking

@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
-from clients.channels.options import ChannelOptions, Message, Metadata
-from clients.channels.status import STATUSES, StatusError, status_of_http, status_of_reset
-from protos.grpc_framing import (
+from infer_server.clients.channels.options import ChannelOptions, Message, Metadata
+from infer_server.clients.channels.status import STATUSES, StatusError, status_of_http, status_of_reset
+from infer_server.protos.grpc_framing import (
     PREFIX_BYTES,
     MessageReader,
     MessageTooLargeError,
@@ -22,8 +22,8 @@ from protos.grpc_framing import (
     prefix_of,
     timeout_text,
 )
-from protos.http2 import Header
-from protos.version import VERSION
+from infer_server.protos.http2 import Header
+from infer_server.protos.version import VERSION
 
 NO_LIMIT = -1
 _MOST_BYTES = (1 << 32) - 1                         # largest length that the message prefix can hold

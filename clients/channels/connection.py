@@ -8,9 +8,9 @@ import math
 import time
 from dataclasses import dataclass
 
-from clients.channels.call import CallRequest, PendingCall
-from clients.channels.status import StatusError, deadline_exceeded
-from protos.http2 import (
+from infer_server.clients.channels.call import CallRequest, PendingCall
+from infer_server.clients.channels.status import StatusError, deadline_exceeded
+from infer_server.protos.http2 import (
     ConnectionClosed,
     DataReceived,
     ErrorCode,

@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 
-from clients.channels.addresses import parse_url
-from clients.channels.call import whole
-from clients.channels.options import ChannelOptions, Message, Metadata, Tls
-from clients.channels.status import StatusError
+from infer_server.clients.channels.addresses import parse_url
+from infer_server.clients.channels.call import whole
+from infer_server.clients.channels.options import ChannelOptions, Message, Metadata, Tls
+from infer_server.clients.channels.status import StatusError
 
 
 class GrpcioChannel:

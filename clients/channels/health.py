@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import time
 
-import protos
-from clients.channels.call import CallRequest, RequestEncoder
-from clients.channels.status import StatusError
-from protos import health
+from infer_server import protos
+from infer_server.clients.channels.call import CallRequest, RequestEncoder
+from infer_server.clients.channels.status import StatusError
+from infer_server.protos import health
 
 CHECK_SECS = 5.0                # between the checks of a connection that is used
 _PATH = next(method.path for method in protos.methods(protos.HEALTH_SERVICE) if method.name == "Check")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from clients.channels.service_config import ServiceConfig
+from infer_server.clients.channels.service_config import ServiceConfig
 
 Message = bytes | tuple[bytes, ...]            # serialised, whole or in parts
 Metadata = tuple[tuple[str, str | bytes], ...]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 import time
 
-from clients.channels.addresses import Address
-from clients.channels.service_config import MethodConfig, ServiceConfig
-from clients.channels.status import StatusError, deadline_exceeded
+from infer_server.clients.channels.addresses import Address
+from infer_server.clients.channels.service_config import MethodConfig, ServiceConfig
+from infer_server.clients.channels.status import StatusError, deadline_exceeded
 
 _MOST_REFUSALS = 10             # most retries of a call whose stream was refused or followed by GOAWAY
 _JITTER = 0.2

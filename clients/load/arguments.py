@@ -5,9 +5,9 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.load.schedule import SCENARIOS, Closed, Load, Open, Scenario
-from clients.load.transports import SCHEMES, is_name_of_grpc, split_url
-from protos.version import VERSION
+from infer_server.clients.load.schedule import SCENARIOS, Closed, Load, Open, Scenario
+from infer_server.clients.load.transports import SCHEMES, is_name_of_grpc, split_url
+from infer_server.protos.version import VERSION
 
 EPILOG = """\
 A load is measured in windows of a tenth of --duration. It ends when three windows in a row agree (throughput and mean

@@ -4,11 +4,11 @@ from __future__ import annotations
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from clients.channels import StatusError
-from clients.codec import Array, infer_outputs
-from clients.errors import ResponseError
-from clients.load.transports.transport import Send
-from protos import inference as pb
+from infer_server.clients.channels import StatusError
+from infer_server.clients.codec import Array, infer_outputs
+from infer_server.clients.errors import ResponseError
+from infer_server.clients.load.transports.transport import Send
+from infer_server.protos import inference as pb
 
 TOLERANCE = 1e-3            # relative to the output's largest magnitude: rounding may depend on the batch size
 

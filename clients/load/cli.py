@@ -12,15 +12,15 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, TextIO, TypeVar
 
-from clients.errors import ClientError
-from clients.load.arguments import Options, parse
-from clients.load.measure import Summary
-from clients.load.mlperf.report import scenario_table, write_scenario
-from clients.load.mlperf.run import ScenarioResult, measure, require_loadgen
-from clients.load.plot import require_matplotlib, write_plot
-from clients.load.report import Report, table, write_csv, write_json
-from clients.load.schedule import Load, Scenario
-from clients.load.target import open_target
+from infer_server.clients.errors import ClientError
+from infer_server.clients.load.arguments import Options, parse
+from infer_server.clients.load.measure import Summary
+from infer_server.clients.load.mlperf.report import scenario_table, write_scenario
+from infer_server.clients.load.mlperf.run import ScenarioResult, measure, require_loadgen
+from infer_server.clients.load.plot import require_matplotlib, write_plot
+from infer_server.clients.load.report import Report, table, write_csv, write_json
+from infer_server.clients.load.schedule import Load, Scenario
+from infer_server.clients.load.target import open_target
 
 try:
     from uvloop import new_event_loop

@@ -13,12 +13,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from clients.channels import StatusError
-from clients.load.alarm import Alarm
-from clients.load.measure import OK, WINDOWS, LoadWindow, Recorder, Summary, is_stable, latency_of, summarise
-from clients.load.schedule import Closed, Load, Open
-from clients.load.statistics import Reading, ServerSplit, difference
-from clients.load.transports.transport import Send
+from infer_server.clients.channels import StatusError
+from infer_server.clients.load.alarm import Alarm
+from infer_server.clients.load.measure import (
+    OK,
+    WINDOWS,
+    LoadWindow,
+    Recorder,
+    Summary,
+    is_stable,
+    latency_of,
+    summarise,
+)
+from infer_server.clients.load.schedule import Closed, Load, Open
+from infer_server.clients.load.statistics import Reading, ServerSplit, difference
+from infer_server.clients.load.transports.transport import Send
 
 MAX_IN_FLIGHT = 4096            # in an open loop; further requests wait in the client, and latency includes that wait
 MAX_BYTES_IN_FLIGHT = 512 << 20

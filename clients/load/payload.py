@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from clients.codec import DATATYPES, Array, encode
-from clients.errors import ClientError
-from protos import inference as pb
+from infer_server.clients.codec import DATATYPES, Array, encode
+from infer_server.clients.errors import ClientError
+from infer_server.protos import inference as pb
 
 MAX_REQUESTS = 64               # different ones, sent in turn
 MAX_BYTES = 256 << 20

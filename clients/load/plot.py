@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clients.errors import ClientError
-from clients.load.generator import LoadLevel
-from clients.load.report import Report
-from clients.load.schedule import Closed
+from infer_server.clients.errors import ClientError
+from infer_server.clients.load.generator import LoadLevel
+from infer_server.clients.load.report import Report
+from infer_server.clients.load.schedule import Closed
 
 _PERCENTILES = {"p50": "#4C78A8", "p99": "#E45756"}
 _PARTS = {"compute": "#54A24B", "queue": "#EECA3B", "network": "#9D9DA1", "client": "#B279A2"}

@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from clients.load.generator import LoadLevel
-from clients.load.schedule import Closed
+from infer_server.clients.load.generator import LoadLevel
+from infer_server.clients.load.schedule import Closed
 
 LATE_MS = 5.0           # beyond what an event loop's timer and a busy moment explain
 BUSY = 0.9              # share of its time from which on the load generator's thread is the limit

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from protos import inference as pb
+from infer_server.protos import inference as pb
 
 NS_PER_MS = 1e6
 PHASES = ("queue", "compute_input", "compute_infer", "compute_output")

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import numpy as np
 
-from clients.channels import StatusError
-from clients.codec import Array
-from clients.errors import ClientError, ServerError, error_of
-from clients.load.arguments import Options
-from clients.load.checking import checked
-from clients.load.generator import LoadLevel, Sender, Timing, run_level
-from clients.load.measure import Summary
-from clients.load.payload import PayloadError, prepare, request_bytes
-from clients.load.report import Report
-from clients.load.schedule import Load
-from clients.load.statistics import Reading, read
-from clients.load.transports import open_transport
-from clients.load.transports.transport import SETUP_SECS, Send, Transport
+from infer_server.clients.channels import StatusError
+from infer_server.clients.codec import Array
+from infer_server.clients.errors import ClientError, ServerError, error_of
+from infer_server.clients.load.arguments import Options
+from infer_server.clients.load.checking import checked
+from infer_server.clients.load.generator import LoadLevel, Sender, Timing, run_level
+from infer_server.clients.load.measure import Summary
+from infer_server.clients.load.payload import PayloadError, prepare, request_bytes
+from infer_server.clients.load.report import Report
+from infer_server.clients.load.schedule import Load
+from infer_server.clients.load.statistics import Reading, read
+from infer_server.clients.load.transports import open_transport
+from infer_server.clients.load.transports.transport import SETUP_SECS, Send, Transport
 
 
 class Target:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
-from engines.errors import ConfigError, PlanTargetError, did_you_mean
+from infer_server.engines.errors import ConfigError, PlanTargetError, did_you_mean
 
 if TYPE_CHECKING:
-    from engines.backends.base import Backend, BuildsForGpus
-    from engines.backends.device import Device, GpuInfo
+    from infer_server.engines.backends.base import Backend, BuildsForGpus
+    from infer_server.engines.backends.device import Device, GpuInfo
 
 
 class _Modules(NamedTuple):
@@ -22,10 +22,11 @@ class _Modules(NamedTuple):
 
 
 _MODULES = {        # the first is the default
-    "llvm": _Modules("engines.backends.llvm.backend", "engines.backends.llvm.runtime.device"),
-    "numpy": _Modules("engines.backends.numpy.backend", "engines.backends.numpy.device"),
-    "cuda": _Modules("engines.backends.cuda.backend", "engines.backends.cuda.runtime.device"),
-    "tensorrt": _Modules("engines.backends.tensorrt.backend", "engines.backends.tensorrt.runtime.device"),
+    "llvm": _Modules("infer_server.engines.backends.llvm.backend", "infer_server.engines.backends.llvm.runtime.device"),
+    "numpy": _Modules("infer_server.engines.backends.numpy.backend", "infer_server.engines.backends.numpy.device"),
+    "cuda": _Modules("infer_server.engines.backends.cuda.backend", "infer_server.engines.backends.cuda.runtime.device"),
+    "tensorrt": _Modules(
+        "infer_server.engines.backends.tensorrt.backend", "infer_server.engines.backends.tensorrt.runtime.device"),
 }
 
 

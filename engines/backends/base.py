@@ -4,11 +4,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from engines.backends.device import GpuInfo
-from engines.ir.graph import Graph
-from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import GeneralKernel, MachinePart, Plan
-from engines.plan.roofline import Peaks
+from infer_server.engines.backends.device import GpuInfo
+from infer_server.engines.ir.graph import Graph
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.plan import GeneralKernel, MachinePart, Plan
+from infer_server.engines.plan.roofline import Peaks
 
 Progress = Callable[[int, int, str], None]      # (done, total, label), called as kernels are compiled and timed
 
@@ -79,7 +79,7 @@ class Session(Protocol):
         """
 
     def choose_symbolic(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> Any | None:
-        """Choose dynamic kernels for a graph with symbolic sizes (engines.ir.counted).
+        """Choose dynamic kernels for a graph with symbolic sizes (infer_server.engines.ir.counted).
 
         Returns
         -------

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from engines.ir.graph import Array
-from engines.plan.plan import MachinePart, Plan, TensorView
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.plan import MachinePart, Plan, TensorView
 
 Show = Callable[[str, Array], None]     # called with a tensor's name and a view of its buffer
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.ir_builder import Value
 
 TINY = float(np.finfo(np.float32).tiny)
 Box = tuple[Value, ...]         # (low y, low x, high y, high x, area)

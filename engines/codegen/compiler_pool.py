@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import IO
 
-from engines.machine import object_cache
+from infer_server.engines.machine import object_cache
 
 ENOUGH = 1_000_000      # characters of IR, about one second of work, below which no process is started
 MOST_WORKERS = 8        # each needs about 80 MB

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.ir_builder import Value
 
 Operation = Callable[..., Value]        # comparisons give 1 or 0
 

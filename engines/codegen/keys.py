@@ -1,8 +1,8 @@
 """Sort keys: signed integers that order as the numbers they stand for, compared by TopK and searches."""
 from __future__ import annotations
 
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import FLOATING, I32, I64, element_of, overload
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import FLOATING, I32, I64, element_of, overload
 
 
 def lowest_of(bits: int) -> int:

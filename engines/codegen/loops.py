@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import I1, lanes_of
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import I1, lanes_of
 
 
 def every_address(f: Function, address: Value, shape: Sequence[int | Value], strides: Sequence[int],

@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from engines.codegen.ir_builder import Value
-from engines.codegen.words import Primitives
-from engines.lowering.problems.rows import EXP, EXP_DOWN_TO_0, ROOTS, Lrn, Norm, log_of_positive
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.words import Primitives
+from infer_server.engines.lowering.problems.rows import EXP, EXP_DOWN_TO_0, ROOTS, Lrn, Norm, log_of_positive
 
 Body = Callable[[Any], Value]       # position in the row, of the backend's own type, -> value
 

@@ -5,8 +5,8 @@ first may be Python numbers. A target overrides the operations for which it has 
 """
 from __future__ import annotations
 
-from engines.codegen.ir_builder import Number, Value
-from engines.codegen.types import FLOAT, I16, I32, overload, vector
+from infer_server.engines.codegen.ir_builder import Number, Value
+from infer_server.engines.codegen.types import FLOAT, I16, I32, overload, vector
 
 
 class Primitives:

@@ -5,11 +5,11 @@ import logging
 
 import numpy as np
 
-from engines.errors import EngineError
-from engines.ir.dtypes import dtype_named
-from engines.ir.graph import Array
-from engines.plan.plan import IoTensor, Plan
-from engines.runtime.engine import Engine
+from infer_server.engines.errors import EngineError
+from infer_server.engines.ir.dtypes import dtype_named
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.plan import IoTensor, Plan
+from infer_server.engines.runtime.engine import Engine
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@
     build.save("m.plan")
     build.engine(threads=2).run({"input": array})
 
-Calibration is passed in (calibration.Calibration): the compiler only knows the interface of a source of ranges.
+Calibration is passed in (infer_server.Calibration): the compiler only knows the interface of a source of ranges.
 """
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engines.compiler.builder import BuildConfig, Builder
-from engines.compiler.engine_cache import EngineCache, model_digest
-from engines.compiler.programs import plan_of
-from engines.compiler.ranges import Calibrated, Notify, Progress, RangeSource
-from engines.compiler.segments import Watched
-from engines.compiler.specialise import compiled
-from engines.compiler.subject import Subject
-from engines.errors import ConfigError, ModelError
-from engines.frontend.onnx_file import Model, read_model
-from engines.ir.graph import Array, Graph
-from engines.ir.recipe import Recipe
-from engines.loading import engine_of
-from engines.machine import object_cache
-from engines.passes.quantization.given import is_quantised
-from engines.passes.quantization.kept import check_kept
-from engines.plan.coverage import Coverage, coverage_of
-from engines.plan.file import write_plan
-from engines.plan.plan import DEFAULTS, IoTensor, Plan
-from engines.runtime.program_engine import AnyEngine
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.compiler.engine_cache import EngineCache, model_digest
+from infer_server.engines.compiler.programs import plan_of
+from infer_server.engines.compiler.ranges import Calibrated, Notify, Progress, RangeSource
+from infer_server.engines.compiler.segments import Watched
+from infer_server.engines.compiler.specialise import compiled
+from infer_server.engines.compiler.subject import Subject
+from infer_server.engines.errors import ConfigError, ModelError
+from infer_server.engines.frontend.onnx_file import Model, read_model
+from infer_server.engines.ir.graph import Array, Graph
+from infer_server.engines.ir.recipe import Recipe
+from infer_server.engines.loading import engine_of
+from infer_server.engines.machine import object_cache
+from infer_server.engines.passes.quantization.given import is_quantised
+from infer_server.engines.passes.quantization.kept import check_kept
+from infer_server.engines.plan.coverage import Coverage, coverage_of
+from infer_server.engines.plan.file import write_plan
+from infer_server.engines.plan.plan import DEFAULTS, IoTensor, Plan
+from infer_server.engines.runtime.program_engine import AnyEngine
 
 MOST_VALUES = 1 << 16   # maximum elements of an optional input's default, which the plan's manifest holds
 MOST_ITEMS = 32         # number of items on which a program is calibrated; each may have other shapes
@@ -93,8 +93,8 @@ def build_engine(model: Model, *, calibration: RangeSource | None = None,
     model
         Path of an ONNX file, its bytes, or an `onnx.ModelProto`.
     calibration
-        A `calibration.Calibration`, for precision "int8" (unless the model is quantised already) and "best". For "fp16"
-        its items tell which tensors exceed float16's range.
+        An `infer_server.Calibration`, for precision "int8" (unless the model is quantised already) and "best". For
+        "fp16" its items tell which tensors exceed float16's range.
     cache
         True: the user's engine cache. A path or an EngineCache: that one. False: build in any case.
     progress
@@ -129,7 +129,7 @@ def _check(model: Model, config: BuildConfig, calibration: RangeSource | None) -
                          f"{type(model).__name__}")
     if calibration is not None and not hasattr(calibration, "calibrate"):
         raise ConfigError(f"calibration is a {type(calibration).__name__}; wrap the data: "
-                          "calibration.Calibration(data, ...)")
+                          "infer_server.Calibration(data, ...)")
     if calibration is not None and config.precision not in ("int8", "best", "fp16"):
         raise ConfigError(f"calibration is for int8, best and fp16; this build is {config.precision}")
 

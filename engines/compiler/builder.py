@@ -14,27 +14,27 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from engines.backends import backend_of
-from engines.backends.base import Chosen, Progress, Session
-from engines.compiler.max_batch import DEFAULT_MAX_BATCH, fitting, usual_max_batch
-from engines.errors import ConfigError, did_you_mean
-from engines.faults import faults_named
-from engines.frontend.inputs import Value, is_size
-from engines.frontend.onnx_file import Model
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ir.graph import BATCH, Graph
-from engines.ir.pixels import Pixels
-from engines.ir.serialize import graph_to_json
-from engines.machine.timing_cache import TimingCache
-from engines.passes.outputs import show_in_float
-from engines.passes.pipeline import optimise, simplify
-from engines.passes.pixels import take_pixels
-from engines.passes.quantization.given import is_quantised, quantize_by_fake_quantize
-from engines.passes.quantization.kept import kept_nodes
-from engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
-from engines.plan.extents import Bounds
-from engines.plan.plan import GeneralKernel, IoTensor, Plan
-from engines.version import COMPILER_VERSION
+from infer_server.engines.backends import backend_of
+from infer_server.engines.backends.base import Chosen, Progress, Session
+from infer_server.engines.compiler.max_batch import DEFAULT_MAX_BATCH, fitting, usual_max_batch
+from infer_server.engines.errors import ConfigError, did_you_mean
+from infer_server.engines.faults import faults_named
+from infer_server.engines.frontend.inputs import Value, is_size
+from infer_server.engines.frontend.onnx_file import Model
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ir.graph import BATCH, Graph
+from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.ir.serialize import graph_to_json
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.passes.outputs import show_in_float
+from infer_server.engines.passes.pipeline import optimise, simplify
+from infer_server.engines.passes.pixels import take_pixels
+from infer_server.engines.passes.quantization.given import is_quantised, quantize_by_fake_quantize
+from infer_server.engines.passes.quantization.kept import kept_nodes
+from infer_server.engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
+from infer_server.engines.plan.extents import Bounds
+from infer_server.engines.plan.plan import GeneralKernel, IoTensor, Plan
+from infer_server.engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
 TRIAL_BATCH = 4             # maximum batch of the plans that calibration runs
@@ -257,7 +257,7 @@ class Builder:
 
     @faults_named()
     def symbolic_plan(self, graph: Graph, ranges: Ranges | None = None) -> Plan | None:
-        """Return the general version of a graph with symbolic extents (engines.ir.counted): a symbolic plan.
+        """Return the general version of a graph with symbolic extents (engines/ir/counted.py): a symbolic plan.
 
         None if the backend has no dynamic-shape kernels. Raises Pinned.
         """
@@ -314,7 +314,8 @@ class Builder:
     def showing(self, graph: Graph, tensors: Collection[str]) -> Plan:
         """Compile a graph whose stored types are decided for this machine, without timing.
 
-        The plan also returns these inner tensors in float, under the names of engines.passes.outputs.shown_name.
+        The plan also returns these inner tensors in float, under the names of
+        infer_server.engines.passes.outputs.shown_name.
         """
         return self._compile_here(show_in_float(graph, tensors))
 

@@ -31,13 +31,13 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from engines.errors import ConfigError, PlanError
-from engines.files import atomic_write, user_cache
-from engines.machine.object_cache import ObjectCache
-from engines.plan.file import VERSION, read_plan, write_plan
-from engines.plan.plan import Plan
-from engines.plan.records import to_plain
-from engines.version import COMPILER_VERSION
+from infer_server.engines.errors import ConfigError, PlanError
+from infer_server.engines.files import atomic_write, user_cache
+from infer_server.engines.machine.object_cache import ObjectCache
+from infer_server.engines.plan.file import VERSION, read_plan, write_plan
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.plan.records import to_plain
+from infer_server.engines.version import COMPILER_VERSION
 
 USUAL_GIB = 10.0
 SIZE_VARIABLE = "INFER_CACHE_GIB"

@@ -1,9 +1,9 @@
 """Guesses of numbers for a model's open extents, used if neither the user nor the data gives any.
 
 Likely numbers come first. If the importer rejects them, the model is imported again with symbolic numbers
-(engines.ir.counted), and the extents are changed so that the last guard before the error has the opposite outcome, as
-long as that gives new numbers. For example, an extent becomes the number of channels of a convolution's weights, or an
-axis becomes as long as constant indices require.
+(infer_server.engines.ir.counted), and the extents are changed so that the last guard before the error has the opposite
+outcome, as long as that gives new numbers. For example, an extent becomes the number of channels of a convolution's
+weights, or an axis becomes as long as constant indices require.
 """
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from engines.errors import EngineError
-from engines.frontend.extents import SOME, is_decoder, likely_extents, open_extents, shapes_for
-from engines.frontend.onnx_file import OnnxModel
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ir.counted import Counting, Pinned, Quotient, plain
-from engines.ir.graph import TensorType
-from engines.ir.polynomials import Polynomial, number_of
-from engines.plan.extents import Extents
+from infer_server.engines.errors import EngineError
+from infer_server.engines.frontend.extents import SOME, is_decoder, likely_extents, open_extents, shapes_for
+from infer_server.engines.frontend.onnx_file import OnnxModel
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ir.counted import Counting, Pinned, Quotient, plain
+from infer_server.engines.ir.graph import TensorType
+from infer_server.engines.ir.polynomials import Polynomial, number_of
+from infer_server.engines.plan.extents import Extents
 
 ALIKE = (1, 64, 32, 16, 2)          # numbers for all open extents, tried after the likely ones
 LENGTHS = (128, 512, 1024, 4096)    # numbers for last axes while other extents are 1: signals with recurrent states

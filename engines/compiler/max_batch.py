@@ -1,8 +1,8 @@
 """Maximum batch of a plan that does not say one."""
 from __future__ import annotations
 
-from engines.capacity import bytes_of, memory_limit
-from engines.ir.graph import BATCH, Graph
+from infer_server.engines.capacity import bytes_of, memory_limit
+from infer_server.engines.ir.graph import BATCH, Graph
 
 DEFAULT_MAX_BATCH, MOST_SMALL = 32, 1024    # default maximum batch; models whose activations fit L2 get up to the 2nd
 SMALL_BYTES = 1 << 20       # activations of a batch that fit the L2 cache

@@ -10,26 +10,26 @@ from typing import Any
 
 import numpy as np
 
-from engines.compiler.builder import Builder
-from engines.compiler.segments import FedSegments, SegmentMaker, Watched, calibrated
-from engines.compiler.specialise import compiled
-from engines.compiler.subject import Seen, Subject, read_subject
-from engines.errors import CompilerFault, ConfigError, EngineError, UnknownValueError
-from engines.frontend.cutting.both import with_both_branches
-from engines.frontend.cutting.cut import Partition, cut, inputs_of
-from engines.frontend.cutting.facts import may_need_cuts
-from engines.frontend.cutting.unrolling import with_steps_unrolled
-from engines.frontend.extents import likely_extents
-from engines.frontend.names import nodes_in
-from engines.frontend.onnx_file import OnnxModel
-from engines.ir.dtypes import dtype_named, memory_dtype
-from engines.ir.graph import Array, TensorType
-from engines.loading import ON_TRIAL, engine_of, program_engine
-from engines.passes.quantization.kept import check_names
-from engines.plan.extents import extents_of
-from engines.plan.plan import IoTensor, MachinePart, OpenOptions, Plan, ProgramPart, SegmentPart
-from engines.runtime.program_engine import NO_TENSORS, ProgramEngine
-from engines.version import COMPILER_VERSION
+from infer_server.engines.compiler.builder import Builder
+from infer_server.engines.compiler.segments import FedSegments, SegmentMaker, Watched, calibrated
+from infer_server.engines.compiler.specialise import compiled
+from infer_server.engines.compiler.subject import Seen, Subject, read_subject
+from infer_server.engines.errors import CompilerFault, ConfigError, EngineError, UnknownValueError
+from infer_server.engines.frontend.cutting.both import with_both_branches
+from infer_server.engines.frontend.cutting.cut import Partition, cut, inputs_of
+from infer_server.engines.frontend.cutting.facts import may_need_cuts
+from infer_server.engines.frontend.cutting.unrolling import with_steps_unrolled
+from infer_server.engines.frontend.extents import likely_extents
+from infer_server.engines.frontend.names import nodes_in
+from infer_server.engines.frontend.onnx_file import OnnxModel
+from infer_server.engines.ir.dtypes import dtype_named, memory_dtype
+from infer_server.engines.ir.graph import Array, TensorType
+from infer_server.engines.loading import ON_TRIAL, engine_of, program_engine
+from infer_server.engines.passes.quantization.kept import check_names
+from infer_server.engines.plan.extents import extents_of
+from infer_server.engines.plan.plan import IoTensor, MachinePart, OpenOptions, Plan, ProgramPart, SegmentPart
+from infer_server.engines.runtime.program_engine import NO_TENSORS, ProgramEngine
+from infer_server.engines.version import COMPILER_VERSION
 
 Say = Callable[[str], None]
 OTHER_LENGTHS = (-27, 8, -8, 1, -1)     # changes of open extents for a second trial run: see specialise.STEPS

@@ -1,6 +1,6 @@
 """Interface by which a build obtains ranges of a model's tensors and checks of the calibration data.
 
-calibration.Calibration implements it; the compiler does not depend on the calibration package.
+infer_server.Calibration implements it; the compiler does not depend on the calibration package.
 """
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engines.compiler.subject import Subject
-from engines.ir.graph import Array, Graph
-from engines.ir.recipe import Recipe
-from engines.plan.plan import IoTensor
+from infer_server.engines.compiler.subject import Subject
+from infer_server.engines.ir.graph import Array, Graph
+from infer_server.engines.ir.recipe import Recipe
+from infer_server.engines.plan.plan import IoTensor
 
 Notify = Callable[[str], None]
 Progress = Callable[[str, int, int, str], None]     # (stage, done, of, what): see build_engine
@@ -34,7 +34,7 @@ class Calibrated:
 
 
 class RangeSource(Protocol):
-    """Interface of a source of quantisation ranges: calibration.Calibration."""
+    """Interface of a source of quantisation ranges: infer_server.Calibration."""
 
     @property
     def cache(self) -> str | os.PathLike[str]:

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from engines.compiler.builder import BuildConfig, Builder
-from engines.compiler.specialise import compiled
-from engines.compiler.subject import KEPT, Subject, settled
-from engines.errors import CalibrationError, PlanTargetError
-from engines.frontend.onnx_file import OnnxModel
-from engines.ir.graph import Array, TensorType
-from engines.passes.quantization.given import is_quantised
-from engines.plan.plan import IoTensor, Plan, ProgramPart, SegmentPart
-from engines.runtime.program_engine import signature_of, signature_of_plan
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.compiler.specialise import compiled
+from infer_server.engines.compiler.subject import KEPT, Subject, settled
+from infer_server.engines.errors import CalibrationError, PlanTargetError
+from infer_server.engines.frontend.onnx_file import OnnxModel
+from infer_server.engines.ir.graph import Array, TensorType
+from infer_server.engines.passes.quantization.given import is_quantised
+from infer_server.engines.plan.plan import IoTensor, Plan, ProgramPart, SegmentPart
+from infer_server.engines.runtime.program_engine import signature_of, signature_of_plan
 
 MOST_FEEDS = 64         # recorded feeds of a segment: the body of a Loop has one for every step
 Feed = Mapping[str, Array]

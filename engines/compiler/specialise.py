@@ -13,28 +13,28 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engines.backends import backend_of, device_of
-from engines.capacity import trim
-from engines.compiler.agreement import agree
-from engines.compiler.builder import BuildConfig, Builder, io_tensors
-from engines.compiler.engine_cache import EngineCache
-from engines.compiler.subject import Subject
-from engines.compiler.template import Templates, stored_templates
-from engines.errors import ConfigError, EngineError, PlanTargetError
-from engines.faults import faults_named
-from engines.frontend.onnx_file import OnnxModel
-from engines.ir.counted import Counting
-from engines.ir.dtypes import dtype_named
-from engines.ir.graph import Dim, Graph, TensorType
-from engines.ir.pixels import Pixels
-from engines.ir.recipe import Recipe
-from engines.machine import object_cache
-from engines.machine.cpu import detect
-from engines.machine.timing_cache import TimingCache
-from engines.passes.quantization.recipe import prepared
-from engines.plan.extents import Extents, open_extents, value_name
-from engines.plan.plan import GeneralKernel, IoTensor, OpenOptions, OpenPart, Plan, graph_of
-from engines.runtime.engine import Engine
+from infer_server.engines.backends import backend_of, device_of
+from infer_server.engines.capacity import trim
+from infer_server.engines.compiler.agreement import agree
+from infer_server.engines.compiler.builder import BuildConfig, Builder, io_tensors
+from infer_server.engines.compiler.engine_cache import EngineCache
+from infer_server.engines.compiler.subject import Subject
+from infer_server.engines.compiler.template import Templates, stored_templates
+from infer_server.engines.errors import ConfigError, EngineError, PlanTargetError
+from infer_server.engines.faults import faults_named
+from infer_server.engines.frontend.onnx_file import OnnxModel
+from infer_server.engines.ir.counted import Counting
+from infer_server.engines.ir.dtypes import dtype_named
+from infer_server.engines.ir.graph import Dim, Graph, TensorType
+from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.ir.recipe import Recipe
+from infer_server.engines.machine import object_cache
+from infer_server.engines.machine.cpu import detect
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.passes.quantization.recipe import prepared
+from infer_server.engines.plan.extents import Extents, open_extents, value_name
+from infer_server.engines.plan.plan import GeneralKernel, IoTensor, OpenOptions, OpenPart, Plan, graph_of
+from infer_server.engines.runtime.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class Specialiser:
         return False
 
     def _symbolic_plan(self, counting: Counting, extents: Extents) -> Plan | None:
-        """Return the symbolic plan for symbolic extents (engines.ir.counted), or None if the target has none."""
+        """Return the symbolic plan for symbolic extents (engines/ir/counted.py), or None if the target has none."""
         with self._importing:
             subject, recipe = self._subject(self._target, apart=True), self._part.recipe
             if subject.builder.target != self._plan.machine.target:

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from engines.compiler.builder import Builder
-from engines.compiler.guesses import guesses
-from engines.errors import CompilerFault, ConfigError, EngineError, ModelError, UnknownValueError
-from engines.frontend.cutting.deciding import filled, likely_values, may_decide
-from engines.frontend.extents import open_types, shapes_for, without_batch
-from engines.frontend.onnx_file import Model, OnnxModel, read_model
-from engines.ir.graph import BATCH, Array, Graph, TensorType
-from engines.ir.pixels import Pixels
-from engines.passes.pixels import types_of_pixels
-from engines.plan.extents import (
+from infer_server.engines.compiler.builder import Builder
+from infer_server.engines.compiler.guesses import guesses
+from infer_server.engines.errors import CompilerFault, ConfigError, EngineError, ModelError, UnknownValueError
+from infer_server.engines.frontend.cutting.deciding import filled, likely_values, may_decide
+from infer_server.engines.frontend.extents import open_types, shapes_for, without_batch
+from infer_server.engines.frontend.onnx_file import Model, OnnxModel, read_model
+from infer_server.engines.ir.graph import BATCH, Array, Graph, TensorType
+from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.passes.pixels import types_of_pixels
+from infer_server.engines.plan.extents import (
     Bounds,
     Extents,
     bounds_of,
@@ -36,7 +36,7 @@ from engines.plan.extents import (
     value_name,
     value_of,
 )
-from engines.plan.plan import IoTensor
+from infer_server.engines.plan.plan import IoTensor
 
 Seen = Callable[[Sequence[IoTensor]], Mapping[str, Array] | None]
 

@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from engines.capacity import too_large
-from engines.compiler.engine_cache import EngineCache
-from engines.ir.counted import Counting, Pinned
-from engines.machine import object_cache
-from engines.machine.cpu import detect
-from engines.machine.object_cache import ObjectCache
-from engines.plan.arena import check_memory
-from engines.plan.extents import Extents
-from engines.plan.plan import Plan
-from engines.plan.template import LateMachine, Template
+from infer_server.engines.capacity import too_large
+from infer_server.engines.compiler.engine_cache import EngineCache
+from infer_server.engines.ir.counted import Counting, Pinned
+from infer_server.engines.machine import object_cache
+from infer_server.engines.machine.cpu import detect
+from infer_server.engines.machine.object_cache import ObjectCache
+from infer_server.engines.plan.arena import check_memory
+from infer_server.engines.plan.extents import Extents
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.plan.template import LateMachine, Template
 
 MOST = 16           # maximum number of templates of a model; the last used are kept
 CREDIT = 8          # traces before giving up: each template that serves a second shape earns another two

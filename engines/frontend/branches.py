@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import onnx
 
-from engines.errors import GraphError, UnknownTensorError
-from engines.ir.graph import Array
+from infer_server.engines.errors import GraphError, UnknownTensorError
+from infer_server.engines.ir.graph import Array
 
 
 def is_if(node: onnx.NodeProto) -> bool:

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from engines.errors import ModelError
-from engines.frontend.inputs import IMAGE_SIDE, LENGTH, Declared, checked_shapes, is_size
-from engines.frontend.symbols import known_extents
-from engines.ir.graph import BATCH, Dim, TensorType
+from infer_server.engines.errors import ModelError
+from infer_server.engines.frontend.inputs import IMAGE_SIDE, LENGTH, Declared, checked_shapes, is_size
+from infer_server.engines.frontend.symbols import known_extents
+from infer_server.engines.ir.graph import BATCH, Dim, TensorType
 
 Shape = Sequence[Dim | None]        # None: unknown; in a shape that the user gives, the batch
 SOME = 16                           # default number of cached tokens of a decoder

@@ -9,11 +9,11 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from engines.capacity import bytes_of, too_large
-from engines.errors import ModelError
-from engines.frontend.symbols import known_extents, refuse_several_batches, with_known
-from engines.ir.graph import BATCH, Array, Dim, TensorType
-from engines.ir.shapes import MOST_AXES, text
+from infer_server.engines.capacity import bytes_of, too_large
+from infer_server.engines.errors import ModelError
+from infer_server.engines.frontend.symbols import known_extents, refuse_several_batches, with_known
+from infer_server.engines.ir.graph import BATCH, Array, Dim, TensorType
+from infer_server.engines.ir.shapes import MOST_AXES, text
 
 IMAGE_SIDE, LENGTH = 224, 128       # likely extents of pictures and of sequences
 _ANY_IMAGE = (None, 3, "height", "width")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Set
 
 import onnx
 
-from engines.errors import ModelError
+from infer_server.engines.errors import ModelError
 
 
 def check_names(model: str, graph: onnx.GraphProto) -> None:

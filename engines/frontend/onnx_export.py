@@ -15,19 +15,19 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from engines.frontend.onnx_file import INTEGER_STATES
-from engines.frontend.operators.denormalise import (
+from infer_server.engines.frontend.onnx_file import INTEGER_STATES
+from infer_server.engines.frontend.operators.denormalise import (
     OPSET,
     channel_shuffle,
     denormalise,
     shuffled_groups,
     without_defaults,
 )
-from engines.ir.graph import Array, Graph, Node, QParams, TensorType
-from engines.ops import LayoutOp, op_of
-from engines.ops.blocks import in_blocks, unpacked
-from engines.ops.recurrent import GATES
-from engines.version import COMPILER_VERSION
+from infer_server.engines.ir.graph import Array, Graph, Node, QParams, TensorType
+from infer_server.engines.ops import LayoutOp, op_of
+from infer_server.engines.ops.blocks import in_blocks, unpacked
+from infer_server.engines.ops.recurrent import GATES
+from infer_server.engines.version import COMPILER_VERSION
 
 
 def _to_first(rank: int) -> tuple[int, ...]:

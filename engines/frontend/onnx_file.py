@@ -18,11 +18,11 @@ import numpy as np
 import onnx
 from onnx import helper, inliner, numpy_helper
 
-from engines.errors import ModelError, PlanCorruptError
-from engines.frontend.inputs import Declared, Value, constant_inputs, extents_of, is_of_numbers, is_size
-from engines.frontend.names import check_branches, check_names, graphs_in, nodes_in
-from engines.frontend.opsets import check_opset, with_functions_of_its_opset
-from engines.ir.graph import Array, Dim, Node, TensorType
+from infer_server.engines.errors import ModelError, PlanCorruptError
+from infer_server.engines.frontend.inputs import Declared, Value, constant_inputs, extents_of, is_of_numbers, is_size
+from infer_server.engines.frontend.names import check_branches, check_names, graphs_in, nodes_in
+from infer_server.engines.frontend.opsets import check_opset, with_functions_of_its_opset
+from infer_server.engines.ir.graph import Array, Dim, Node, TensorType
 
 MOST_IN_MEMORY = 1 << 30    # largest model serialised in memory, in bytes: a protobuf message may have 2 GiB
 INTEGER_STATES = "infer_server.integer_states"      # property of a model: recurrent layers with int8 states

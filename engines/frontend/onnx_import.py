@@ -12,13 +12,13 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from engines.errors import EngineError, GraphError, ModelError, UnknownTensorError, UnknownValueError
-from engines.faults import faults_named
-from engines.frontend.branches import branch_taken, defined_in, is_if, with_names
-from engines.frontend.inputs import Value, constant_inputs, input_types
-from engines.frontend.names import check_names
-from engines.frontend.onnx_file import Model, OnnxModel, array_of, dense_of, in_order, read_model
-from engines.frontend.operators import (  # noqa: F401  (they register rules)
+from infer_server.engines.errors import EngineError, GraphError, ModelError, UnknownTensorError, UnknownValueError
+from infer_server.engines.faults import faults_named
+from infer_server.engines.frontend.branches import branch_taken, defined_in, is_if, with_names
+from infer_server.engines.frontend.inputs import Value, constant_inputs, input_types
+from infer_server.engines.frontend.names import check_names
+from infer_server.engines.frontend.onnx_file import Model, OnnxModel, array_of, dense_of, in_order, read_model
+from infer_server.engines.frontend.operators import (  # noqa: F401  (they register rules)
     attention,
     axes,
     composed,
@@ -30,17 +30,17 @@ from engines.frontend.operators import (  # noqa: F401  (they register rules)
     quantised,
     signals,
 )
-from engines.frontend.operators.extension import EXTENSIONS, STANDARD
-from engines.frontend.operators.normalise import RULES, Beyond, OperatorCall, normalise
-from engines.frontend.opsets import UNSAID_OPSET
-from engines.frontend.refusals import domain_of, refuse, schema_for
-from engines.frontend.schema import Schema, check_types, same_as_default, schema_of
-from engines.frontend.trace import TypeInference
-from engines.ir.graph import Array, Dim, Graph, Node, trimmed, verify
-from engines.ir.shapes import Undecided
-from engines.ops import OPS, describe
-from engines.ops.fallback import as_onnx
-from engines.ops.recurrent import GATES
+from infer_server.engines.frontend.operators.extension import EXTENSIONS, STANDARD
+from infer_server.engines.frontend.operators.normalise import RULES, Beyond, OperatorCall, normalise
+from infer_server.engines.frontend.opsets import UNSAID_OPSET
+from infer_server.engines.frontend.refusals import domain_of, refuse, schema_for
+from infer_server.engines.frontend.schema import Schema, check_types, same_as_default, schema_of
+from infer_server.engines.frontend.trace import TypeInference
+from infer_server.engines.ir.graph import Array, Dim, Graph, Node, trimmed, verify
+from infer_server.engines.ir.shapes import Undecided
+from infer_server.engines.ops import OPS, describe
+from infer_server.engines.ops.fallback import as_onnx
+from infer_server.engines.ops.recurrent import GATES
 
 log = logging.getLogger(__name__)
 # Lists of numbers that are read as arrays, because they may have millions of entries.

@@ -5,8 +5,8 @@ from functools import cache
 
 import onnx
 
-from engines.errors import ModelError
-from engines.frontend.names import nodes_in
+from infer_server.engines.errors import ModelError
+from infer_server.engines.frontend.names import nodes_in
 
 UNSAID_OPSET = 9        # opset of a domain without an opset_import
 _DOMAINS = ("", "ai.onnx")      # names of ONNX's default domain

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import onnx
 
-from engines.errors import GraphError, ModelError
-from engines.frontend.branches import is_if
-from engines.frontend.operators.extension import EXTENSIONS
-from engines.frontend.operators.normalise import RULES
-from engines.frontend.opsets import UNSAID_OPSET
-from engines.frontend.schema import Schema, check_node, schema_of
-from engines.ops import OPS
+from infer_server.engines.errors import GraphError, ModelError
+from infer_server.engines.frontend.branches import is_if
+from infer_server.engines.frontend.operators.extension import EXTENSIONS
+from infer_server.engines.frontend.operators.normalise import RULES
+from infer_server.engines.frontend.opsets import UNSAID_OPSET
+from infer_server.engines.frontend.schema import Schema, check_node, schema_of
+from infer_server.engines.ops import OPS
 
 MOST_FAULTS = 20        # most faults that an error lists
 

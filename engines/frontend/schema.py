@@ -1,6 +1,7 @@
 """Check nodes against the schemas of their operators in the model's opset.
 
-The onnx package has the schemas of ONNX's operators; SIGNATURES in engines.frontend.operators.extension has others.
+The onnx package has the schemas of ONNX's operators; SIGNATURES in infer_server.engines.frontend.operators.extension
+has others.
 """
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from engines.errors import GraphError, did_you_mean
-from engines.frontend.operators.extension import SIGNATURES, Signature
-from engines.ir.graph import TensorType, trimmed
+from infer_server.engines.errors import GraphError, did_you_mean
+from infer_server.engines.frontend.operators.extension import SIGNATURES, Signature
+from infer_server.engines.ir.graph import TensorType, trimmed
 
 # Attributes that are 0 or 1 in every operator; runtimes differ in how they read other numbers.
 FLAGS = frozenset({"allowzero", "antialias", "ceil_mode", "count_include_pad", "detect_negative", "detect_positive",

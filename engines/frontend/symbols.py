@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from engines.errors import ModelError
-from engines.ir.graph import BATCH, Dim
-from engines.ir.shapes import text
+from infer_server.engines.errors import ModelError
+from infer_server.engines.ir.graph import BATCH, Dim
+from infer_server.engines.ir.shapes import text
 
 Shape = Sequence[Dim | None]        # None or BATCH: the batch, or unknown; other strings are symbols
 

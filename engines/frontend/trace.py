@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from engines.capacity import bytes_of, too_large
-from engines.errors import GraphError
-from engines.ir.counted import is_counted
-from engines.ir.graph import Array, Node, TensorType, type_of
-from engines.ir.shapes import MOST_AXES, is_empty, text
-from engines.ops import op_of
-from engines.ops.counting import as_constant, follows_from_extents, infer, is_symbolic, known
-from engines.ops.fallback import OnnxReferenceOp
+from infer_server.engines.capacity import bytes_of, too_large
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.counted import is_counted
+from infer_server.engines.ir.graph import Array, Node, TensorType, type_of
+from infer_server.engines.ir.shapes import MOST_AXES, is_empty, text
+from infer_server.engines.ops import op_of
+from infer_server.engines.ops.counting import as_constant, follows_from_extents, infer, is_symbolic, known
+from infer_server.engines.ops.fallback import OnnxReferenceOp
 
 SMALL = 4096        # elements of a tensor that is computed at once; larger ones are left to passes.fold_constants,
 MOST = 1 << 22      # unless a shape depends on their values, as on NonZero of a matrix of all pairs
@@ -28,8 +28,8 @@ MOST = 1 << 22      # unless a shape depends on their values, as on NonZero of a
 class TypeInference:
     """State of type inference.
 
-    `values` holds constants, object arrays of ints and Extents (engines.ir.shapes), and values that follow from counted
-    extents (engines.ops.counting).
+    `values` holds constants, object arrays of ints and Extents (infer_server.engines.ir.shapes), and values that follow
+    from counted extents (infer_server.engines.ops.counting).
     """
     types: dict[str, TensorType] = field(default_factory=dict)
     values: dict[str, Array] = field(default_factory=dict)

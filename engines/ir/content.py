@@ -13,8 +13,8 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from engines.ir.dtypes import name_in_file
-from engines.ir.graph import Array
+from infer_server.engines.ir.dtypes import name_in_file
+from infer_server.engines.ir.graph import Array
 
 LEAST = 1 << 12         # elements from which on hashing an array pays
 SAMPLE = 16             # elements that EqualArrays compares before it computes a digest

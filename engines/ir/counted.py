@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir import polynomials
-from engines.ir.polynomials import Polynomial
+from infer_server.engines.ir import polynomials
+from infer_server.engines.ir.polynomials import Polynomial
 
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})       # types that contain no symbolic number
 Guard = tuple[str, Polynomial]          # the relation ("==" or "<") of a polynomial to 0

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from engines.ir.counted import Counting, Late, Pinned, counting_in, is_counted, plain
-from engines.ir.shapes import broadcast
+from infer_server.engines.ir.counted import Counting, Late, Pinned, counting_in, is_counted, plain
+from infer_server.engines.ir.shapes import broadcast
 
 Array = np.ndarray[Any, Any]
 WORD = 8            # bytes of a number in a table

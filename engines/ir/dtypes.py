@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Array, TensorType
+from infer_server.engines.ir.graph import Array, TensorType
 
 FLOAT = np.dtype(np.float32)
 NARROW = ("float16", "bfloat16")        # 16-bit floats

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.errors import GraphError
+from infer_server.engines.errors import GraphError
 
 Dim = int | str                 # str: a symbolic extent
 BATCH = "batch"                 # the symbolic extent of the batch

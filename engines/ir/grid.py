@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.ir.content import remembering
-from engines.ir.graph import Array, QParams
+from infer_server.engines.ir.content import remembering
+from infer_server.engines.ir.graph import Array, QParams
 
 STEPS = (127, 128, *range(126, 0, -1))      # possible integers of a channel's largest weight, likely ones first
 STEPS_OFF_MIDDLE = (*STEPS, *range(129, 256))           # for uint8 minus any zero point

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.graph import Array
+from infer_server.engines.ir.graph import Array
 
 STEPS = 127             # integer of the largest number of a block
 HEAD = 8                # bytes

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import PlanCorruptError
-from engines.ir.dtypes import dtype_in_file, name_in_file
-from engines.ir.graph import Array, Graph, Node, QParams, TensorType, verify
+from infer_server.engines.errors import PlanCorruptError
+from infer_server.engines.ir.dtypes import dtype_in_file, name_in_file
+from infer_server.engines.ir.graph import Array, Graph, Node, QParams, TensorType, verify
 
 Json = dict[str, Any]
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.counted import Late, SymbolicInt, as_int, is_counted, plain
-from engines.ir.graph import BATCH, Array, Dim, TensorType
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.counted import Late, SymbolicInt, as_int, is_counted, plain
+from infer_server.engines.ir.graph import BATCH, Array, Dim, TensorType
 
 MOST_AXES = 31          # NumPy before version 2 allows 32 axes
 

@@ -3,15 +3,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engines.ir.counted import is_counted, plain
-from engines.ir.graph import Node
-from engines.lowering.calls.calls import AnyCall, ProblemCall
-from engines.lowering.calls.placement import Placement, Storage, buffer_bytes, tensor_view
-from engines.lowering.lower import Lowered
-from engines.lowering.problems.movement import HaloFill
-from engines.lowering.problems.view import View
-from engines.plan.arena import peak_bytes, plan_memory
-from engines.plan.plan import Buffer, Fill
+from infer_server.engines.ir.counted import is_counted, plain
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.lowering.calls.calls import AnyCall, ProblemCall
+from infer_server.engines.lowering.calls.placement import Placement, Storage, buffer_bytes, tensor_view
+from infer_server.engines.lowering.lower import Lowered
+from infer_server.engines.lowering.problems.movement import HaloFill
+from infer_server.engines.lowering.problems.view import View
+from infer_server.engines.plan.arena import peak_bytes, plan_memory
+from infer_server.engines.plan.plan import Buffer, Fill
 
 # Largest ratio of a context's memory to the peak of live buffers: room for constant halos, kept inputs and gaps.
 SPARE = 1.75

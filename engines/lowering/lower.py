@@ -4,15 +4,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from engines.ir.counted import as_int
-from engines.ir.graph import Graph, Node
-from engines.ir.shapes import is_empty
-from engines.lowering import rules  # noqa: F401  (fills RULES)
-from engines.lowering.calls.aliasing import VIEWS, Aliasing
-from engines.lowering.calls.calls import FALLBACK_RULES, RULES, AnyCall, Context, FallbackCall, ProblemCall, Refused
-from engines.lowering.calls.placement import ITEMS, axis_of_item, has_batch
-from engines.lowering.problems.problem import Problem
-from engines.lowering.rules.copies import copy_call
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import Graph, Node
+from infer_server.engines.ir.shapes import is_empty
+from infer_server.engines.lowering import rules  # noqa: F401  (fills RULES)
+from infer_server.engines.lowering.calls.aliasing import VIEWS, Aliasing
+from infer_server.engines.lowering.calls.calls import (
+    FALLBACK_RULES,
+    RULES,
+    AnyCall,
+    Context,
+    FallbackCall,
+    ProblemCall,
+    Refused,
+)
+from infer_server.engines.lowering.calls.placement import ITEMS, axis_of_item, has_batch
+from infer_server.engines.lowering.problems.problem import Problem
+from infer_server.engines.lowering.rules.copies import copy_call
 
 
 @dataclass(frozen=True)

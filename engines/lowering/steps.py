@@ -3,12 +3,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engines.ir.graph import Node
-from engines.ir.serialize import node_to_json
-from engines.lowering.calls.calls import AnyCall, FallbackCall, name_of
-from engines.lowering.calls.placement import batch_axis, tensor_view
-from engines.lowering.lower import Lowered
-from engines.plan.plan import Fallback, Step, TensorView
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.serialize import node_to_json
+from infer_server.engines.lowering.calls.calls import AnyCall, FallbackCall, name_of
+from infer_server.engines.lowering.calls.placement import batch_axis, tensor_view
+from infer_server.engines.lowering.lower import Lowered
+from infer_server.engines.plan.plan import Fallback, Step, TensorView
 
 _PRECISIONS = {"uint8": "int8", "int8": "int8", "float16": "fp16", "bfloat16": "bf16"}
 

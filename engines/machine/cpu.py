@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from engines.machine.cpuid import unlisted_features
-from engines.machine.tiles import permitted
+from infer_server.engines.machine.cpuid import unlisted_features
+from infer_server.engines.machine.tiles import permitted
 
 _CPUINFO = Path("/proc/cpuinfo")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")

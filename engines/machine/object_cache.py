@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 
-from engines.files import atomic_write
+from infer_server.engines.files import atomic_write
 
 VARIABLE = "INFER_OBJECT_CACHE"
 OFF = "off"

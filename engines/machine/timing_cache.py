@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engines.errors import ConfigError
-from engines.files import atomic_write
+from infer_server.engines.errors import ConfigError
+from infer_server.engines.files import atomic_write
 
 FORMAT = 1
 

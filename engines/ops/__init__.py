@@ -8,8 +8,8 @@ lowering/epilogue/from_onnx.py instead of a rule.
 from importlib import import_module
 from pkgutil import iter_modules
 
-from engines.ops.fallback import OnnxReferenceOp
-from engines.ops.op import OPS, LayoutOp, Op, Stored, describe
+from infer_server.engines.ops.fallback import OnnxReferenceOp
+from infer_server.engines.ops.op import OPS, LayoutOp, Op, Stored, describe
 
 __all__ = ["OPS", "LayoutOp", "Op", "Stored", "describe", "op_of"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Array
-from engines.ops.arithmetic import erf
-from engines.ops.pointwise import Epilogue, Pointwise, define
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.ops.arithmetic import erf
+from infer_server.engines.ops.pointwise import Epilogue, Pointwise, define
 
 
 def sigmoid(x: Array) -> Array:

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.counted import SymbolicInt
-from engines.ir.graph import Array
-from engines.ops.pointwise import Epilogue, Pointwise, define
+from infer_server.engines.ir.counted import SymbolicInt
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.ops.pointwise import Epilogue, Pointwise, define
 
 define(Epilogue, symbolic=True, commutative=True, Add=np.add, Mul=np.multiply, Max=np.maximum, Min=np.minimum)
 define(Epilogue, symbolic=True, Sub=np.subtract, Neg=np.negative, Floor=np.floor, Ceil=np.ceil)

@@ -3,13 +3,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.graph import Array, Node, TensorType
-from engines.ir.shapes import broadcast
-from engines.ops.items import ItemAxes, Mixed
-from engines.ops.items import broadcast as broadcast_items
-from engines.ops.normalization import softmax
-from engines.ops.op import Inputs, Op, Stored, Types
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ir.shapes import broadcast
+from infer_server.engines.ops.items import ItemAxes, Mixed
+from infer_server.engines.ops.items import broadcast as broadcast_items
+from infer_server.engines.ops.normalization import softmax
+from infer_server.engines.ops.op import Inputs, Op, Stored, Types
 
 
 class ScaledDotProductAttention(Op):

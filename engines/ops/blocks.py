@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.dtypes import FLOAT
-from engines.ir.graph import Array, Node, TensorType
-from engines.ir.rounding import HEAD, from_bytes, real_rows, rounded
-from engines.ir.shapes import fixed
-from engines.ops.items import ItemAxes, only_first, untouched_axis
-from engines.ops.op import Inputs, Op, Types
+from infer_server.engines.ir.dtypes import FLOAT
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ir.rounding import HEAD, from_bytes, real_rows, rounded
+from infer_server.engines.ir.shapes import fixed
+from infer_server.engines.ops.items import ItemAxes, only_first, untouched_axis
+from infer_server.engines.ops.op import Inputs, Op, Types
 
 CENTRE = 8              # the value of q that means 0 without offsets
 

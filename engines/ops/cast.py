@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.counted import is_counted
-from engines.ir.dtypes import dtype_named, is_rare
-from engines.ir.graph import Array, Node
-from engines.ops.op import Stored
-from engines.ops.pointwise import Pointwise
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.counted import is_counted
+from infer_server.engines.ir.dtypes import dtype_named, is_rare
+from infer_server.engines.ir.graph import Array, Node
+from infer_server.engines.ops.op import Stored
+from infer_server.engines.ops.pointwise import Pointwise
 
 _LIMITS = {"float8_e4m3fn": 448, "float8_e4m3fnuz": 240, "float8_e5m2": 57344, "float8_e5m2fnuz": 57344}
 

@@ -5,12 +5,12 @@ import math
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.graph import Array, Node, TensorType
-from engines.ir.shapes import fixed, text
-from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, LayoutOp, Op, Stored, Types
-from engines.ops.window import Window
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ir.shapes import fixed, text
+from infer_server.engines.ops.items import ItemAxes, Mixed
+from infer_server.engines.ops.op import Inputs, LayoutOp, Op, Stored, Types
+from infer_server.engines.ops.window import Window
 
 
 class Conv(LayoutOp):

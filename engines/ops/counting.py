@@ -1,4 +1,4 @@
-"""Values that depend on symbolic sizes (engines.ir.counted) during import.
+"""Values that depend on symbolic sizes (infer_server.engines.ir.counted) during import.
 
 Small integers that operators compute symbolically, such as shapes, are object arrays of symbolic numbers, or of Extents
 for an open batch. All other values are Deferred: the operator's reference runs once the sizes are known.
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import UnknownTensorError
-from engines.ir.counted import Pinned, counting_in, is_counted, structure
-from engines.ir.deferred import Deferred, numbers
-from engines.ir.graph import Array, Node, TensorType
-from engines.ir.shapes import Extent
-from engines.ops import op_of
-from engines.ops.op import Inputs, Op, Types, Values
-from engines.ops.reference import run_node
+from infer_server.engines.errors import UnknownTensorError
+from infer_server.engines.ir.counted import Pinned, counting_in, is_counted, structure
+from infer_server.engines.ir.deferred import Deferred, numbers
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ir.shapes import Extent
+from infer_server.engines.ops import op_of
+from infer_server.engines.ops.op import Inputs, Op, Types, Values
+from infer_server.engines.ops.reference import run_node
 
 EXACT = 1 << 24         # integers below it are exact in float32
 

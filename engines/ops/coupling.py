@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.graph import Array, Node, TensorType
-from engines.ops.items import ItemAxes, only_first, untouched_axis
-from engines.ops.op import Inputs, Op, Types
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ops.items import ItemAxes, only_first, untouched_axis
+from infer_server.engines.ops.op import Inputs, Op, Types
 
 SWEEPS, ERROR = 100, 0.005          # most sweeps; bound on the gradient times the number of classes
 

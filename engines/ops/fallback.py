@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engines.errors import UnknownTensorError
-from engines.ir.graph import Array, Node, TensorType
-from engines.ir.shapes import is_extent
-from engines.ops.op import OPS, Inputs, Op, Types, Values
+from infer_server.engines.errors import UnknownTensorError
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ir.shapes import is_extent
+from infer_server.engines.ops.op import OPS, Inputs, Op, Types, Values
 
 if TYPE_CHECKING:
     import onnx

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import GraphError, UnknownTensorError
-from engines.ir.graph import Array, Node, TensorType
-from engines.ir.shapes import Extent, dim, extent, fixed
-from engines.ops.items import ItemAxes, repeated
-from engines.ops.op import Inputs, Op, Types, Values, present
+from infer_server.engines.errors import GraphError, UnknownTensorError
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ir.shapes import Extent, dim, extent, fixed
+from infer_server.engines.ops.items import ItemAxes, repeated
+from infer_server.engines.ops.op import Inputs, Op, Types, Values, present
 
 
 class ConstantOfShape(Op):

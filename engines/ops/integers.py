@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.graph import Array, Node, TensorType
-from engines.ops.convolution import Conv
-from engines.ops.items import ItemAxes, Mixed
-from engines.ops.linear import MatMul
-from engines.ops.op import Inputs, LayoutOp, Op, Types
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ops.convolution import Conv
+from infer_server.engines.ops.items import ItemAxes, Mixed
+from infer_server.engines.ops.linear import MatMul
+from infer_server.engines.ops.op import Inputs, LayoutOp, Op, Types
 
 _BYTE, _SUM = np.dtype(np.uint8), np.dtype(np.int32)
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.graph import Array, Node, TensorType
-from engines.ir.shapes import broadcast, check_stretches
-from engines.ops.items import ItemAxes, Mixed, only_first, untouched_axis
-from engines.ops.op import Inputs, Op, SameShape, Stored, Types, present
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ir.shapes import broadcast, check_stretches
+from infer_server.engines.ops.items import ItemAxes, Mixed, only_first, untouched_axis
+from infer_server.engines.ops.op import Inputs, Op, SameShape, Stored, Types, present
 
 
 class Gemm(Op):

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Array, Node
-from engines.ops.pointwise import Pointwise, Predicate, define
+from infer_server.engines.ir.graph import Array, Node
+from infer_server.engines.ops.pointwise import Pointwise, Predicate, define
 
 define(Predicate, symbolic=True, commutative=True, Equal=np.equal)
 define(Predicate, symbolic=True, Less=np.less, LessOrEqual=np.less_equal, Greater=np.greater,

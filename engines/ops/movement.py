@@ -5,11 +5,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.graph import Array, Node, TensorType
-from engines.ir.shapes import broadcast, dim, extent, fixed, normal_axis
-from engines.ops.items import ItemAxes, Mixed, only_first, untouched_axis
-from engines.ops.op import Inputs, LayoutOp, Op, Stored, Types, Values, present
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ir.shapes import broadcast, dim, extent, fixed, normal_axis
+from infer_server.engines.ops.items import ItemAxes, Mixed, only_first, untouched_axis
+from infer_server.engines.ops.op import Inputs, LayoutOp, Op, Stored, Types, Values, present
 
 
 class Concat(Op):

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from engines.errors import EngineError, GraphError, UnknownTensorError
-from engines.ir.counted import Pinned, SymbolicInt
-from engines.ir.graph import Array, Dim, Node, TensorType
-from engines.ir.shapes import Extent, Undecided, normal_axis
-from engines.ops.items import ItemAxes, Mixed, only_first, untouched_axis
+from infer_server.engines.errors import EngineError, GraphError, UnknownTensorError
+from infer_server.engines.ir.counted import Pinned, SymbolicInt
+from infer_server.engines.ir.graph import Array, Dim, Node, TensorType
+from infer_server.engines.ir.shapes import Extent, Undecided, normal_axis
+from infer_server.engines.ops.items import ItemAxes, Mixed, only_first, untouched_axis
 
 _REGISTRY: dict[str, type[Op]] = {}
 OPS: Mapping[str, type[Op]] = MappingProxyType(_REGISTRY)

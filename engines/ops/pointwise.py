@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from engines.ir.graph import Array, Node, TensorType
-from engines.ir.shapes import broadcast
-from engines.ops import items
-from engines.ops.op import Inputs, Op, Stored, Types
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ir.shapes import broadcast
+from infer_server.engines.ops import items
+from infer_server.engines.ops.op import Inputs, Op, Stored, Types
 
 
 class Pointwise(Op, abstract=True):

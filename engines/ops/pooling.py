@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.graph import Array, Node, TensorType
-from engines.ir.shapes import fixed
-from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, LayoutOp, Stored, Types
-from engines.ops.reduction import mean
-from engines.ops.window import Window
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ir.shapes import fixed
+from infer_server.engines.ops.items import ItemAxes, Mixed
+from infer_server.engines.ops.op import Inputs, LayoutOp, Stored, Types
+from infer_server.engines.ops.reduction import mean
+from infer_server.engines.ops.window import Window
 
 
 class _Pool(LayoutOp, abstract=True):

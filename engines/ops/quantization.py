@@ -9,14 +9,14 @@ import math
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.dtypes import integer_limits
-from engines.ir.graph import Array, Dim, Node, TensorType
-from engines.ir.shapes import fixed, normal_axis, text
-from engines.ops.cast import narrowed
-from engines.ops.items import ItemAxes, only_first, untouched_axis
-from engines.ops.op import Inputs, Op, Types, present
-from engines.ops.pointwise import Epilogue
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.dtypes import integer_limits
+from infer_server.engines.ir.graph import Array, Dim, Node, TensorType
+from infer_server.engines.ir.shapes import fixed, normal_axis, text
+from infer_server.engines.ops.cast import narrowed
+from infer_server.engines.ops.items import ItemAxes, only_first, untouched_axis
+from infer_server.engines.ops.op import Inputs, Op, Types, present
+from infer_server.engines.ops.pointwise import Epilogue
 
 
 class _Linear(Op, abstract=True):

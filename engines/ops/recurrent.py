@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.graph import Array, Dim, Node, TensorType
-from engines.ir.shapes import text
-from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, Op, Stored, Types, Values, present
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.graph import Array, Dim, Node, TensorType
+from infer_server.engines.ir.shapes import text
+from infer_server.engines.ops.items import ItemAxes, Mixed
+from infer_server.engines.ops.op import Inputs, Op, Stored, Types, Values, present
 
 GATES: Mapping[str, int] = {"LSTM": 4, "GRU": 3, "RNN": 1}      # in ONNX's order: i o f c, z r h, and a single one
 DEFAULTS: Mapping[str, tuple[str, ...]] = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"),

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from engines.ir.graph import Array, Dim, Node, TensorType
-from engines.ir.shapes import fixed, normal_axis
-from engines.ops.op import Op, SameShape, Types
+from infer_server.engines.ir.graph import Array, Dim, Node, TensorType
+from infer_server.engines.ir.shapes import fixed, normal_axis
+from infer_server.engines.ops.op import Op, SameShape, Types
 
 Formula = Callable[..., Array]
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import InputError
-from engines.ir.dtypes import NARROW
-from engines.ir.graph import Array, Graph, Node, QParams, TensorType
-from engines.ir.shapes import batch_of, bind
-from engines.ops import op_of
+from infer_server.engines.errors import InputError
+from infer_server.engines.ir.dtypes import NARROW
+from infer_server.engines.ir.graph import Array, Graph, Node, QParams, TensorType
+from infer_server.engines.ir.shapes import batch_of, bind
+from infer_server.engines.ops import op_of
 
 
 def run(graph: Graph, feeds: Mapping[str, Array], watch: Collection[str] | None = None) -> dict[str, Array]:

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.counted import Pinned, as_int, is_counted
-from engines.ir.graph import Array, Node, TensorType
-from engines.ir.shapes import extent, fixed
-from engines.ops.items import ItemAxes, only_first
-from engines.ops.op import Inputs, LayoutOp, Stored, Types
-from engines.ops.resize_integers import blend_axes, blended, filtered
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.counted import Pinned, as_int, is_counted
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ir.shapes import extent, fixed
+from infer_server.engines.ops.items import ItemAxes, only_first
+from infer_server.engines.ops.op import Inputs, LayoutOp, Stored, Types
+from infer_server.engines.ops.resize_integers import blend_axes, blended, filtered
 
 BY_AXIS = frozenset({"sizes", "scales", "roi"})       # attributes that have numbers of each axis
 TIE = 1e-6                  # coordinates this near to the middle of two pixels are ties, as in ONNX Runtime

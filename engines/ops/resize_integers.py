@@ -11,7 +11,7 @@ from itertools import product
 
 import numpy as np
 
-from engines.ir.graph import Array
+from infer_server.engines.ir.graph import Array
 
 BLEND_BITS, FILTER_BITS = 10, 22        # fraction bits of weights for bytes: of channels-last blends, and of filters
 _IMAGE_AXES = {2: (0, 1), 3: (0, 1, 2), 4: (2, 3), 5: (2, 3, 4)}      # axes that ONNX Runtime interpolates, by rank

@@ -6,10 +6,10 @@ from itertools import product
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.graph import Array, Node, TensorType
-from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, LayoutOp, Op, Types
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ops.items import ItemAxes, Mixed
+from infer_server.engines.ops.op import Inputs, LayoutOp, Op, Types
 
 Taps = list[tuple[Array, Array]]        # (index, weight) of the pixels of a sample along an axis
 _CUBIC = -0.75

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.graph import Array, Node, TensorType
-from engines.ir.shapes import fixed, normal_axis, text
-from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, Op, Types
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ir.shapes import fixed, normal_axis, text
+from infer_server.engines.ops.items import ItemAxes, Mixed
+from infer_server.engines.ops.op import Inputs, Op, Types
 
 _COMBINED: Mapping[str, Callable[..., None]] = {
     "add": np.add.at, "mul": np.multiply.at, "max": np.maximum.at, "min": np.minimum.at}

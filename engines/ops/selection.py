@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.graph import Array, Node, TensorType
-from engines.ir.shapes import fixed
-from engines.ops.op import Op, Types
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ir.shapes import fixed
+from infer_server.engines.ops.op import Op, Types
 
 BLOCK = 64          # boxes of a class that the reference compares at once
 

@@ -5,12 +5,12 @@ import math
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.graph import Array, Dim, Node, TensorType
-from engines.ir.shapes import broadcast, dim, extent, fixed, normal_axis, product, symbolic_array, text
-from engines.ops.items import ItemAxes, Mixed, only_first, repeated, viewed
-from engines.ops.items import broadcast as broadcast_items
-from engines.ops.op import Inputs, Op, SameShape, Stored, Types, Values, present
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.graph import Array, Dim, Node, TensorType
+from infer_server.engines.ir.shapes import broadcast, dim, extent, fixed, normal_axis, product, symbolic_array, text
+from infer_server.engines.ops.items import ItemAxes, Mixed, only_first, repeated, viewed
+from infer_server.engines.ops.items import broadcast as broadcast_items
+from infer_server.engines.ops.op import Inputs, Op, SameShape, Stored, Types, Values, present
 
 
 class Identity(SameShape):

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.graph import Array, Node, TensorType
-from engines.ops.items import ItemAxes, only_first, untouched_axis
-from engines.ops.op import Inputs, Op, Types
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.graph import Array, Node, TensorType
+from infer_server.engines.ops.items import ItemAxes, only_first, untouched_axis
+from infer_server.engines.ops.op import Inputs, Op, Types
 
 LEFT_IF_EQUAL, LEFT_IF_MISSING = 1, 2       # bits of a node's flags, ...
 FLAGS = 2                                   # ... which are the low bits of its column field

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.graph import Array, Node
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.graph import Array, Node
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.errors import EngineError
-from engines.ir.counted import as_int
-from engines.ir.graph import BATCH, Array, Graph, Node, TensorType
-from engines.ops import describe, op_of
-from engines.ops.items import ItemAxes, Mixed
-from engines.ops.reference import run
-from engines.passes.rewriting.notes import Note
+from infer_server.engines.errors import EngineError
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import BATCH, Array, Graph, Node, TensorType
+from infer_server.engines.ops import describe, op_of
+from infer_server.engines.ops.items import ItemAxes, Mixed
+from infer_server.engines.ops.reference import run
+from infer_server.engines.passes.rewriting.notes import Note
 
 ITEMS = 3
 SEEDS, SEEDS_OF_INTEGERS = 2, 4     # trials: small integers and booleans are equal by chance more often than floats

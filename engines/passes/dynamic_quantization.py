@@ -18,14 +18,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.ir.counted import as_int
-from engines.ir.dtypes import FLOAT
-from engines.ir.graph import Array, Graph, Node
-from engines.ops.convolution import Conv
-from engines.passes.rewriting.dataflow import Walk, dataflow
-from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.notes import Note, note
-from engines.passes.rules.pad import never_negative
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.dtypes import FLOAT
+from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.ops.convolution import Conv
+from infer_server.engines.passes.rewriting.dataflow import Walk, dataflow
+from infer_server.engines.passes.rewriting.editor import GraphEditor
+from infer_server.engines.passes.rewriting.notes import Note, note
+from infer_server.engines.passes.rules.pad import never_negative
 
 SMALLEST = float(np.finfo(np.float32).tiny)     # lower bound of a scale: a tensor of zeros stays zeros
 WHOLE = 1 << 24                                 # float32 represents all integers up to this one

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 
-from engines.ir.counted import as_int
-from engines.ir.graph import Array, Graph, Node
-from engines.ops import op_of
-from engines.ops.counting import deferred, is_deferred
-from engines.ops.reference import run_node
-from engines.passes.rewriting.facts import is_weighted
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.ops import op_of
+from infer_server.engines.ops.counting import deferred, is_deferred
+from infer_server.engines.ops.reference import run_node
+from infer_server.engines.passes.rewriting.facts import is_weighted
 
 SPARE_ELEMENTS = 1 << 16        # elements that any one result may have more than the constants it replaces
 SPARE_SHARE = 4                 # larger results may add 1 / SPARE_SHARE of the model's constants in total

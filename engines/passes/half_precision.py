@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import EngineError
-from engines.ir.dtypes import FLOAT, is_narrow
-from engines.ir.graph import Graph, Node, TensorType
-from engines.ops import op_of
-from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.notes import Note, note
+from infer_server.engines.errors import EngineError
+from infer_server.engines.ir.dtypes import FLOAT, is_narrow
+from infer_server.engines.ir.graph import Graph, Node, TensorType
+from infer_server.engines.ops import op_of
+from infer_server.engines.passes.rewriting.editor import GraphEditor
+from infer_server.engines.passes.rewriting.notes import Note, note
 
 
 def widen_floats(graph: Graph, log: list[Note] | None = None) -> Graph:

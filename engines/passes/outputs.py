@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from engines.ir.graph import Graph
-from engines.passes.rewriting.editor import GraphEditor
+from infer_server.engines.ir.graph import Graph
+from infer_server.engines.passes.rewriting.editor import GraphEditor
 
 
 def make_constant_outputs(graph: Graph) -> Graph:

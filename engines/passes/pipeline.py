@@ -7,48 +7,48 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from engines.debug import debugging
-from engines.ir.graph import Graph, verify
-from engines.passes.dependence import with_dependence
-from engines.passes.dynamic_quantization import write_out_dynamic
-from engines.passes.fold_constants import fold_constants
-from engines.passes.fusion.attention import fuse_attention
-from engines.passes.fusion.recurrent import split_recurrent
-from engines.passes.fusion.recurrent_steps import write_out_recurrent
-from engines.passes.fusion.siblings import merge_siblings
-from engines.passes.fusion.vertical import fuse_pointwise
-from engines.passes.half_precision import widen_floats
-from engines.passes.layout.channels_last import to_channels_last
-from engines.passes.layout.conv1d import conv1d_to_conv2d
-from engines.passes.layout.separate_batch import check_batch, separate_batch
-from engines.passes.outputs import make_constant_outputs
-from engines.passes.rewriting import rewrite
-from engines.passes.rewriting.common import merge_common
-from engines.passes.rewriting.notes import Note
-from engines.passes.rewriting.rewrite import Rule
-from engines.passes.rules import activations
-from engines.passes.rules.batchnorm import BatchNormConv, BatchNormToPointwise, LinearBatchNorm
-from engines.passes.rules.border import PaddedPointwiseConv
-from engines.passes.rules.expand import EXPANDS
-from engines.passes.rules.gather import GatherOfOne
-from engines.passes.rules.gemm import CanonicalGemm, GemmOfComputed, MatMulToGemm
-from engines.passes.rules.instance_norm import InstanceNorm
-from engines.passes.rules.lookups import LOOKUPS
-from engines.passes.rules.masks import MASKS
-from engines.passes.rules.noop import RemoveNoOp
-from engines.passes.rules.norm import NORMS
-from engines.passes.rules.one_hot import ONE_HOT
-from engines.passes.rules.pad import PadAveragePool, PadConv, PadMaxPool
-from engines.passes.rules.pooling import GlobalPoolOfRows, SpatialReduce, WholeImagePool
-from engines.passes.rules.quantised import ALONE, PAIRS, RoundRecurrent
-from engines.passes.rules.reduction import ReductionOfPowers, SumOfIntegers
-from engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
-from engines.passes.rules.resize import ResizeOfChannelsLast
-from engines.passes.rules.scale import LinearScale, ScaleDepthwise, ScaleLinear
-from engines.passes.rules.scatter import ScatterOfColumns, ScatterOfRows
-from engines.passes.rules.shuffle import ChannelShuffle
-from engines.passes.rules.softmax import AlongInnermost
-from engines.passes.rules.tables import TABLES
+from infer_server.engines.debug import debugging
+from infer_server.engines.ir.graph import Graph, verify
+from infer_server.engines.passes.dependence import with_dependence
+from infer_server.engines.passes.dynamic_quantization import write_out_dynamic
+from infer_server.engines.passes.fold_constants import fold_constants
+from infer_server.engines.passes.fusion.attention import fuse_attention
+from infer_server.engines.passes.fusion.recurrent import split_recurrent
+from infer_server.engines.passes.fusion.recurrent_steps import write_out_recurrent
+from infer_server.engines.passes.fusion.siblings import merge_siblings
+from infer_server.engines.passes.fusion.vertical import fuse_pointwise
+from infer_server.engines.passes.half_precision import widen_floats
+from infer_server.engines.passes.layout.channels_last import to_channels_last
+from infer_server.engines.passes.layout.conv1d import conv1d_to_conv2d
+from infer_server.engines.passes.layout.separate_batch import check_batch, separate_batch
+from infer_server.engines.passes.outputs import make_constant_outputs
+from infer_server.engines.passes.rewriting import rewrite
+from infer_server.engines.passes.rewriting.common import merge_common
+from infer_server.engines.passes.rewriting.notes import Note
+from infer_server.engines.passes.rewriting.rewrite import Rule
+from infer_server.engines.passes.rules import activations
+from infer_server.engines.passes.rules.batchnorm import BatchNormConv, BatchNormToPointwise, LinearBatchNorm
+from infer_server.engines.passes.rules.border import PaddedPointwiseConv
+from infer_server.engines.passes.rules.expand import EXPANDS
+from infer_server.engines.passes.rules.gather import GatherOfOne
+from infer_server.engines.passes.rules.gemm import CanonicalGemm, GemmOfComputed, MatMulToGemm
+from infer_server.engines.passes.rules.instance_norm import InstanceNorm
+from infer_server.engines.passes.rules.lookups import LOOKUPS
+from infer_server.engines.passes.rules.masks import MASKS
+from infer_server.engines.passes.rules.noop import RemoveNoOp
+from infer_server.engines.passes.rules.norm import NORMS
+from infer_server.engines.passes.rules.one_hot import ONE_HOT
+from infer_server.engines.passes.rules.pad import PadAveragePool, PadConv, PadMaxPool
+from infer_server.engines.passes.rules.pooling import GlobalPoolOfRows, SpatialReduce, WholeImagePool
+from infer_server.engines.passes.rules.quantised import ALONE, PAIRS, RoundRecurrent
+from infer_server.engines.passes.rules.reduction import ReductionOfPowers, SumOfIntegers
+from infer_server.engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
+from infer_server.engines.passes.rules.resize import ResizeOfChannelsLast
+from infer_server.engines.passes.rules.scale import LinearScale, ScaleDepthwise, ScaleLinear
+from infer_server.engines.passes.rules.scatter import ScatterOfColumns, ScatterOfRows
+from infer_server.engines.passes.rules.shuffle import ChannelShuffle
+from infer_server.engines.passes.rules.softmax import AlongInnermost
+from infer_server.engines.passes.rules.tables import TABLES
 
 Pass = Callable[[Graph], Graph]
 SCALES = (LinearScale(), ScaleLinear(), ScaleDepthwise())

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from engines.errors import ConfigError
-from engines.ir.dtypes import FLOAT
-from engines.ir.graph import Graph, TensorType
-from engines.ir.pixels import Pixels
-from engines.passes.rewriting.editor import GraphEditor, renamed
+from infer_server.engines.errors import ConfigError
+from infer_server.engines.ir.dtypes import FLOAT
+from infer_server.engines.ir.graph import Graph, TensorType
+from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.passes.rewriting.editor import GraphEditor, renamed
 
 
 def types_of_pixels(types: Mapping[str, TensorType], pixels: Pixels) -> dict[str, TensorType]:

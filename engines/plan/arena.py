@@ -21,11 +21,11 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.capacity import gigabytes, too_large
-from engines.errors import ConfigError, PlanError
-from engines.ir.counted import structure
-from engines.ir.dtypes import memory_dtype, to_bfloat16
-from engines.plan.plan import Buffer, Fill, TensorView
+from infer_server.engines.capacity import gigabytes, too_large
+from infer_server.engines.errors import ConfigError, PlanError
+from infer_server.engines.ir.counted import structure
+from infer_server.engines.ir.dtypes import memory_dtype, to_bfloat16
+from infer_server.engines.plan.plan import Buffer, Fill, TensorView
 
 CACHE_LINE = 64
 PAGE = 4096

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from engines.ir.dtypes import memory_dtype
-from engines.plan.extents import text
-from engines.plan.plan import Fallback, Plan, Step, TensorView, writes_border
-from engines.plan.program import Instruction, Region
+from infer_server.engines.ir.dtypes import memory_dtype
+from infer_server.engines.plan.extents import text
+from infer_server.engines.plan.plan import Fallback, Plan, Step, TensorView, writes_border
+from infer_server.engines.plan.program import Instruction, Region
 
 KERNEL_MACS_PER_US, KERNEL_BYTES_PER_US = 20_000, 8_000
 REFERENCE_BYTES_PER_US, REFERENCE_CALL_US = 500, 50

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import ConfigError, InputError
-from engines.ir.dtypes import BITS, as_in_memory, as_named
-from engines.ir.graph import BATCH, Array
-from engines.plan.plan import IoTensor
+from infer_server.engines.errors import ConfigError, InputError
+from infer_server.engines.ir.dtypes import BITS, as_in_memory, as_named
+from infer_server.engines.ir.graph import BATCH, Array
+from infer_server.engines.plan.plan import IoTensor
 
 Shapes = Mapping[str, Sequence[int]]
 Extents = Mapping[str, Any]                     # an int for each extent, a tuple of numbers for each deciding input

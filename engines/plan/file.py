@@ -38,16 +38,25 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import PlanCorruptError, PlanError, PlanVersionError
-from engines.files import atomic_write
-from engines.ir.content import EqualArrays
-from engines.ir.dtypes import dtype_in_file, name_in_file
-from engines.ir.graph import Array
-from engines.plan.checksums import PAGE, Bytes, page_sums, strong
-from engines.plan.plan import MachinePart, OpenPart, Plan, ProgramPart, SegmentPart
-from engines.plan.records import FieldError, from_plain, read_record, to_plain
-from engines.plan.sections import REBUILD, WEIGHTS, Section, Sections, deflate, read_document, reading_manifest, summed
-from engines.plan.verification import verify
+from infer_server.engines.errors import PlanCorruptError, PlanError, PlanVersionError
+from infer_server.engines.files import atomic_write
+from infer_server.engines.ir.content import EqualArrays
+from infer_server.engines.ir.dtypes import dtype_in_file, name_in_file
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.checksums import PAGE, Bytes, page_sums, strong
+from infer_server.engines.plan.plan import MachinePart, OpenPart, Plan, ProgramPart, SegmentPart
+from infer_server.engines.plan.records import FieldError, from_plain, read_record, to_plain
+from infer_server.engines.plan.sections import (
+    REBUILD,
+    WEIGHTS,
+    Section,
+    Sections,
+    deflate,
+    read_document,
+    reading_manifest,
+    summed,
+)
+from infer_server.engines.plan.verification import verify
 
 MAGIC = b"\x93INFPLAN"      # the first byte is not ASCII: no text file begins like this
 VERSION = 12

@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engines.errors import ConfigError, PlanTargetError
-from engines.ir.dtypes import memory_dtype
-from engines.ir.graph import BATCH, Array, Graph, QParams
-from engines.ir.recipe import Recipe
-from engines.plan.program import Region, Text
+from infer_server.engines.errors import ConfigError, PlanTargetError
+from infer_server.engines.ir.dtypes import memory_dtype
+from infer_server.engines.ir.graph import BATCH, Array, Graph, QParams
+from infer_server.engines.ir.recipe import Recipe
+from infer_server.engines.plan.program import Region, Text
 
 # Values of Operand.buffer: the expanded constants, and the two kinds of constants of the plan that this one shares.
 EXPANDED, SHARED, SHARED_EXPANDED = -1, -2, -3
@@ -110,7 +110,7 @@ class Fill:
 @dataclass(frozen=True)
 class Fallback:
     """Node without a kernel: ops.reference evaluates it in floats on dequantised copies of its inputs."""
-    node: Mapping[str, Any]                     # as engines.ir.serialize writes it
+    node: Mapping[str, Any]                     # as infer_server.engines.ir.serialize writes it
     inputs: tuple[TensorView | str, ...]        # a str names one of Plan.weights; "" is an absent optional input
     outputs: tuple[TensorView, ...]
     constant_quant: tuple[QParams | None, ...] = ()     # one for each input, if constants are stored quantised; else ()
@@ -383,7 +383,7 @@ def graph_of(plan: Plan) -> Graph:
     if plan.stripped:
         raise PlanTargetError(f"{plan.name}: stripped of its weights, so it runs on '{plan.machine.target}' only; "
                               "build it again, here or without --strip")
-    from engines.ir.serialize import graph_from_json
+    from infer_server.engines.ir.serialize import graph_from_json
     return graph_from_json(plan.graph, plan.weights)
 
 

@@ -20,7 +20,7 @@ class Instruction:
     inputs: tuple[str, ...]                 # "" is an absent one
     outputs: tuple[str, ...]
     segment: int = -1                       # index in ProgramPart.segments
-    node: Mapping[str, Any] = field(default_factory=dict)   # the node as engines.ir.serialize writes it; {}: a segment
+    node: Mapping[str, Any] = field(default_factory=dict)   # see engines/ir/serialize.py; {} for a segment
     regions: tuple[Region, ...] = ()        # If: then, else; Loop, Scan, SequenceMap: the body
     drops: tuple[str, ...] = ()             # values that are dead afterwards
 

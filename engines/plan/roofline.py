@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engines.plan.plan import Plan, Step
+from infer_server.engines.plan.plan import Plan, Step
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from engines.errors import PlanCorruptError, PlanError
-from engines.plan.arena import Memory
-from engines.plan.checksums import PAGE, Bytes, read_into, strong
+from infer_server.engines.errors import PlanCorruptError, PlanError
+from infer_server.engines.plan.arena import Memory
+from infer_server.engines.plan.checksums import PAGE, Bytes, read_into, strong
 
 REBUILD = "build the plan again, or copy it again from where it came"
 WEIGHTS = "weights"         # sections of this name or prefix ("weights.open") are read on first access

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.counted import ByteSize, Counting, Pinned, Quotient, SymbolicInt, is_counted
-from engines.ir.deferred import Deferred, LateBytes
-from engines.ir.polynomials import Polynomial
-from engines.ir.shapes import Extent, SymbolicDim
-from engines.plan.extents import Extents
-from engines.plan.plan import MachinePart, Plan
+from infer_server.engines.ir.counted import ByteSize, Counting, Pinned, Quotient, SymbolicInt, is_counted
+from infer_server.engines.ir.deferred import Deferred, LateBytes
+from infer_server.engines.ir.polynomials import Polynomial
+from infer_server.engines.ir.shapes import Extent, SymbolicDim
+from infer_server.engines.plan.extents import Extents
+from infer_server.engines.plan.plan import MachinePart, Plan
 
 _LATE = ("steps", "buffers", "fills")       # fields of MachinePart
 

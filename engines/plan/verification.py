@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from engines.errors import PlanCorruptError
-from engines.ir.dtypes import BITS, memory_dtype
-from engines.ir.graph import QParams
-from engines.plan.plan import (
+from infer_server.engines.errors import PlanCorruptError
+from infer_server.engines.ir.dtypes import BITS, memory_dtype
+from infer_server.engines.ir.graph import QParams
+from infer_server.engines.plan.plan import (
     EXPANDED,
     SHARED,
     SHARED_EXPANDED,

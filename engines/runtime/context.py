@@ -8,14 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.device import BindsArrays, Execution, Show, ShowsOutputs, TakesItems, WorksInArrays, ready
-from engines.errors import ConfigError, InputError
-from engines.ir.dtypes import memory_dtype
-from engines.ir.graph import Array
-from engines.plan.arena import ChangingArray
-from engines.plan.plan import Plan, Step, TensorView
-from engines.runtime.rerun import Rerun
-from engines.runtime.results import Results
+from infer_server.engines.backends.device import (
+    BindsArrays,
+    Execution,
+    Show,
+    ShowsOutputs,
+    TakesItems,
+    WorksInArrays,
+    ready,
+)
+from infer_server.engines.errors import ConfigError, InputError
+from infer_server.engines.ir.dtypes import memory_dtype
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.arena import ChangingArray
+from infer_server.engines.plan.plan import Plan, Step, TensorView
+from infer_server.engines.runtime.rerun import Rerun
+from infer_server.engines.runtime.results import Results
 
 LENT_BYTES = 1 << 17        # arrays of at least this size are used without a copy; smaller ones are copied sooner
 ITEM_BYTES = 1 << 16        # items of at least this size are read in place, each by itself

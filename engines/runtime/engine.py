@@ -11,14 +11,14 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from engines.backends import device_of
-from engines.backends.device import Loaded, Show
-from engines.errors import ConfigError, InputError
-from engines.ir.dtypes import as_in_memory, memory_dtype
-from engines.ir.graph import Array
-from engines.plan.plan import DEFAULTS, IoTensor, Plan
-from engines.plan.template import LateMachine, Template
-from engines.runtime.context import ExecutionContext, names_of
+from infer_server.engines.backends import device_of
+from infer_server.engines.backends.device import Loaded, Show
+from infer_server.engines.errors import ConfigError, InputError
+from infer_server.engines.ir.dtypes import as_in_memory, memory_dtype
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.plan import DEFAULTS, IoTensor, Plan
+from infer_server.engines.plan.template import LateMachine, Template
+from infer_server.engines.runtime.context import ExecutionContext, names_of
 
 
 def _checked_cpus(cpus: Sequence[int] | None, threads: int) -> tuple[int, ...] | None:
@@ -210,7 +210,7 @@ class Engine(OfPlan):
             self._idle.append(context)
 
     def run_arrays(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Run the model on arrays in the dtypes of memory (see `engines.ir.dtypes.as_in_memory`)."""
+        """Run the model on arrays in the dtypes of memory (see `infer_server.engines.ir.dtypes.as_in_memory`)."""
         items = self._feeds.check(arrays)
         if self.larger and self.plan.dependence and items > self.plan.batch_slots:
             return self._for_items(items, self.larger).run_arrays(arrays)

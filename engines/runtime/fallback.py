@@ -1,4 +1,4 @@
-"""Fallback steps: nodes without a kernel, which engines.ops.reference evaluates in Python in floats.
+"""Fallback steps: nodes without a kernel, which infer_server.engines.ops.reference evaluates in Python in floats.
 
 Inputs are dequantised or widened first, and results are stored in the plan's dtypes.
 """
@@ -9,10 +9,10 @@ from functools import partial
 
 import numpy as np
 
-from engines.errors import PlanCorruptError, PlanError
-from engines.ir.dtypes import as_in_memory, as_named, from_bfloat16, to_bfloat16
-from engines.ir.graph import Array, QParams
-from engines.plan.plan import Fallback, TensorView
+from infer_server.engines.errors import PlanCorruptError, PlanError
+from infer_server.engines.ir.dtypes import as_in_memory, as_named, from_bfloat16, to_bfloat16
+from infer_server.engines.ir.graph import Array, QParams
+from infer_server.engines.plan.plan import Fallback, TensorView
 
 
 class FallbackStep:
@@ -20,8 +20,8 @@ class FallbackStep:
 
     def __init__(self, fallback: Fallback, constants: Mapping[str, Array]) -> None:
         """Prepare a fallback. constants: Plan.weights. Raises PlanCorruptError if it cannot be decoded."""
-        from engines.ir.serialize import node_from_json
-        from engines.ops.reference import run_node
+        from infer_server.engines.ir.serialize import node_from_json
+        from infer_server.engines.ops.reference import run_node
         self._run_node, self._node, self._fallback = run_node, node_from_json(fallback.node), fallback
         quants = fallback.constant_quant or (None,) * len(fallback.inputs)
         self._constants = {name: self._constant(name, constants[name], quant)
@@ -77,7 +77,7 @@ def to_real(stored: Array, quant: QParams | None, dtype: str = "") -> Array:
     It is dequantised, float32 for "bfloat16" (stored as bits in uint16), or of ml_dtypes' type if NumPy has none.
     """
     if quant is not None:
-        from engines.ops.reference import dequantize
+        from infer_server.engines.ops.reference import dequantize
         return dequantize(stored, quant)
     if dtype == "bfloat16":
         return from_bfloat16(stored)
@@ -87,7 +87,7 @@ def to_real(stored: Array, quant: QParams | None, dtype: str = "") -> Array:
 def to_stored(real: Array, quant: QParams | None, dtype: str) -> Array:
     """Convert real numbers to the stored dtype: rounded half to even, integers saturated."""
     if quant is not None:
-        from engines.ops.reference import quantize
+        from infer_server.engines.ops.reference import quantize
         return quantize(real, quant)
     if dtype == "bfloat16":
         return to_bfloat16(real)

@@ -11,13 +11,13 @@ from operator import itemgetter
 
 import numpy as np
 
-from engines.errors import PlanError
-from engines.ir.dtypes import memory_dtype
-from engines.ir.graph import Array, Node
-from engines.ir.serialize import node_from_json
-from engines.plan.program import Instruction, Kind, Region
-from engines.runtime.host import evaluator
-from engines.runtime.iteration import InPlace, Iteration, Segment, Value, truth
+from infer_server.engines.errors import PlanError
+from infer_server.engines.ir.dtypes import memory_dtype
+from infer_server.engines.ir.graph import Array, Node
+from infer_server.engines.ir.serialize import node_from_json
+from infer_server.engines.plan.program import Instruction, Kind, Region
+from infer_server.engines.runtime.host import evaluator
+from infer_server.engines.runtime.iteration import InPlace, Iteration, Segment, Value, truth
 
 Around = Mapping[str, Value]
 Compute = Callable[[list[Value]], Sequence[Value]]      # (all values of the region) -> results of the instruction

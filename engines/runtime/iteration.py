@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engines.capacity import memory_limit
-from engines.errors import PlanError
-from engines.ir.dtypes import as_in_memory
-from engines.ir.graph import Array, Node
-from engines.plan.program import Instruction, Region
+from infer_server.engines.capacity import memory_limit
+from infer_server.engines.errors import PlanError
+from infer_server.engines.ir.dtypes import as_in_memory
+from infer_server.engines.ir.graph import Array, Node
+from infer_server.engines.plan.program import Instruction, Region
 
 MOST_STEPS = 1 << 24        # maximum steps of one Loop, so that an endless one does not block a thread forever
 MEMORY_SHARE = 0.25         # share of this machine's memory that stacked outputs and sequences may take
@@ -45,7 +45,7 @@ class Bound(Protocol):
 
 
 class Segment(Protocol):
-    """Interface of engines.runtime.program_engine.Segment."""
+    """Interface of infer_server.engines.runtime.program_engine.Segment."""
 
     def __call__(self, given: Sequence[Array]) -> Sequence[Array]: ...
 

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from engines.errors import ConfigError
-from engines.ir.graph import BATCH, Array
-from engines.plan.extents import Extents, Shapes
-from engines.plan.plan import Plan, Step
-from engines.runtime.context import ExecutionContext
-from engines.runtime.engine import Engine
-from engines.runtime.policy import IdleMemory
-from engines.runtime.staged import Runs, StagedContext
+from infer_server.engines.errors import ConfigError
+from infer_server.engines.ir.graph import BATCH, Array
+from infer_server.engines.plan.extents import Extents, Shapes
+from infer_server.engines.plan.plan import Plan, Step
+from infer_server.engines.runtime.context import ExecutionContext
+from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.policy import IdleMemory
+from infer_server.engines.runtime.staged import Runs, StagedContext
 
 
 class EngineOfShapes(Runs, Protocol):
-    """Interface of engines.runtime.open_engine.OpenEngine."""
+    """Interface of infer_server.engines.runtime.open_engine.OpenEngine."""
 
     @property
     def max_batch(self) -> int: ...

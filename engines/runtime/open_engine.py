@@ -23,11 +23,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engines.capacity import memory_limit
-from engines.errors import EngineError, InputError, PlanTargetError
-from engines.ir.dtypes import as_in_memory, dtype_named, memory_dtype
-from engines.ir.graph import BATCH, Array
-from engines.plan.extents import (
+from infer_server.engines.capacity import memory_limit
+from infer_server.engines.errors import EngineError, InputError, PlanTargetError
+from infer_server.engines.ir.dtypes import as_in_memory, dtype_named, memory_dtype
+from infer_server.engines.ir.graph import BATCH, Array
+from infer_server.engines.plan.extents import (
     Extents,
     Shapes,
     check_bounds,
@@ -37,12 +37,12 @@ from engines.plan.extents import (
     value_name,
     value_of,
 )
-from engines.plan.plan import GeneralKernel, IoTensor, Plan, Step
-from engines.runtime.engine import Engine, OfPlan
-from engines.runtime.open_context import OpenContext
-from engines.runtime.policy import MEMORY_SHARE, REMEMBERED, Demand, IdleMemory, Kept, Policy
-from engines.runtime.rerun import LastRun
-from engines.runtime.staged import StagedContext
+from infer_server.engines.plan.plan import GeneralKernel, IoTensor, Plan, Step
+from infer_server.engines.runtime.engine import Engine, OfPlan
+from infer_server.engines.runtime.open_context import OpenContext
+from infer_server.engines.runtime.policy import MEMORY_SHARE, REMEMBERED, Demand, IdleMemory, Kept, Policy
+from infer_server.engines.runtime.rerun import LastRun
+from infer_server.engines.runtime.staged import StagedContext
 
 MOST_WAITING = 16           # maximum number of specialisations queued in the background
 Key = tuple[Any, ...]       # numbers of the open extents, and values of the deciding inputs
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class SpecialisationMaker(Protocol):
-    """Interface of the compiler of specialisations: engines.compiler.specialise.Specialiser.
+    """Interface of the compiler of specialisations: infer_server.engines.compiler.specialise.Specialiser.
 
     first: the engine whose constants they share
     """

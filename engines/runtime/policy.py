@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-from engines.errors import ConfigError, did_you_mean
+from infer_server.engines.errors import ConfigError, did_you_mean
 
 WAYS = ("wait", "background", "off")
 MOST = 64                   # default maximum number of specialisations in memory

@@ -15,18 +15,18 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from engines.backends.device import ready
-from engines.errors import InputError
-from engines.ir.dtypes import BITS, as_in_memory, as_named, dtype_named, memory_dtype
-from engines.ir.graph import Array
-from engines.plan.extents import Shapes, extents_of
-from engines.plan.plan import IoTensor, Plan, SegmentPart, Step
-from engines.runtime.context import ExecutionContext
-from engines.runtime.engine import Engine, OfPlan
-from engines.runtime.host.categories import words_for
-from engines.runtime.interpreter import Runner
-from engines.runtime.open_engine import OpenEngine
-from engines.runtime.staged import StagedContext
+from infer_server.engines.backends.device import ready
+from infer_server.engines.errors import InputError
+from infer_server.engines.ir.dtypes import BITS, as_in_memory, as_named, dtype_named, memory_dtype
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.extents import Shapes, extents_of
+from infer_server.engines.plan.plan import IoTensor, Plan, SegmentPart, Step
+from infer_server.engines.runtime.context import ExecutionContext
+from infer_server.engines.runtime.engine import Engine, OfPlan
+from infer_server.engines.runtime.host.categories import words_for
+from infer_server.engines.runtime.interpreter import Runner
+from infer_server.engines.runtime.open_engine import OpenEngine
+from infer_server.engines.runtime.staged import StagedContext
 
 SegmentEngine = Engine | OpenEngine
 Signature = tuple[tuple[np.dtype[Any], int], ...]       # dtype and rank of each input of a segment
@@ -36,14 +36,14 @@ NO_TENSORS = ("sequence", "optional", "map", "sparse_tensor", "")      # values 
 
 
 class SegmentMaker(Protocol):
-    """Interface of the compiler of segments: engines.compiler.segments.SegmentMaker."""
+    """Interface of the compiler of segments: infer_server.engines.compiler.segments.SegmentMaker."""
 
     def plan(self, part: SegmentPart, feed: Mapping[str, Array]) -> Plan: ...
 
 
 @dataclass(eq=False)
 class _Bound:
-    """Segment bound to the memory of a context; implements engines.runtime.iteration.Bound."""
+    """Segment bound to the memory of a context; implements infer_server.engines.runtime.iteration.Bound."""
     run: Callable[[], None]
     inputs: Mapping[str, Array]
     outputs: Mapping[str, Array]

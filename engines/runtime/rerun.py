@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engines.ir.graph import Array
+from infer_server.engines.ir.graph import Array
 
 Place = tuple[str, tuple[int, ...], np.dtype[Any], Array | None]
 
@@ -42,7 +42,7 @@ class Rerun:
 
 
 class Reruns(Protocol):
-    """Interface of engines.runtime.engine.Engine."""
+    """Interface of infer_server.engines.runtime.engine.Engine."""
 
     def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None: ...
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Array
+from infer_server.engines.ir.graph import Array
 
 LARGEST = 1 << 24       # maximum bytes of an array that is pooled
 KEPT = 4                # maximum number of pooled arrays of one shape

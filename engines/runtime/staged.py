@@ -6,10 +6,10 @@ from typing import Protocol
 
 import numpy as np
 
-from engines.ir.dtypes import memory_dtype
-from engines.ir.graph import Array
-from engines.plan.extents import Extents, Shapes, extents_of
-from engines.plan.plan import IoTensor, Plan, Step
+from infer_server.engines.ir.dtypes import memory_dtype
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.extents import Extents, Shapes, extents_of
+from infer_server.engines.plan.plan import IoTensor, Plan, Step
 
 
 class Runs(Protocol):

@@ -18,27 +18,27 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from calibration.calibrators import CALIBRATORS
-from calibration.table import read_table, write_tensorrt
-from calibration.workflow import Calibration
-from engines.backends import known_targets
-from engines.compiler.build import EngineBuild, build_engine
-from engines.compiler.builder import BuildConfig, Profile
-from engines.compiler.engine_cache import SIZE_VARIABLE, USUAL_GIB, EngineCache, usual_folder
-from engines.compiler.max_batch import DEFAULT_MAX_BATCH
-from engines.compiler.ranges import Notify
-from engines.compiler.specialise import graph_at
-from engines.errors import ConfigError
-from engines.frontend.inputs import Value
-from engines.frontend.onnx_export import onnx_from_graph
-from engines.plan.coverage import Coverage
-from engines.plan.plan import Plan
-from engines.plan.roofline import expected
-from engines.preprocess import PRESETS, load_preprocess
+from infer_server.calibration.calibrators import CALIBRATORS
+from infer_server.calibration.table import read_table, write_tensorrt
+from infer_server.calibration.workflow import Calibration
 from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, parse_shape, parse_shapes, positive
 from infer_server.cli.dims import parse_dims, shapes_of_dims
 from infer_server.cli.inspect_engine import by_reference, kernels, layers
 from infer_server.cli.verifying import verify_build
+from infer_server.engines.backends import known_targets
+from infer_server.engines.compiler.build import EngineBuild, build_engine
+from infer_server.engines.compiler.builder import BuildConfig, Profile
+from infer_server.engines.compiler.engine_cache import SIZE_VARIABLE, USUAL_GIB, EngineCache, usual_folder
+from infer_server.engines.compiler.max_batch import DEFAULT_MAX_BATCH
+from infer_server.engines.compiler.ranges import Notify
+from infer_server.engines.compiler.specialise import graph_at
+from infer_server.engines.errors import ConfigError
+from infer_server.engines.frontend.inputs import Value
+from infer_server.engines.frontend.onnx_export import onnx_from_graph
+from infer_server.engines.plan.coverage import Coverage
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.plan.roofline import expected
+from infer_server.engines.preprocess import PRESETS, load_preprocess
 from infer_server.process import tune_malloc
 
 

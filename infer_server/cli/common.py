@@ -9,11 +9,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from engines.debug import debugging
-from engines.errors import CompilerFault, EngineError, NoKernelError
-from engines.faults import summary
+from infer_server.engines.debug import debugging
+from infer_server.engines.errors import CompilerFault, EngineError, NoKernelError
+from infer_server.engines.faults import summary
 from infer_server.errors import NotBuiltError
-from protos.version import VERSION
+from infer_server.protos.version import VERSION
 
 USER_ERROR = 2              # exit code of errors that the user can correct
 FAULT = 70                  # exit code of internal errors: EX_SOFTWARE of sysexits.h

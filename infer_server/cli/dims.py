@@ -5,9 +5,9 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from engines.frontend.inputs import is_size
-from engines.frontend.onnx_file import declared_inputs
-from engines.ir.graph import Dim
+from infer_server.engines.frontend.inputs import is_size
+from infer_server.engines.frontend.onnx_file import declared_inputs
+from infer_server.engines.ir.graph import Dim
 
 Dims = tuple[int, ...]
 Extents = Sequence[Dim | None]

@@ -6,14 +6,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from engines.backends import backend_named
-from engines.errors import InputError
-from engines.machine.clock import thread_seconds
-from engines.plan.plan import Step
-from engines.plan.roofline import Peaks, TimeBound, bound
-from engines.runtime.open_context import AnyContext
-from engines.runtime.program_engine import AnyEngine, ProgramEngine
 from infer_server.cli.common import Cell, table
+from infer_server.engines.backends import backend_named
+from infer_server.engines.errors import InputError
+from infer_server.engines.machine.clock import thread_seconds
+from infer_server.engines.plan.plan import Step
+from infer_server.engines.plan.roofline import Peaks, TimeBound, bound
+from infer_server.engines.runtime.open_context import AnyContext
+from infer_server.engines.runtime.program_engine import AnyEngine, ProgramEngine
 
 SECONDS = 1.0                       # time for whole runs, and again for passes step by step, within these limits:
 FEWEST_PASSES, MOST_PASSES = 5, 200

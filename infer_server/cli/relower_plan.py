@@ -8,10 +8,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from engines.compiler.engine_cache import EngineCache
-from engines.compiler.specialise import relower, retuned
-from engines.plan.file import read_plan, write_plan
 from infer_server.cli.common import guarded
+from infer_server.engines.compiler.engine_cache import EngineCache
+from infer_server.engines.compiler.specialise import relower, retuned
+from infer_server.engines.plan.file import read_plan, write_plan
 
 
 def _command(options: argparse.Namespace) -> int:

@@ -12,19 +12,19 @@ from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 
-from engines import load_engine
-from engines.errors import ConfigError, InputError
-from engines.ir.dtypes import BITS, as_in_memory, dtype_named
-from engines.ir.graph import Array
-from engines.machine.cpu import allowed_cpus
-from engines.plan.file import read_plan
-from engines.plan.plan import IoTensor
-from engines.runtime.engine import Engine, Feeds
-from engines.runtime.open_context import AnyContext
-from engines.runtime.open_engine import OpenEngine
-from engines.runtime.program_engine import AnyEngine, ProgramEngine
 from infer_server.cli.common import guarded, parse_shapes, positive, seconds
 from infer_server.cli.profile import as_json, header, profile, slowest
+from infer_server.engines import load_engine
+from infer_server.engines.errors import ConfigError, InputError
+from infer_server.engines.ir.dtypes import BITS, as_in_memory, dtype_named
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.machine.cpu import allowed_cpus
+from infer_server.engines.plan.file import read_plan
+from infer_server.engines.plan.plan import IoTensor
+from infer_server.engines.runtime.engine import Engine, Feeds
+from infer_server.engines.runtime.open_context import AnyContext
+from infer_server.engines.runtime.open_engine import OpenEngine
+from infer_server.engines.runtime.program_engine import AnyEngine, ProgramEngine
 
 WARM_UP_SECONDS = 0.2
 

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engines.machine.cpu import allowed_cpus
 from infer_server.backend import EngineLoader, describe_plan, load_plan
 from infer_server.cli.access import access_of, add_access
 from infer_server.cli.common import add_version, boolean, natural, positive, seconds, up_to
@@ -26,6 +25,7 @@ from infer_server.cli.triton_options import (
     without_effect,
 )
 from infer_server.config.fields import MOST_THREADS
+from infer_server.engines.machine.cpu import allowed_cpus
 from infer_server.errors import RepositoryError
 from infer_server.grpc_ports import GRPC_LIBRARIES, NGHTTP2
 from infer_server.listeners import address

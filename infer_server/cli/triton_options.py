@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engines.capacity import memory_limit
 from infer_server.cli.common import boolean, positive
 from infer_server.config.paths import is_name
-from protos.version import NAME
+from infer_server.engines.capacity import memory_limit
+from infer_server.protos.version import NAME
 
 # Options that are accepted without effect, with a warning.
 _WITHOUT_EFFECT = (

@@ -5,15 +5,15 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
-from calibration.accuracy.errors import OutputErrors
-from calibration.accuracy.verify import Verification, verify
-from calibration.data.items import Feed
-from calibration.workflow import Calibration
-from engines.backends import device_of
-from engines.compiler.builder import BuildConfig
-from engines.compiler.ranges import Notify
-from engines.plan.file import read_plan
+from infer_server.calibration.accuracy.errors import OutputErrors
+from infer_server.calibration.accuracy.verify import Verification, verify
+from infer_server.calibration.data.items import Feed
+from infer_server.calibration.workflow import Calibration
 from infer_server.cli.common import table
+from infer_server.engines.backends import device_of
+from infer_server.engines.compiler.builder import BuildConfig
+from infer_server.engines.compiler.ranges import Notify
+from infer_server.engines.plan.file import read_plan
 
 HEADER = ("output", "largest error", "of range", "item", "mean", "median", "SQNR dB", "cosine", "differ %", "")
 

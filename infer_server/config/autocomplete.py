@@ -19,7 +19,7 @@ from infer_server.config.ragged import Ragged, check_ragged, model_dims, ragged_
 from infer_server.config.sequences import sequences_of
 from infer_server.errors import ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, FROM_ENGINE
-from protos import model_config
+from infer_server.protos import model_config
 
 
 def complete(message: model_config.ModelConfig, name: str, engine: Described, filename: str,

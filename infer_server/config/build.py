@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from infer_server.config.fields import MOST_ITEMS, MOST_THREADS
 from infer_server.config.pbtxt import nearest
 from infer_server.errors import ModelConfigError
-from protos import model_config
+from infer_server.protos import model_config
 
 PRECISIONS = ("int8", "fp16", "bf16", "fp32", "best")
 _DIGITS = 20

@@ -28,7 +28,7 @@ from infer_server.config.sequences import SequenceConfig, sequences_of
 from infer_server.config.steps import EnsembleStep, steps_of
 from infer_server.errors import ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, Datatype
-from protos import model_config
+from infer_server.protos import model_config
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from infer_server.backend import GpuDevice
 from infer_server.errors import ModelConfigError
-from protos import model_config
+from infer_server.protos import model_config
 
 _WHY = "no GPU of this machine runs the model"
 ON_CPU = f"instance_group.kind: KIND_GPU is served on the CPU, because {_WHY} (see --kind-gpu)"

@@ -5,7 +5,7 @@ from enum import Enum
 
 from infer_server.config.pbtxt import nearest
 from infer_server.errors import ModelConfigError
-from protos import model_config
+from infer_server.protos import model_config
 
 
 class ModelKind(Enum):

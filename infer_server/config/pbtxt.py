@@ -9,7 +9,7 @@ from pathlib import Path
 from google.protobuf import text_format
 
 from infer_server.errors import ModelConfigError
-from protos import model_config
+from infer_server.protos import model_config
 
 _UNKNOWN_FIELD = re.compile(r'Message type "inference\.(?P<type>[\w.]+)" has no field named "(?P<name>\w+)"')
 

@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from infer_server.errors import ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, Datatype
-from protos import model_config
+from infer_server.protos import model_config
 
 Shape = tuple[int, ...]
 

@@ -17,7 +17,7 @@ from infer_server.config.paths import INITIAL_STATE, inside
 from infer_server.errors import InvalidRequestError, ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, Datatype
 from infer_server.protocol.parameters import Parameters, typed
-from protos import model_config
+from infer_server.protos import model_config
 
 _IDLE_US = 1_000_000
 _OF_SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.errors import InputError
 from infer_server.backend import Shapes
 from infer_server.batching.request import Arrays, Outputs
 from infer_server.config.config import ModelConfig, TensorSpec
 from infer_server.config.pbtxt import nearest
+from infer_server.engines.errors import InputError
 from infer_server.errors import InvalidRequestError
 from infer_server.protocol.codec import InputTensor, bracketed
 

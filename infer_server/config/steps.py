@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
 from infer_server.errors import ModelConfigError
-from protos import model_config
+from infer_server.protos import model_config
 
 MOST_NESTED = 16                # maximum nesting depth of ensembles
 MOST_STEPS = 1024               # maximum number of steps, including those of nested ensembles

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from engines.errors import EngineError
 from infer_server.endpoints.shared_memory import Regions, SharedMemoryRegion
+from infer_server.engines.errors import EngineError
 from infer_server.errors import ExecutionError, InvalidRequestError
 from infer_server.gpu_tensors import GpuBuffer, GpuMemory, GpuTensor, gpu_memory, has_gpus
 

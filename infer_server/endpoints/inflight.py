@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from engines.capacity import trim
+from infer_server.engines.capacity import trim
 from infer_server.errors import MemoryLimitError
 from infer_server.lookout import BusyPoller
 from infer_server.process import resident_bytes

@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from functools import cache
 
-from engines.errors import ConfigError, EngineError
+from infer_server.engines.errors import ConfigError, EngineError
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ class Guard:
 
         Raises EngineError if this machine is not supported, OSError or RuntimeError if the system refuses.
         """
-        from engines.backends.llvm.codegen import bus_guard
-        from engines.backends.llvm.codegen.isa import isa_named
-        from engines.backends.llvm.runtime.elf import LoadedCode
-        from engines.machine.cpu import detect
+        from infer_server.engines.backends.llvm.codegen import bus_guard
+        from infer_server.engines.backends.llvm.codegen.isa import isa_named
+        from infer_server.engines.backends.llvm.runtime.elf import LoadedCode
+        from infer_server.engines.machine.cpu import detect
         if sys.maxsize < 1 << 32:
             raise ConfigError("pointers of this process have 32 bits")
         self._table = (ctypes.c_int64 * (len(bus_guard.GuardRow) * bus_guard.ROWS))()

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from infer_server.endpoints.cuda_memory import CudaRegion, register
 from infer_server.endpoints.shared_memory import Regions, SystemRegion
-from protos import inference
+from infer_server.protos import inference
 
 
 class MemoryService:

@@ -16,12 +16,12 @@ from infer_server.errors import InvalidRequestError, NotServedError, ServeError,
 from infer_server.lifecycle import Lifecycle
 from infer_server.protocol.parameters import Parameters, from_messages, typed
 from infer_server.protocol.redaction import redacted
+from infer_server.protos import inference, model_config
+from infer_server.protos.version import NAME, VERSION
 from infer_server.repository.model import Model
 from infer_server.repository.on_demand import OnDemand
 from infer_server.repository.overrides import PREFIX
 from infer_server.repository.repository import LOAD_FAILED, Repository
-from protos import inference, model_config
-from protos.version import NAME, VERSION
 
 EXTENSIONS = ("classification", "sequence", "model_repository", "model_repository(unload_dependents)",
               "schedule_policy", "model_configuration", "system_shared_memory", "cuda_shared_memory",

@@ -12,12 +12,12 @@ from typing import Any
 from infer_server.errors import InvalidRequestError, NotServedError, ServeError
 from infer_server.observing import access_log
 from infer_server.observing.traces import Tracer
+from infer_server.protos import inference
 from infer_server.repository.repository import Repository
-from protos import inference
 
 _FORMATS = ("default", "ISO8601")
 # Loggers of this project: other libraries log every request to a store. __main__: this server as `python -m`.
-_OURS = ("infer_server", "engines", "calibration", "__main__")
+_OURS = ("infer_server", "__main__")
 
 
 @dataclass

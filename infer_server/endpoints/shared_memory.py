@@ -19,8 +19,8 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from engines.plan.arena import ChangingArray
 from infer_server.endpoints.mapped_memory import Mapping, guard, mapped
+from infer_server.engines.plan.arena import ChangingArray
 from infer_server.errors import (
     ExecutionError,
     InvalidRequestError,

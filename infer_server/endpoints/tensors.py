@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.plan.arena import ChangingArray
 from infer_server.batching.request import Arrays
 from infer_server.config.config import TensorSpec
 from infer_server.endpoints.shared_memory import Regions, TensorLocation
+from infer_server.engines.plan.arena import ChangingArray
 from infer_server.errors import InvalidRequestError
 from infer_server.gpu_tensors import GpuBuffer, GpuTensor
 from infer_server.protocol.codec import DATATYPES, Datatype, InputTensor, check_bytes, encode_raw, object_array

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-import protos
+from infer_server import protos
 from infer_server.endpoints.grpc.context import CallClient, CallContext, Serve
 from infer_server.endpoints.grpc.errors import ForwardedStatusError
 from infer_server.endpoints.grpc.infer_reply import InferReply

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from infer_server.errors import InvalidRequestError, MalformedMessageError
 from infer_server.protocol.wire import MAX_VARINT_BYTES, InferRequest, Packed, byte_strings
-from protos import inference, model_config
+from infer_server.protos import inference, model_config
 
 MAX_RANK = 32               # maximum rank of a tensor
 _MOST_BYTES = (1 << 63) - 1 # maximum number of bytes, and of elements, of a tensor

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Generator
 
 from infer_server.errors import InvalidRequestError, TooLargeError
-from protos.buffers import uninitialised
+from infer_server.protos.buffers import uninitialised
 
 WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}       # zlib's wbits by coding
 _STEP_BYTES = 512 << 10         # output of one step, about 1 to 2 ms

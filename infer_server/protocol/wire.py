@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from infer_server.errors import MalformedMessageError, TooLargeError
 from infer_server.protocol.parameters import MemoryReference, from_messages, references_of
-from protos import inference
+from infer_server.protos import inference
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _RAW_INPUT = inference.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from infer_server.protocol.codec import FROM_CONFIG
+from infer_server.protos import model_config
 from infer_server.python_backend.channel import datatype_of
-from protos import model_config
 
 
 class ModelConfig:

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from engines.machine.cpu import detect
+from infer_server.engines.machine.cpu import detect
 from infer_server.errors import NotBuiltError, RepositoryError
 from infer_server.process import blocked
 from infer_server.repository.folders import Source, file_stats
@@ -71,7 +71,7 @@ class Compiler:
         OSError
             The model or a file that its options name cannot be read.
         """
-        from engines.compiler.engine_cache import EngineCache
+        from infer_server.engines.compiler.engine_cache import EngineCache
         found = EngineCache(self._cache_dir or "").noted(request_key(source, threads))
         if found is None:
             return None
@@ -113,7 +113,7 @@ class Compiler:
             yield plan
 
     def _note(self, source: Source, threads: int, entry: Path, lines: Sequence[str]) -> None:
-        from engines.compiler.engine_cache import EngineCache
+        from infer_server.engines.compiler.engine_cache import EngineCache
         try:
             EngineCache(self._cache_dir or "").note(request_key(source, threads), entry, lines)
         except OSError as error:            # a file was removed in the meantime: the next load builds again
@@ -152,7 +152,7 @@ def request_key(source: Source, threads: int) -> str:
     OSError
         One of the files cannot be read.
     """
-    from engines.compiler.engine_cache import compiler_digest, digest, model_digest
+    from infer_server.engines.compiler.engine_cache import compiler_digest, digest, model_digest
     options, cpu = source.config.build, detect()
     named = [("calib", options.calib), ("calib_cache", options.calib_cache), ("preprocess", options.preprocess)]
     files = [(name, file_stats(source.path(given.partition(":")[0], name))) for name, given in named if given]
@@ -165,9 +165,9 @@ def request_key(source: Source, threads: int) -> str:
 @cache
 def _tools_digest() -> list[str]:
     """Return digests of the sources that parse build options and that calibrate."""
-    from engines.compiler.engine_cache import sources_digest
-    root = Path(__file__).parents[2]
-    return [sources_digest(root / "calibration"), sources_digest(root / "infer_server" / "cli")]
+    from infer_server.engines.compiler.engine_cache import sources_digest
+    root = Path(__file__).parents[1]
+    return [sources_digest(root / "calibration"), sources_digest(root / "cli")]
 
 
 def build_command(source: Source, plan: Path, cache_dir: Path | None, threads: int, target: str = "") -> list[str]:

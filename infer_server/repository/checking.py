@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from engines.errors import EngineError
 from infer_server.backend import Described, describe_plan
 from infer_server.config.config import ModelConfig
 from infer_server.config.fields import check_threads
@@ -17,6 +16,7 @@ from infer_server.config.paths import check_name
 from infer_server.config.pbtxt import nearest
 from infer_server.config.sequences import sequences_of
 from infer_server.config.steps import EnsembleCycleError, called_models
+from infer_server.engines.errors import EngineError
 from infer_server.errors import ModelConfigError, RepositoryError, ServeError
 from infer_server.repository.folders import Source, labels_file, no_such_file, read_model
 from infer_server.repository.kinds.described import complete_source

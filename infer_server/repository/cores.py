@@ -4,8 +4,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from engines.capacity import memory_limit
 from infer_server.config.fields import MOST_WORKING_THREADS
+from infer_server.engines.capacity import memory_limit
 from infer_server.errors import ModelConfigError
 
 ARENA_BUDGET_BYTES = 2 << 30        # total arena memory of one model's instances when their number is the default

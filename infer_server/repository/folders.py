@@ -20,7 +20,7 @@ from infer_server.config.kinds import ModelKind
 from infer_server.config.paths import CONFIG, CONFIGS, inside
 from infer_server.config.pbtxt import read_config
 from infer_server.errors import RepositoryError, ServeError
-from protos import model_config
+from infer_server.protos import model_config
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

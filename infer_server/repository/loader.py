@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from engines.errors import EngineError, PlanTargetError
-from engines.machine.cpu import allowed_cpus
 from infer_server.backend import SPECIALISE, EngineLoader, GpuDevice, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.config.fields import check_threads
 from infer_server.config.groups import ON_CPU, REFUSED, devices, with_devices, without_gpus
 from infer_server.config.kinds import ModelKind
+from infer_server.engines.errors import EngineError, PlanTargetError
+from infer_server.engines.machine.cpu import allowed_cpus
 from infer_server.errors import ModelConfigError, NotBuiltError, RepositoryError
 from infer_server.observing.custom_metrics import CustomMetrics, MetricsOwner
 from infer_server.rate_limiter import RateLimiter

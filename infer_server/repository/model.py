@@ -33,10 +33,10 @@ from infer_server.errors import (
     UnavailableError,
 )
 from infer_server.observing.closing import closing_reason
+from infer_server.protos import model_config
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Fingerprint
 from infer_server.workers import post
-from protos import model_config
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from infer_server.config.kinds import ModelKind
 from infer_server.config.paths import is_name
 from infer_server.errors import InvalidRequestError, UnavailableError
+from infer_server.protos import model_config
 from infer_server.repository.folders import Source, read_model
-from protos import model_config
 
 PREFIX = "file:"
 _MOST_PARTS = 8                 # components of a path

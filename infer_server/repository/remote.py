@@ -25,8 +25,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engines.files import atomic_write
 from infer_server.config.paths import CONFIG, CONFIGS, INITIAL_STATE, WARMUP, is_name
+from infer_server.engines.files import atomic_write
 from infer_server.errors import FetchError, RepositoryError
 from infer_server.repository.roots import RepositoryRoot
 

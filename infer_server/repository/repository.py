@@ -25,12 +25,12 @@ from infer_server.errors import (
 )
 from infer_server.protocol.parameters import digits
 from infer_server.protocol.redaction import redacted
+from infer_server.protos import model_config
 from infer_server.repository.folders import Fingerprint, Source, after_load, checked_read, fingerprints, read_model
 from infer_server.repository.model import Model, Status, VersionState
 from infer_server.repository.overrides import read_temporary, temporary_repository
 from infer_server.repository.roots import AMBIGUOUS, RepositoryRoot, model_names, root_of
 from infer_server.workers import AdjustableSemaphore, WaitGraph, in_daemon_thread
-from protos import model_config
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import tritonclient.http.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from protos import health
+from infer_server.protos import health
 from scripts.interop.peers import TIMEOUT_SECS, Check, Peer, Target, until
 from scripts.interop.servers import COUNTED, ECHO, LARGE, SLOW
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-import protos
-from engines.files import user_cache
-from protos.grpc_framing import prefix_of
+from infer_server import protos
+from infer_server.engines.files import user_cache
+from infer_server.protos.grpc_framing import prefix_of
 from scripts.interop.clients import small
 from scripts.interop.peers import TIMEOUT_SECS, AbsentError, Check, Peer, Target, output, program, version_in
 from scripts.interop.servers import ECHO, LARGE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onnx import TensorProto, helper
 
-from engines import build_engine
+from infer_server.engines import build_engine
 from scripts.interop.peers import Target, program
 from scripts.stress import Running, serving
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from clients.codec import infer_request
-from protos import inference
+from infer_server.clients.codec import infer_request
+from infer_server.protos import inference
 from scripts.soak.asking import Channel
 from scripts.soak.models import MORTAL, PASSING, RELOADED, STEADY
 from scripts.stress import INFER

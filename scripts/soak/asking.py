@@ -18,11 +18,11 @@ import grpc
 import numpy as np
 from google.protobuf.message import Message
 
-import protos
-from clients.codec import Array, decode, infer_outputs, infer_request
-from clients.load.transports.http_connection import HttpClientConnection, connect
-from engines import Engine, load_engine
-from protos import inference
+from infer_server import protos
+from infer_server.clients.codec import Array, decode, infer_outputs, infer_request
+from infer_server.clients.load.transports.http_connection import HttpClientConnection, connect
+from infer_server.engines import Engine, load_engine
+from infer_server.protos import inference
 from scripts.soak.models import CHAIN, COUNTED, DIGITS, DIGITS_BATCH, MORTAL, RELOADED, STEADY, SUM
 
 Ask = Callable[[], Awaitable[None]]

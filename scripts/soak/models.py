@@ -6,7 +6,7 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, helper
 
-from engines import build_engine
+from infer_server.engines import build_engine
 
 # y = 2 x + 1 of 4 numbers: one that stays, one that is loaded anew again and again, one that comes and goes, one in
 # Python whose processes are killed.

@@ -4,12 +4,12 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.costs import loss, ratios
-from engines.backends.llvm.codegen.isa import AVX2
-from engines.backends.llvm.kernels.contraction.direct import DirectContraction
-from engines.backends.llvm.tuning.candidates import Candidate
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.view import dense_view
+from infer_server.engines.backends.llvm.codegen.isa import AVX2
+from infer_server.engines.backends.llvm.kernels.contraction.direct import DirectContraction
+from infer_server.engines.backends.llvm.tuning.candidates import Candidate
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.view import dense_view
 
 
 def candidates(rows: int) -> list[Candidate]:

@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.measure.findings import Findings
-from engines.backends.cuda import tuner
-from engines.backends.cuda.runtime.device import DEVICE
+from infer_server.engines.backends.cuda import tuner
+from infer_server.engines.backends.cuda.runtime.device import DEVICE
 
 
 def _tells(to: Connection, name: str, most: int | None) -> None:

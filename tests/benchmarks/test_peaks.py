@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 
 from benchmarks.peaks import table
-from engines.plan.roofline import Level, Peaks
+from infer_server.engines.plan.roofline import Level, Peaks
 
 
 def peaks(unit: float) -> Peaks:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plans import main
-from engines import build_engine
+from infer_server.engines import build_engine
 from tests.engines.compiler.open_models import picture_net
 from tests.engines.compiler.zoo_engines import compiled
 from tests.zoo import TINY

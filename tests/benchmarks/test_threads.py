@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 
 from benchmarks.threads import check, chunk_counts, ready, speed
-from engines.runtime.engine import Engine
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.conftest import eager  # noqa: F401  (a fixture)
 from tests.engines.tiny import mix_plan
 

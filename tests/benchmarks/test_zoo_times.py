@@ -9,7 +9,7 @@ import benchmarks.zoo.__main__ as zoo
 from benchmarks.runtimes.runtimes import OPENVINO, ORT
 from benchmarks.zoo.trial import FLOAT, QDQ, Beside, Facts, Folder, timed
 from benchmarks.zoo.workloads import WORKLOADS
-from engines import build_engine
+from infer_server.engines import build_engine
 
 FACTS = Facts("rnnt_decoder", "int8", steps=8)
 COLUMN = {name: place for place, name in enumerate(zoo.HEADER)}

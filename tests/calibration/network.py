@@ -1,9 +1,9 @@
 """A network small enough to be quantised in numpy."""
 import numpy as np
 
-from calibration.accuracy.comparison import compare
-from calibration.histogram import Histogram
-from calibration.table import make_table
+from infer_server.calibration.accuracy.comparison import compare
+from infer_server.calibration.histogram import Histogram
+from infer_server.calibration.table import make_table
 
 CALIBRATORS = ("entropy", "percentile", "minmax", "mse")
 

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from calibration.bias_correction import ChannelMeans
-from engines.ir.graph import Graph, Node, QParams, TensorType, type_of, verify
-from engines.passes.quantization.bias_correction import bias_shift, correct_biases
+from infer_server.calibration.bias_correction import ChannelMeans
+from infer_server.engines.ir.graph import Graph, Node, QParams, TensorType, type_of, verify
+from infer_server.engines.passes.quantization.bias_correction import bias_shift, correct_biases
 
 FLOAT = np.dtype(np.float32)
 RNG = np.random.default_rng(0)

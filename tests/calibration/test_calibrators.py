@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from calibration.calibrators import CALIBRATORS, make_calibrator
-from calibration.calibrators.entropy import BINS, LEVELS, Entropy, divergences
-from calibration.calibrators.mse import squared_error
-from calibration.histogram import Histogram
-from engines.errors import ConfigError
+from infer_server.calibration.calibrators import CALIBRATORS, make_calibrator
+from infer_server.calibration.calibrators.entropy import BINS, LEVELS, Entropy, divergences
+from infer_server.calibration.calibrators.mse import squared_error
+from infer_server.calibration.histogram import Histogram
+from infer_server.engines.errors import ConfigError
 
 
 def histogram_of(values):

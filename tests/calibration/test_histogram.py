@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from calibration.histogram import BINS_PER_SIDE, Histogram
-from engines.errors import CalibrationError
+from infer_server.calibration.histogram import BINS_PER_SIDE, Histogram
+from infer_server.engines.errors import CalibrationError
 
 
 def observed(*arrays):

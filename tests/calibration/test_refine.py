@@ -1,8 +1,8 @@
 from dataclasses import replace
 
-from calibration.accuracy.comparison import Errors
-from calibration.search import CANDIDATES, refine, search
-from calibration.table import CalibrationTable
+from infer_server.calibration.accuracy.comparison import Errors
+from infer_server.calibration.search import CANDIDATES, refine, search
+from infer_server.calibration.table import CalibrationTable
 from tests.calibration.network import TwoLayers
 
 

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from calibration.accuracy.comparison import Errors, compare
-from calibration.search import choose
-from calibration.table import CalibrationTable
-from engines.errors import CalibrationError
+from infer_server.calibration.accuracy.comparison import Errors, compare
+from infer_server.calibration.search import choose
+from infer_server.calibration.table import CalibrationTable
+from infer_server.engines.errors import CalibrationError
 from tests.calibration.network import TwoLayers
 
 

@@ -3,10 +3,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibration.smoothing import ChannelPeaks, smoothing_factors
-from engines.ir.graph import Graph, Node, TensorType, type_of, verify
-from engines.ops.reference import run
-from engines.passes.quantization.smoothing import smoothable, smoothed
+from infer_server.calibration.smoothing import ChannelPeaks, smoothing_factors
+from infer_server.engines.ir.graph import Graph, Node, TensorType, type_of, verify
+from infer_server.engines.ops.reference import run
+from infer_server.engines.passes.quantization.smoothing import smoothable, smoothed
 
 FLOAT = np.dtype(np.float32)
 RNG = np.random.default_rng(0)

@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from calibration.histogram import Histogram
-from calibration.table import (
+from infer_server.calibration.histogram import Histogram
+from infer_server.calibration.table import (
     CalibrationTable,
     load_or_make,
     make_table,
@@ -12,7 +12,7 @@ from calibration.table import (
     write_table,
     write_tensorrt,
 )
-from engines.errors import CalibrationError
+from infer_server.engines.errors import CalibrationError
 
 TABLE = CalibrationTable("mse", "abc123", 64, {"x": (-0.1, 2.5), "layer: 1/relu": (0.0, 6.0)})
 

@@ -2,10 +2,10 @@
 import numpy as np
 from onnx import parser
 
-from calibration import Calibration
-from calibration.judge import Judge
-from engines import build_engine
-from engines.codegen.compiler_pool import CompilerPool
+from infer_server.calibration import Calibration
+from infer_server.calibration.judge import Judge
+from infer_server.engines import build_engine
+from infer_server.engines.codegen.compiler_pool import CompilerPool
 
 MODEL = parser.parse_model(
     '<ir_version: 8, opset_import: ["" : 17]> g (float[1, 3, 8, 8] x) => (float[1, 4, 8, 8] y) '

@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import numpy as np
 
-import protos
-from clients.codec import decode, encode
-from protos import inference as pb
+from infer_server import protos
+from infer_server.clients.codec import decode, encode
+from infer_server.protos import inference as pb
 
 TIMEOUT_SECS = 120          # time limit of everything a test waits for; longer means a hang, even on a busy machine
 

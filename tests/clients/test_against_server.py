@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clients import InferenceClient
-from clients.errors import InvalidRequestError, ModelNotFoundError
-from clients.load.cli import CANNOT_RUN, FINE, main
-from clients.load.statistics import PHASES
+from infer_server.clients import InferenceClient
+from infer_server.clients.errors import InvalidRequestError, ModelNotFoundError
+from infer_server.clients.load.cli import CANNOT_RUN, FINE, main
+from infer_server.clients.load.statistics import PHASES
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import serving
 

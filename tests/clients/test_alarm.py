@@ -8,7 +8,7 @@ import time
 import pytest
 import uvloop
 
-from clients.load.alarm import Alarm
+from infer_server.clients.load.alarm import Alarm
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])

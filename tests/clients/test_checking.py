@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clients.load.checking import difference
+from infer_server.clients.load.checking import difference
 
 FLOATS = np.array([1000.0, 1.0, np.nan, np.inf], np.float32)
 

@@ -6,8 +6,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from clients import AsyncInferenceClient, InferenceClient
-from clients.errors import (
+from infer_server.clients import AsyncInferenceClient, InferenceClient
+from infer_server.clients.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     ModelNotFoundError,

@@ -3,9 +3,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clients.codec import DATATYPES, datatype_of, decode, encode, infer_outputs, infer_request, serialised_request
-from clients.errors import InvalidRequestError, ResponseError
-from protos import inference as pb
+from infer_server.clients.codec import (
+    DATATYPES,
+    datatype_of,
+    decode,
+    encode,
+    infer_outputs,
+    infer_request,
+    serialised_request,
+)
+from infer_server.clients.errors import InvalidRequestError, ResponseError
+from infer_server.protos import inference as pb
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)

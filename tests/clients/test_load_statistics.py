@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from clients.load.statistics import difference, read
-from protos import inference as pb
+from infer_server.clients.load.statistics import difference, read
+from infer_server.protos import inference as pb
 
 
 def entry(requests: int, executions: int, ms: float, batches: dict[int, int]) -> pb.ModelStatistics:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from clients.codec import infer_request
-from clients.load.cli import CANNOT_RUN, FAILED, FINE, INTERRUPTED, main
-from clients.load.report import CSV_COLUMNS
+from infer_server.clients.codec import infer_request
+from infer_server.clients.load.cli import CANNOT_RUN, FAILED, FINE, INTERRUPTED, main
+from infer_server.clients.load.report import CSV_COLUMNS
 from tests.clients.server import TIMEOUT_SECS, Doubler, serving
 
 FAST = ["--duration", "0.6", "--warmup", "0.1"]
@@ -193,8 +193,9 @@ def test_an_interrupted_test_ends_at_once_and_reports_nothing(tmp_path: Path) ->
     model = Doubler()
     with serving(model) as url:
         process = subprocess.Popen(
-            [sys.executable, "-m", "clients.load.cli", "-m", "doubler", "-u", url, "--rate", "50", "--duration", "60",
-             "--json", str(tmp_path / "r.json")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            [sys.executable, "-m", "infer_server.clients.load.cli", "-m", "doubler", "-u", url, "--rate", "50",
+             "--duration", "60", "--json", str(tmp_path / "r.json")],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while len(model.received) < 10:     # until the load runs
             assert process.poll() is None
             time.sleep(0.01)

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from clients.load.measure import OK, LoadWindow, Recorder, is_stable, latency_of, percentile, summarise
-from clients.load.schedule import Open
+from infer_server.clients.load.measure import OK, LoadWindow, Recorder, is_stable, latency_of, percentile, summarise
+from infer_server.clients.load.schedule import Open
 
 
 @pytest.mark.parametrize("count", (1, 2, 99, 100, 101, 1000))

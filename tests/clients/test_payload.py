@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clients.load.payload import MAX_REQUESTS, PayloadError, prepare
-from protos import inference as pb
+from infer_server.clients.load.payload import MAX_REQUESTS, PayloadError, prepare
+from infer_server.protos import inference as pb
 
 
 def metadata(*inputs: tuple[str, str, list[int]]) -> pb.ModelMetadataResponse:

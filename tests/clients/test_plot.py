@@ -8,12 +8,12 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from clients.load.generator import LoadLevel
-from clients.load.measure import Latency, Summary
-from clients.load.plot import _draw_batches, _draw_curve, _draw_parts, knee, write_plot
-from clients.load.report import Report
-from clients.load.schedule import Closed
-from clients.load.statistics import ServerSplit
+from infer_server.clients.load.generator import LoadLevel
+from infer_server.clients.load.measure import Latency, Summary
+from infer_server.clients.load.plot import _draw_batches, _draw_curve, _draw_parts, knee, write_plot
+from infer_server.clients.load.report import Report
+from infer_server.clients.load.schedule import Closed
+from infer_server.clients.load.statistics import ServerSplit
 
 
 def level(concurrency: int, throughput: float, mean: float) -> LoadLevel:

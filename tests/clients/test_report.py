@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from clients.load.cli import CLEAR, FAILED, FINE, Progress, verdict
-from clients.load.generator import LoadLevel
-from clients.load.measure import Latency, Summary
-from clients.load.report import Report, as_json, table
-from clients.load.schedule import Closed, Open
-from clients.load.statistics import ServerSplit
+from infer_server.clients.load.cli import CLEAR, FAILED, FINE, Progress, verdict
+from infer_server.clients.load.generator import LoadLevel
+from infer_server.clients.load.measure import Latency, Summary
+from infer_server.clients.load.report import Report, as_json, table
+from infer_server.clients.load.schedule import Closed, Open
+from infer_server.clients.load.statistics import ServerSplit
 
 ANSWERED = LoadLevel(
     Closed(16), Summary(3.0, 6000, 2000.0, Latency(7.9, 7.8, 9.0, 9.5, 12.25, 30.0), {}, 0.02, 0.01),

@@ -15,10 +15,10 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from clients.load.cli import CANNOT_RUN, FAILED, FINE, main
-from clients.load.mlperf.run import Run, ScenarioResult, measure
-from clients.load.mlperf.search import PRECISION, highest_rate
-from clients.load.schedule import Scenario
+from infer_server.clients.load.cli import CANNOT_RUN, FAILED, FINE, main
+from infer_server.clients.load.mlperf.run import Run, ScenarioResult, measure
+from infer_server.clients.load.mlperf.search import PRECISION, highest_rate
+from infer_server.clients.load.schedule import Scenario
 from tests.clients.server import Doubler, serving
 
 with_loadgen = pytest.mark.skipif(importlib.util.find_spec("mlperf_loadgen") is None,
@@ -109,8 +109,9 @@ def test_an_interrupt_says_what_it_waits_for_and_the_next_one_leaves() -> None:
     model = Doubler()
     with serving(model) as url:
         process = subprocess.Popen(
-            [sys.executable, "-m", "clients.load.cli", "-m", "doubler", "-u", url, "--scenario", "SingleStream",
-             "--duration", "20"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            [sys.executable, "-m", "infer_server.clients.load.cli", "-m", "doubler", "-u", url,
+             "--scenario", "SingleStream", "--duration", "20"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while len(model.received) < 10:     # until the generator runs: it is asked four times before
             assert process.poll() is None
             time.sleep(0.01)
@@ -125,13 +126,13 @@ def test_rates_that_do_not_hold_may_fail_and_the_run_that_counts_may_not(
     def run(rate: float, **errors: int) -> Run:
         return Run(rate, 9, rate, 1.0, 1.0, 1.0, not errors, "", errors)
 
-    monkeypatch.setattr("clients.load.cli.require_loadgen", lambda: None)
+    monkeypatch.setattr("infer_server.clients.load.cli.require_loadgen", lambda: None)
     with serving(Doubler()) as url:
         for value, runs, status in ((4.0, [run(4.0), run(8.0, UNAVAILABLE=3)], FINE),
                                     (4.0, [run(8.0), run(4.0, UNAVAILABLE=3)], FAILED),
                                     (0.0, [run(8.0, UNAVAILABLE=3)], FAILED)):
             measured = AsyncMock(return_value=ScenarioResult("somewhere", "samples/s", value, runs))
-            monkeypatch.setattr("clients.load.cli.measure", measured)
+            monkeypatch.setattr("infer_server.clients.load.cli.measure", measured)
             assert scenario(url, "Server", tmp_path / "r.json", "--latency", "9") == status
 
 

@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from clients.channels import StatusError
-from clients.errors import ResponseError
-from clients.load.arguments import parse
-from clients.load.cli import CANNOT_RUN, FAILED, FINE, main
-from clients.load.schedule import Closed
-from clients.load.transports import over_shared_memory, split_url
-from clients.load.transports.over_http import HttpTransport
-from clients.load.transports.over_shared_memory import SharedMemoryTransport
-from clients.load.transports.transport import MOST_OF_DESCRIPTORS, SETUP_SECS
-from protos import inference as pb
+from infer_server.clients.channels import StatusError
+from infer_server.clients.errors import ResponseError
+from infer_server.clients.load.arguments import parse
+from infer_server.clients.load.cli import CANNOT_RUN, FAILED, FINE, main
+from infer_server.clients.load.schedule import Closed
+from infer_server.clients.load.transports import over_shared_memory, split_url
+from infer_server.clients.load.transports.over_http import HttpTransport
+from infer_server.clients.load.transports.over_shared_memory import SharedMemoryTransport
+from infer_server.clients.load.transports.transport import MOST_OF_DESCRIPTORS, SETUP_SECS
+from infer_server.protos import inference as pb
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import RunningServer, serving
 

@@ -16,8 +16,8 @@ from onnx.backend.test.case.test_case import TestCase
 from onnx.backend.test.loader import load_model_tests
 from onnx.backend.test.runner import Runner
 
-from engines.onnx_backend import EngineBackend
-from engines.runtime.program_engine import AnyEngine
+from infer_server.engines.onnx_backend import EngineBackend
+from infer_server.engines.runtime.program_engine import AnyEngine
 
 TABLE = Path(__file__).with_name("listed.toml")
 ROUNDED = {"float16": 2 * 2.0 ** -10}       # relative: sums in another order end on a neighbour, or the one after

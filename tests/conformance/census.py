@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.reports.document import markdown_table, write_section
-from engines.errors import CompilerFault, EngineError
+from infer_server.engines.errors import CompilerFault, EngineError
 from tests.conformance.cases import cases, close, is_about_tensors, listed, model_of, run
 from tests.gpu.emulated import EmulatedGpu, install
 

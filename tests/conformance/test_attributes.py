@@ -18,10 +18,10 @@ import pytest
 from onnx import AttributeProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from engines.errors import CompilerFault, EngineError, ModelError
-from engines.frontend.operators.normalise import RULES
-from engines.onnx_backend import EngineBackend
-from engines.ops import OPS
+from infer_server.engines.errors import CompilerFault, EngineError, ModelError
+from infer_server.engines.frontend.operators.normalise import RULES
+from infer_server.engines.onnx_backend import EngineBackend
+from infer_server.engines.ops import OPS
 from tests.conformance.cases import Arrays, cases, data_of, is_about_tensors, model_of
 
 NUMBERS = {AttributeProto.INT: (-1, 0, 1, 2), AttributeProto.FLOAT: (0.0, 0.5, 2.0), AttributeProto.FLOATS: ([0.5],),

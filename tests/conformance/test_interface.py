@@ -1,4 +1,4 @@
-"""Tests of engines.onnx_backend as a tool uses it: devices, nodes, dynamic shapes, deciding inputs."""
+"""Tests of infer_server.engines.onnx_backend as a tool uses it: devices, nodes, dynamic shapes, deciding inputs."""
 import os
 import unittest
 
@@ -7,9 +7,9 @@ import pytest
 from onnx import TensorProto, helper
 from onnx.backend.test import BackendTest
 
-from engines import onnx_backend
-from engines.errors import ConfigError, InputError, ModelError, UnknownValueError
-from engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines import onnx_backend
+from infer_server.engines.errors import ConfigError, InputError, ModelError, UnknownValueError
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
 from tests.conformance.cases import cases
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4)

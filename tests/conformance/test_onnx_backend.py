@@ -1,4 +1,4 @@
-"""ONNX's own tests of its operators, through engines.onnx_backend: each passes, or is listed with its reason.
+"""ONNX's own tests of its operators, through engines/onnx_backend.py: each passes, or is listed with its reason.
 
 listed.toml may only shrink: a listed test that passes is a failure here, and nothing on it may give a wrong result or
 end in anything but an EngineError.
@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from engines.errors import CompilerFault, EngineError
+from infer_server.engines.errors import CompilerFault, EngineError
 from tests.conformance import census
 from tests.conformance.cases import cases, close, entries, is_about_tensors, listed, model_of, run
 

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from engines.preprocess import load_preprocess
+from infer_server.engines.preprocess import load_preprocess
 
 DATA = Path(__file__).resolve().parents[2] / "scripts" / "demo_data"
 

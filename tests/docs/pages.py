@@ -27,7 +27,7 @@ BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?```(?P<language
                    re.MULTILINE | re.DOTALL)
 COMMANDS = {"build-engine": "infer_server.cli.build_engine", "inspect-engine": "infer_server.cli.inspect_engine",
             "run-engine": "infer_server.cli.run_engine", "infer-server": "infer_server.cli.serve",
-            "load-test": "clients.load.cli"}
+            "load-test": "infer_server.clients.load.cli"}
 PORTS = (8001, 8000, 8002)      # gRPC, HTTP, metrics
 
 

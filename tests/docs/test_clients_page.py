@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from clients import errors
-from clients.channels.options import ChannelOptions
+from infer_server.clients import errors
+from infer_server.clients.channels.options import ChannelOptions
 from tests.docs.pages import blocks
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import serving

@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from engines.ops import OPS
 from infer_server.config.fields import TREATMENTS
 from infer_server.endpoints.metrics import Metrics
+from infer_server.engines.ops import OPS
 from tests.docs.pages import ROOT
 from tests.test_hygiene import modules
 

@@ -91,7 +91,7 @@ def test_a_file_that_a_guide_shows_is_that_of_the_example() -> None:
 def test_the_options_of_build_engine_are_in_its_guide() -> None:
     from dataclasses import fields
 
-    from engines.compiler.builder import BuildConfig
+    from infer_server.engines.compiler.builder import BuildConfig
     page = (DOCS / "howto" / "python.md").read_text()
     assert not [field.name for field in fields(BuildConfig) if f"`{field.name}`" not in page]
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from engines.backends.llvm.runtime import chunks, workers
-from engines.backends.llvm.runtime.execution import time_steps
+from infer_server.engines.backends.llvm.runtime import chunks, workers
+from infer_server.engines.backends.llvm.runtime.execution import time_steps
 
 LEAST_SECS = 1e-7       # least time of a step in a schedule: shorter steps would not be divided among threads
 

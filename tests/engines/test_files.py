@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.files import atomic_write
+from infer_server.engines.files import atomic_write
 
 
 def test_the_new_content_replaces_the_old(tmp_path: Path) -> None:

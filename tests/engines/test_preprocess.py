@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engines.errors import CalibrationError, ConfigError
-from engines.preprocess import IMAGENET, PRESETS, USUAL_SIZE, Preprocess, load_preprocess, opened
+from infer_server.engines.errors import CalibrationError, ConfigError
+from infer_server.engines.preprocess import IMAGENET, PRESETS, USUAL_SIZE, Preprocess, load_preprocess, opened
 
 NCHW = ("batch", 3, 32, 32)
 
@@ -164,5 +164,5 @@ def test_a_picture_is_never_resized_to_far_more_than_is_kept_of_it(picture, monk
         row = Image.fromarray(np.arange(60_000).astype(np.uint8).reshape(size[::-1]))
         assert settled.pixels_of(row).shape == (32, 32, 3)
         assert max(largest) <= 1 << 24
-    monkeypatch.setattr("engines.preprocess._MOST_RESIZED", 0)
+    monkeypatch.setattr("infer_server.engines.preprocess._MOST_RESIZED", 0)
     assert np.abs(settled.pixels_of(picture) - whole).max() <= 1, "the same part is kept"

@@ -12,14 +12,24 @@ from functools import cache
 
 import numpy as np
 
-from engines.backends.llvm.codegen.compile import compile_object
-from engines.backends.llvm.codegen.executor import scheduler_object
-from engines.backends.llvm.codegen.isa import best_isa
-from engines.backends.llvm.kernels.kernel import begin_kernel
-from engines.codegen.ir_builder import Module
-from engines.codegen.types import I32
-from engines.ir.graph import Array
-from engines.plan.plan import Buffer, Fill, Footprint, IoTensor, MachinePart, Operand, Plan, Step, TensorView
+from infer_server.engines.backends.llvm.codegen.compile import compile_object
+from infer_server.engines.backends.llvm.codegen.executor import scheduler_object
+from infer_server.engines.backends.llvm.codegen.isa import best_isa
+from infer_server.engines.backends.llvm.kernels.kernel import begin_kernel
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.codegen.types import I32
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.plan import (
+    Buffer,
+    Fill,
+    Footprint,
+    IoTensor,
+    MachinePart,
+    Operand,
+    Plan,
+    Step,
+    TensorView,
+)
 from tests.engines.backends.llvm.jit import host_features
 
 ISA = best_isa(host_features())

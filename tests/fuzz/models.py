@@ -22,10 +22,10 @@ import onnx
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from engines.compiler.builder import BuildConfig, Builder
-from engines.errors import CompilerFault, EngineError
-from engines.plan.plan import Plan
-from engines.runtime.engine import Engine
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.errors import CompilerFault, EngineError
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import node, small_model
 from tests.fuzz.worker import Worker
 

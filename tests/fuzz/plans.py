@@ -27,15 +27,15 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.tuning.item_major import run_item_major
-from engines.errors import PlanError
-from engines.ir.graph import Node, QParams
-from engines.ir.serialize import node_to_json
-from engines.loading import load_engine
-from engines.plan.checksums import PAGE, page_sums, strong
-from engines.plan.file import fingerprint_of, read_plan, write_plan
-from engines.plan.plan import Buffer, Fallback, IoTensor, ItemMajorRun, MachinePart, Plan, Step, TensorView
-from engines.plan.sections import summed
+from infer_server.engines.backends.llvm.tuning.item_major import run_item_major
+from infer_server.engines.errors import PlanError
+from infer_server.engines.ir.graph import Node, QParams
+from infer_server.engines.ir.serialize import node_to_json
+from infer_server.engines.loading import load_engine
+from infer_server.engines.plan.checksums import PAGE, page_sums, strong
+from infer_server.engines.plan.file import fingerprint_of, read_plan, write_plan
+from infer_server.engines.plan.plan import Buffer, Fallback, IoTensor, ItemMajorRun, MachinePart, Plan, Step, TensorView
+from infer_server.engines.plan.sections import summed
 from tests.engines.compiler.zoo_engines import compiled
 from tests.engines.tiny import executor, halo_plan, mix_plan, with_weights
 from tests.fuzz.worker import Worker

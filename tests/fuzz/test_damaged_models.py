@@ -6,7 +6,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from engines.lowering.calls.calls import RULES
+from infer_server.engines.lowering.calls.calls import RULES
 from tests.fuzz import models
 from tests.fuzz.models import SEEDS, fuzz, judged, outcome, with_names
 

@@ -6,8 +6,8 @@ import signal
 from collections import Counter
 from pathlib import Path
 
-from engines.loading import load_engine
-from engines.plan.file import read_plan, write_plan
+from infer_server.engines.loading import load_engine
+from infer_server.engines.plan.file import read_plan, write_plan
 from tests.engines.tiny import halo_plan
 from tests.fuzz.plans import FINE, KINDS, WEIGHTS, feeds_of, fuzz, outcome, seeds
 from tests.fuzz.worker import Worker

@@ -11,19 +11,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engines.backends.cuda.kernels.matmul.partial_attention import AttentionPeaks, AttentionSums, JoinedAttention
-from engines.backends.cuda.kernels.partial import constants_of_parts, in_parts
-from engines.lowering.epilogue.program import ProgramBuilder
-from engines.lowering.nest.program import Writer
-from engines.lowering.problems.convolution import Contraction, Depthwise
-from engines.lowering.problems.elementwise import CumulativeSum, Integers, Pointwise, TopK
-from engines.lowering.problems.images import GlobalPool, Pool, Resize
-from engines.lowering.problems.matmul import Attention, Product
-from engines.lowering.problems.movement import GatherElements, Lookup, Permute, Take
-from engines.lowering.problems.nest import Nest, Scatter
-from engines.lowering.problems.problem import STORED, Array, Problem
-from engines.lowering.problems.rows import Extreme, Lrn, Norm, Reduce, RowProblem, Softmax
-from engines.lowering.problems.view import View, dense_view
+from infer_server.engines.backends.cuda.kernels.matmul.partial_attention import (
+    AttentionPeaks,
+    AttentionSums,
+    JoinedAttention,
+)
+from infer_server.engines.backends.cuda.kernels.partial import constants_of_parts, in_parts
+from infer_server.engines.lowering.epilogue.program import ProgramBuilder
+from infer_server.engines.lowering.nest.program import Writer
+from infer_server.engines.lowering.problems.convolution import Contraction, Depthwise
+from infer_server.engines.lowering.problems.elementwise import CumulativeSum, Integers, Pointwise, TopK
+from infer_server.engines.lowering.problems.images import GlobalPool, Pool, Resize
+from infer_server.engines.lowering.problems.matmul import Attention, Product
+from infer_server.engines.lowering.problems.movement import GatherElements, Lookup, Permute, Take
+from infer_server.engines.lowering.problems.nest import Nest, Scatter
+from infer_server.engines.lowering.problems.problem import STORED, Array, Problem
+from infer_server.engines.lowering.problems.rows import Extreme, Lrn, Norm, Reduce, RowProblem, Softmax
+from infer_server.engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.suite import gapped, random_array, requantise
 from tests.engines.backends.test_recurrence import Case as Layer
 from tests.engines.backends.test_recurrence import node_of

@@ -4,8 +4,8 @@ from functools import cache
 
 import pytest
 
-from engines.compiler.specialise import relower
-from engines.plan.plan import Plan
+from infer_server.engines.compiler.specialise import relower
+from infer_server.engines.plan.plan import Plan
 from tests.engines.compiler.zoo_engines import compiled
 from tests.gpu.network import MODEL, Plans
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.backends.cuda.runtime.device import DEVICE
-from engines.backends.cuda.runtime.driver import CudaGpu
-from engines.backends.cuda.runtime.library import Library, info_of
-from engines.ir.graph import Array
+from infer_server.engines.backends.cuda.runtime.device import DEVICE
+from infer_server.engines.backends.cuda.runtime.driver import CudaGpu
+from infer_server.engines.backends.cuda.runtime.library import Library, info_of
+from infer_server.engines.ir.graph import Array
 from tests.gpu.libcuda.library import Clock, Libcuda
 from tests.gpu.ptx.text import Kernel
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from benchmarks.zoo.vision.mobile import inverted_residual
 from benchmarks.zoo.vision.resnet import basic_block
-from engines.plan.plan import Plan
+from infer_server.engines.plan.plan import Plan
 from tests.zoo import Net, Tensor, architecture
 
 Plans = Callable[[str], Plan]       # by target

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.backends.cuda.runtime.arrays import NotOnDevice, StridedCopy, device_tensor, rows_of
-from engines.ir.graph import Array
-from engines.plan.plan import TensorView
+from infer_server.engines.backends.cuda.runtime.arrays import NotOnDevice, StridedCopy, device_tensor, rows_of
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.plan import TensorView
 
 ARRAY = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 CUDA, FLOAT, BFLOAT = 2, 2, 4           # DLPack's codes of a device and of element types

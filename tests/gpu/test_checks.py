@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.errors import ConfigError
+from infer_server.engines.errors import ConfigError
 from scripts.gpu_checks import Check, Found
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import onnx
 import pytest
 
-from engines import build_engine
-from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
-from engines.compiler.builder import BuildConfig, Builder
-from engines.plan.file import write_plan
 from infer_server.cli import build_engine as build_command
 from infer_server.cli import inspect_engine, profile, run_engine
+from infer_server.engines import build_engine
+from infer_server.engines.backends.cuda.runtime.device import DEVICE, CudaDevice
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.plan.file import write_plan
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.emulated import EmulatedGpu, install
 
@@ -67,7 +67,7 @@ def test_a_profile_is_of_the_gpu_and_by_the_time_on_the_wall(
 @pytest.fixture
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DEVICE, "open_gpu", CudaDevice().open_gpu)
-    monkeypatch.setattr("engines.backends.cuda.runtime.library.LIBRARY", "libcuda-that-is-not-here.so")
+    monkeypatch.setattr("infer_server.engines.backends.cuda.runtime.library.LIBRARY", "libcuda-that-is-not-here.so")
 
 
 def test_a_plan_that_is_verified_without_its_gpu_is_said_to_be(

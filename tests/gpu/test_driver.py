@@ -12,9 +12,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from engines.backends.cuda.codegen.gpu import GPUS
-from engines.backends.cuda.runtime.driver import CudaGpu, CudaStream
-from engines.backends.cuda.runtime.library import CudaError, Library
+from infer_server.engines.backends.cuda.codegen.gpu import GPUS
+from infer_server.engines.backends.cuda.runtime.driver import CudaGpu, CudaStream
+from infer_server.engines.backends.cuda.runtime.library import CudaError, Library
 from tests.engines.backends.cuda.runner import text_of, way_of
 from tests.gpu.cases import CASES
 from tests.gpu.emulated import EmulatedGpu, by_code

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.backends.cuda.codegen.gpu import GPUS
-from engines.backends.cuda.cost import CARDS
-from engines.backends.cuda.kernels.contraction.tile import Tile
-from engines.backends.cuda.kernels.kernel import cheapest
-from engines.backends.cuda.kernels.recurrent.caches import ThroughCaches
-from engines.backends.cuda.kernels.recurrent.lanes import Kept
-from engines.backends.cuda.kernels.recurrent.warps import Tiled
-from engines.lowering.epilogue.program import ProgramBuilder
-from engines.lowering.problems.elementwise import Pointwise
-from engines.lowering.problems.matmul import Attention
-from engines.lowering.problems.movement import HaloFill
-from engines.lowering.problems.problem import Problem
-from engines.lowering.problems.view import View, dense_view
+from infer_server.engines.backends.cuda.codegen.gpu import GPUS
+from infer_server.engines.backends.cuda.cost import CARDS
+from infer_server.engines.backends.cuda.kernels.contraction.tile import Tile
+from infer_server.engines.backends.cuda.kernels.kernel import cheapest
+from infer_server.engines.backends.cuda.kernels.recurrent.caches import ThroughCaches
+from infer_server.engines.backends.cuda.kernels.recurrent.lanes import Kept
+from infer_server.engines.backends.cuda.kernels.recurrent.warps import Tiled
+from infer_server.engines.lowering.epilogue.program import ProgramBuilder
+from infer_server.engines.lowering.problems.elementwise import Pointwise
+from infer_server.engines.lowering.problems.matmul import Attention
+from infer_server.engines.lowering.problems.movement import HaloFill
+from infer_server.engines.lowering.problems.problem import Problem
+from infer_server.engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.cuda.runner import GpuRunner, Way, every_way, text_of, way_of
 from tests.engines.backends.suite import check
 from tests.engines.backends.test_recurrence import Case as Layer

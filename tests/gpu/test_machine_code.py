@@ -7,16 +7,16 @@ import subprocess
 import numpy as np
 import pytest
 
-from engines.backends.cuda.codegen import assemble
-from engines.backends.cuda.codegen.gpu import GPUS
-from engines.backends.cuda.kernels.contraction.contraction import GpuContraction
-from engines.backends.cuda.kernels.contraction.tile import Tile
-from engines.backends.cuda.kernels.recurrent.warps import Tiled
-from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.images import Pool
-from engines.lowering.problems.matmul import Attention
-from engines.lowering.problems.view import dense_view
+from infer_server.engines.backends.cuda.codegen import assemble
+from infer_server.engines.backends.cuda.codegen.gpu import GPUS
+from infer_server.engines.backends.cuda.kernels.contraction.contraction import GpuContraction
+from infer_server.engines.backends.cuda.kernels.contraction.tile import Tile
+from infer_server.engines.backends.cuda.kernels.recurrent.warps import Tiled
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.images import Pool
+from infer_server.engines.lowering.problems.matmul import Attention
+from infer_server.engines.lowering.problems.view import dense_view
 from tests.engines.backends.cuda.runner import Way, every_way, text_of, way_of
 from tests.engines.backends.test_recurrence import Case as Layer
 from tests.engines.backends.test_recurrence import node_of

@@ -12,20 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.backends import gpus_here
-from engines.backends.cuda.codegen.gpu import GPUS
-from engines.backends.cuda.runtime.code import CUDA_OF_PTX
-from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
-from engines.backends.cuda.runtime.holdings import GpuResources, ScopedResources
-from engines.backends.cuda.runtime.library import CudaMemoryError, list_gpus
-from engines.backends.cuda.runtime.sharing import SharedMemory
-from engines.compiler.builder import BuildConfig, Builder
-from engines.errors import ConfigError, InputError, PlanError, PlanTargetError
-from engines.ir.graph import Array
-from engines.loading import engine_of
-from engines.plan.file import read_plan, write_plan
-from engines.plan.plan import Plan
-from engines.runtime.engine import Engine
+from infer_server.engines.backends import gpus_here
+from infer_server.engines.backends.cuda.codegen.gpu import GPUS
+from infer_server.engines.backends.cuda.runtime.code import CUDA_OF_PTX
+from infer_server.engines.backends.cuda.runtime.device import DEVICE, CudaDevice
+from infer_server.engines.backends.cuda.runtime.holdings import GpuResources, ScopedResources
+from infer_server.engines.backends.cuda.runtime.library import CudaMemoryError, list_gpus
+from infer_server.engines.backends.cuda.runtime.sharing import SharedMemory
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.errors import ConfigError, InputError, PlanError, PlanTargetError
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.loading import engine_of
+from infer_server.engines.plan.file import read_plan, write_plan
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.emulated import DeviceArray, EmulatedGpu, install
 from tests.gpu.libcuda.library import IMAGE, NO_BINARY, OLD, TEXTS, used
@@ -233,7 +233,7 @@ def with_cubin(plan: Plan) -> Plan:
 
 def test_without_a_driver_the_error_says_so_and_the_plan_is_compiled_for_the_cpu(
         plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engines.backends.cuda.runtime.library.LIBRARY", "libcuda-that-is-not-here.so")
+    monkeypatch.setattr("infer_server.engines.backends.cuda.runtime.library.LIBRARY", "libcuda-that-is-not-here.so")
     plan, x = plans("sm_80"), {"input": images_for(MODEL, 2, seed=1)}
     assert list_gpus() == []
     assert "no NVIDIA driver is installed (libcuda-that-is-not-here.so" in CudaDevice().mismatch(plan)
@@ -253,10 +253,10 @@ def test_serving_a_plan_for_a_gpu_needs_no_compiler(plans: Plans, tmp_path: Path
     np.save(tmp_path / "x.npy", x)
     script = """if True:
         import sys
-        sys.modules.update(dict.fromkeys(["llvmlite", "onnx", "engines.lowering"]))      # none of them is there
+        sys.modules.update(dict.fromkeys(["llvmlite", "onnx", "infer_server.engines.lowering"]))      # none is there
         import numpy as np
-        from engines import load_engine
-        from engines.backends.cuda.runtime.device import DEVICE
+        from infer_server.engines import load_engine
+        from infer_server.engines.backends.cuda.runtime.device import DEVICE
         from tests.gpu.emulated import EmulatedGpu, machine_with
         vars(DEVICE).update(machine_with(EmulatedGpu("sm_80")))
         engine = load_engine("m.plan", on_target_mismatch="refuse")

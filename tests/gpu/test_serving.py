@@ -19,14 +19,14 @@ import tritonclient.http
 from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
-from engines.backends.cuda.runtime.sharing import SharedMemory
-from engines.compiler.builder import BuildConfig, Builder
-from engines.plan.file import write_plan
 from infer_server.backend import Engine, load_plan
 from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.batching.request import Outcome, Request
 from infer_server.batching.statistics import BatchExecution
+from infer_server.engines.backends.cuda.runtime.sharing import SharedMemory
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.plan.file import write_plan
 from infer_server.gpu_tensors import GpuBuffer, GpuTensor
 from infer_server.repository.building import Compiler
 from tests.engines.compiler.small_models import node, small_model

@@ -11,9 +11,9 @@ import pytest
 import tritonclient.grpc
 from tritonclient.grpc import InferenceServerClient
 
-from engines.errors import PlanTargetError
 from infer_server.backend import Engine, load_plan
 from infer_server.cli import serve
+from infer_server.engines.errors import PlanTargetError
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.emulated import EmulatedGpu, install
 from tests.infer_server.serving import RunningServer, serving

@@ -4,9 +4,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.compiler.builder import BuildConfig, Builder
-from engines.plan.plan import Plan
-from engines.runtime.engine import Engine
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.emulated import EmulatedGpu, install
 

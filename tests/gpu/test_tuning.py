@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 
 from benchmarks.zoo.vision.resnet import resnet50
-from engines import load_engine
-from engines.backends.cuda.codegen.gpu import GPUS
-from engines.backends.cuda.cost import CARDS
-from engines.backends.cuda.kernels.kernel import kernel_for
-from engines.backends.cuda.session import CudaSession
-from engines.backends.cuda.tuner import GpuTuner, TuningRequest, cheapest
-from engines.codegen.compiler_pool import CompilerPool
-from engines.compiler.builder import BuildConfig, Builder
-from engines.errors import ConfigError
-from engines.machine.timing_cache import TimingCache
-from engines.plan.file import read_plan, write_plan
-from engines.plan.plan import Plan
-from engines.plan.roofline import expected
 from infer_server.cli import relower_plan
+from infer_server.engines import load_engine
+from infer_server.engines.backends.cuda.codegen.gpu import GPUS
+from infer_server.engines.backends.cuda.cost import CARDS
+from infer_server.engines.backends.cuda.kernels.kernel import kernel_for
+from infer_server.engines.backends.cuda.session import CudaSession
+from infer_server.engines.backends.cuda.tuner import GpuTuner, TuningRequest, cheapest
+from infer_server.engines.codegen.compiler_pool import CompilerPool
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.errors import ConfigError
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.file import read_plan, write_plan
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.plan.roofline import expected
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.cases import convolution
 from tests.gpu.emulated import EmulatedGpu, install

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 
-from protos.grpc_framing import prefix_of
-from protos.http2 import (
+from infer_server.protos.grpc_framing import prefix_of
+from infer_server.protos.http2 import (
     ConnectionClosed,
     DataReceived,
     Event,

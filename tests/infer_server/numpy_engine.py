@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.errors import PlanCorruptError
+from infer_server.engines.errors import PlanCorruptError
 from infer_server.repository import checking
 
 TIMEOUT_SECS = 120          # time limit of everything a test waits for; longer means a hang, even on a busy machine

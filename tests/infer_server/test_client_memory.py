@@ -17,8 +17,8 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 from tritonclient.utils import shared_memory as shm
 
-from engines import Engine, load_engine
 from infer_server.backend import load_plan
+from infer_server.engines import Engine, load_engine
 from tests.infer_server.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 from tests.infer_server.test_in_place import Float32s, client_of, inputs_of, pictures, write_plan

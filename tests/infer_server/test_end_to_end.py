@@ -14,8 +14,8 @@ import tritonclient.grpc as triton
 from onnx import TensorProto, helper, numpy_helper
 from tritonclient.utils import InferenceServerException
 
-from engines.plan.file import read_plan, write_plan
 from infer_server.cli import build_engine
+from infer_server.engines.plan.file import read_plan, write_plan
 from tests.infer_server.cli.test_serve import process
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import TIMEOUT_SECS

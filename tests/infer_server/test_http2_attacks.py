@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infer_server.process import resident_bytes
-from protos import http2
+from infer_server.protos import http2
 from scripts.http2_attacks import ATTACKS, GRPC, HTTP, Port, run
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import serving

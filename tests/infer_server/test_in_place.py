@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from tritonclient.utils import shared_memory
 
-from engines import Engine, build_engine, load_engine
 from infer_server.backend import load_plan
 from infer_server.batching import engine_executor
+from infer_server.engines import Engine, build_engine, load_engine
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
 SHAPE = (3, 80, 80)             # 75 KiB an item

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protos import http2
+from infer_server.protos import http2
 from scripts.interop import clients, programs, proxies
 from scripts.interop.__main__ import write
 from scripts.interop.peers import AbsentError, Outcome, Peer, Target, outcome_of, table

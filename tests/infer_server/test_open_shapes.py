@@ -10,10 +10,10 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from engines import build_engine, capacity
-from engines.compiler import max_batch
-from engines.ir.graph import Array
 from infer_server.backend import load_plan
+from infer_server.engines import build_engine, capacity
+from infer_server.engines.compiler import max_batch
+from infer_server.engines.ir.graph import Array
 from tests.engines.compiler.open_models import attention_net, by_onnx_runtime, pairs_net, random
 from tests.engines.compiler.small_models import node, small_model
 from tests.infer_server.endpoints.http.plain import CLOSE, ask, post

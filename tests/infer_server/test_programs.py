@@ -11,9 +11,9 @@ import tritonclient.grpc as triton
 from onnx import TensorProto, helper
 from tritonclient.utils import InferenceServerException
 
-from engines import build_engine
-from engines.ir.graph import Array
 from infer_server.backend import load_plan
+from infer_server.engines import build_engine
+from infer_server.engines.ir.graph import Array
 from tests.engines.compiler.open_models import by_onnx_runtime, random
 from tests.engines.compiler.program_models import chosen_rows
 from tests.engines.compiler.test_deciding_inputs import branching, rated

@@ -13,19 +13,19 @@ import tritonclient.grpc as triton
 from google.protobuf import text_format
 from tritonclient.utils import InferenceServerException
 
-from engines import build_engine
-from engines.errors import InputError, ModelError
-from engines.ir.graph import Array
 from infer_server.backend import load_plan
 from infer_server.batching.request import Request
 from infer_server.config.autocomplete import complete
 from infer_server.config.config import from_message
 from infer_server.config.ragged import ragged_of
 from infer_server.config.signature import Items, ModelSignature
+from infer_server.engines import build_engine
+from infer_server.engines.errors import InputError, ModelError
+from infer_server.engines.ir.graph import Array
 from infer_server.errors import ExecutionError, InvalidRequestError, ModelConfigError
 from infer_server.protocol.codec import DATATYPES, InputTensor
+from infer_server.protos import model_config
 from infer_server.repository.kinds.ragged import RaggedExecutor
-from protos import model_config
 from tests.engines.compiler.open_models import node
 from tests.engines.compiler.small_models import small_model
 from tests.infer_server.numpy_engine import NumpyEngine, NumpyTensor

@@ -16,7 +16,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-import protos
+from infer_server import protos
 from infer_server.batching.request import AwaitedReply, Request
 from infer_server.endpoints import inflight
 from infer_server.endpoints.grpc.context import CallContext, unary

@@ -20,16 +20,16 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 from tritonclient.utils import shared_memory as shm
 
-from calibration.workflow import Calibration
-from engines.backends.llvm.codegen.isa import AVX512_AMX
-from engines.compiler.build import build_engine
-from engines.compiler.specialise import relower
-from engines.plan.arena import ChangingArray
-from engines.plan.file import write_plan
-from engines.plan.plan import Plan
-from engines.runtime.engine import Engine
 from infer_server.backend import load_plan
+from infer_server.calibration.workflow import Calibration
 from infer_server.endpoints.mapped_memory import Mapping, guard
+from infer_server.engines.backends.llvm.codegen.isa import AVX512_AMX
+from infer_server.engines.compiler.build import build_engine
+from infer_server.engines.compiler.specialise import relower
+from infer_server.engines.plan.arena import ChangingArray
+from infer_server.engines.plan.file import write_plan
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.backends.llvm.jit import runs_here
 from tests.engines.compiler.small_models import node, small_model
 from tests.infer_server.serving import serving
@@ -167,7 +167,7 @@ def test_faulthandler_has_a_stack_that_a_frame_with_tiles_fits() -> None:
 
 SMALL_STACK = """
 import ctypes, errno, sys
-from engines.machine.cpu import detect
+from infer_server.engines.machine.cpu import detect
 class Stack(ctypes.Structure):
     _fields_ = ("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)
 memory = ctypes.create_string_buffer(4096)

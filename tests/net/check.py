@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from engines.compiler.builder import BuildConfig, Builder
-from engines.errors import InputError, ModelError
-from engines.ir.graph import Graph
-from engines.loading import load_engine
-from engines.ops import reference
-from engines.plan.file import write_plan
-from engines.plan.plan import Plan
-from engines.runtime.engine import Engine
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.errors import InputError, ModelError
+from infer_server.engines.ir.graph import Graph
+from infer_server.engines.loading import load_engine
+from infer_server.engines.ops import reference
+from infer_server.engines.plan.file import write_plan
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.runtime.engine import Engine
 from tests.net.evaluation import Array, expected, widened
 from tests.net.graphs import ITEMS, Case, dtype_of
 from tests.net.stages import float_stages, results_of

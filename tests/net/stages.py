@@ -3,12 +3,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engines.compiler.builder import BuildConfig
-from engines.errors import EngineError
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ir.graph import Graph
-from engines.ops import reference
-from engines.passes.pipeline import optimise, simplify
+from infer_server.engines.compiler.builder import BuildConfig
+from infer_server.engines.errors import EngineError
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ir.graph import Graph
+from infer_server.engines.ops import reference
+from infer_server.engines.passes.pipeline import optimise, simplify
 from tests.net.evaluation import Array
 from tests.net.graphs import ITEMS, Case
 

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import onnx
 
-from engines.compiler.builder import BuildConfig, Builder
-from engines.compiler.subject import Subject
-from engines.errors import EngineError
-from engines.frontend.extents import open_extents, open_types
-from engines.frontend.onnx_file import read_model
-from engines.ir.counted import Counting, Pinned
-from engines.lowering.buffers import buffers_of
-from engines.lowering.lower import lower
-from engines.lowering.nest.program import NestProgram
-from engines.plan.template import function_of
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.compiler.subject import Subject
+from infer_server.engines.errors import EngineError
+from infer_server.engines.frontend.extents import open_extents, open_types
+from infer_server.engines.frontend.onnx_file import read_model
+from infer_server.engines.ir.counted import Counting, Pinned
+from infer_server.engines.lowering.buffers import buffers_of
+from infer_server.engines.lowering.lower import lower
+from infer_server.engines.lowering.nest.program import NestProgram
+from infer_server.engines.plan.template import function_of
 from tests.net.graphs import Case
 
 LANES, TRIES = 8, 6

@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from engines.lowering.epilogue import from_onnx
+from infer_server.engines.lowering.epilogue import from_onnx
 from tests.net.check import Wrong, check
 from tests.net.evaluation import OPSET, Array, Evaluator, evaluator
 from tests.net.graphs import ITEMS, Case

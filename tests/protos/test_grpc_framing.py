@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from protos.grpc_framing import (
+from infer_server.protos.grpc_framing import (
     MessageReader,
     MessageTooLargeError,
     binary_text,

@@ -8,8 +8,8 @@ from google.protobuf import text_format
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-import protos
-from protos import health, inference, model_config
+from infer_server import protos
+from infer_server.protos import health, inference, model_config
 
 
 def _is_repeated(field: Any) -> bool:

@@ -9,8 +9,8 @@ from benchmarks.zoo.oracle import run_onnx
 from benchmarks.zoo.pictures import feeds_for
 from benchmarks.zoo.trial import compared
 from benchmarks.zoo.workloads import WORKLOADS
-from calibration import Calibration
-from engines import build_engine
+from infer_server.calibration import Calibration
+from infer_server.engines import build_engine
 
 FLOAT_ERROR = 1e-3          # relative to the largest value
 LEAST_DB = 10.0             # INT8 of random weights, few of them, in ranges of a few random inputs

@@ -8,9 +8,9 @@ from typing import IO
 
 import numpy as np
 
-from calibration.data.items import CalibrationData, Feed, Header, batched_inputs, count_items, split_items
-from engines.errors import CalibrationError
-from engines.plan.plan import IoTensor
+from infer_server.calibration.data.items import CalibrationData, Feed, Header, batched_inputs, count_items, split_items
+from infer_server.engines.errors import CalibrationError
+from infer_server.engines.plan.plan import IoTensor
 
 SUFFIXES = (".npz", ".npy")
 UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from calibration.data.items import CalibrationData, Feed, batched_inputs, split_items
-from engines.errors import CalibrationError
-from engines.plan.plan import IoTensor
+from infer_server.calibration.data.items import CalibrationData, Feed, batched_inputs, split_items
+from infer_server.engines.errors import CalibrationError
+from infer_server.engines.plan.plan import IoTensor
 
 Feeds = Callable[[], Iterable[Any]]     # yields {input: array of one or many items}, which is checked
 

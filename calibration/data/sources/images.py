@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from calibration.data.items import CalibrationData, Feed, batched_inputs, holds_items, kind_of
-from engines.errors import CalibrationError, ConfigError
-from engines.ir.graph import Array, Dim
-from engines.plan.plan import IoTensor
-from engines.preprocess import PIXEL, PRESETS, Preprocess, read_picture, scale_of_floats, shape_text
+from infer_server.calibration.data.items import CalibrationData, Feed, batched_inputs, holds_items, kind_of
+from infer_server.engines.errors import CalibrationError, ConfigError
+from infer_server.engines.ir.graph import Array, Dim
+from infer_server.engines.plan.plan import IoTensor
+from infer_server.engines.preprocess import PIXEL, PRESETS, Preprocess, read_picture, scale_of_floats, shape_text
 
 LOOKED_AT = 32      # number of pictures whose bit depth is checked in advance
 

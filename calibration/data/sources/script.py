@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibration.data.sources.feeds import Feeds
-from engines.errors import CalibrationError
+from infer_server.calibration.data.sources.feeds import Feeds
+from infer_server.engines.errors import CalibrationError
 
 
 def is_script(source: str) -> bool:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from clients.load.mlperf.run import Run, ScenarioResult
-from clients.load.report import in_columns
-from clients.load.schedule import Scenario
+from infer_server.clients.load.mlperf.run import Run, ScenarioResult
+from infer_server.clients.load.report import in_columns
+from infer_server.clients.load.schedule import Scenario
 
 
 def scenario_table(model: str, scenario: Scenario, servers: Sequence[ScenarioResult]) -> str:

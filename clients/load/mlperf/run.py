@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clients.channels import StatusError
-from clients.errors import ClientError
-from clients.load.mlperf.search import highest_rate
-from clients.load.schedule import Scenario
-from clients.load.target import Target
-from clients.load.transports.transport import Send
+from infer_server.clients.channels import StatusError
+from infer_server.clients.errors import ClientError
+from infer_server.clients.load.mlperf.search import highest_rate
+from infer_server.clients.load.schedule import Scenario
+from infer_server.clients.load.target import Target
+from infer_server.clients.load.transports.transport import Send
 
 if TYPE_CHECKING:
     import mlperf_loadgen

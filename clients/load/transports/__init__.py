@@ -1,10 +1,10 @@
 """Transports of a load test by URL scheme: gRPC, HTTP, and gRPC with tensors in shared memory."""
 from __future__ import annotations
 
-from clients.load.transports.over_grpc import GrpcTransport
-from clients.load.transports.over_http import HttpTransport
-from clients.load.transports.over_shared_memory import SharedMemoryTransport
-from clients.load.transports.transport import Transport
+from infer_server.clients.load.transports.over_grpc import GrpcTransport
+from infer_server.clients.load.transports.over_http import HttpTransport
+from infer_server.clients.load.transports.over_shared_memory import SharedMemoryTransport
+from infer_server.clients.load.transports.transport import Transport
 
 SCHEMES: dict[str, type[GrpcTransport | HttpTransport]] = {
     "grpc": GrpcTransport, "http": HttpTransport, "shm": SharedMemoryTransport}

@@ -4,12 +4,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 from functools import partial
 
-from clients.aio import AsyncInferenceClient
-from clients.calls import METHODS
-from clients.channels import ChannelOptions, open_async_channel
-from clients.codec import infer_request
-from clients.load.transports.transport import SETUP_SECS, Feed, Send, Transport
-from protos import inference as pb
+from infer_server.clients.aio import AsyncInferenceClient
+from infer_server.clients.calls import METHODS
+from infer_server.clients.channels import ChannelOptions, open_async_channel
+from infer_server.clients.codec import infer_request
+from infer_server.clients.load.transports.transport import SETUP_SECS, Feed, Send, Transport
+from infer_server.protos import inference as pb
 
 _PATH = METHODS[pb.ModelInferResponse].path
 

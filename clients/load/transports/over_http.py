@@ -10,12 +10,12 @@ from urllib.parse import quote
 
 from google.protobuf import json_format
 
-from clients.calls import Response
-from clients.channels import StatusError
-from clients.codec import datatype_of, encode
-from clients.errors import ResponseError, error_of
-from clients.load.transports.http_connection import Answer, HttpClientConnection, connect
-from clients.load.transports.transport import (
+from infer_server.clients.calls import Response
+from infer_server.clients.channels import StatusError
+from infer_server.clients.codec import datatype_of, encode
+from infer_server.clients.errors import ResponseError, error_of
+from infer_server.clients.load.transports.http_connection import Answer, HttpClientConnection, connect
+from infer_server.clients.load.transports.transport import (
     MOST_OF_DESCRIPTORS,
     SETUP_SECS,
     Feed,
@@ -23,7 +23,7 @@ from clients.load.transports.transport import (
     Slots,
     Transport,
 )
-from protos import inference as pb
+from infer_server.protos import inference as pb
 
 _OK = 200
 _STATUSES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND",

@@ -16,19 +16,19 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError, Message
 
-from clients.calls import METHODS
-from clients.channels import StatusError
-from clients.codec import datatype_of, encode
-from clients.errors import ResponseError, ServerError, error_of
-from clients.load.transports.over_grpc import GrpcTransport
-from clients.load.transports.transport import (
+from infer_server.clients.calls import METHODS
+from infer_server.clients.channels import StatusError
+from infer_server.clients.codec import datatype_of, encode
+from infer_server.clients.errors import ResponseError, ServerError, error_of
+from infer_server.clients.load.transports.over_grpc import GrpcTransport
+from infer_server.clients.load.transports.transport import (
     MOST_OF_DESCRIPTORS,
     SETUP_SECS,
     Feed,
     Send,
     Slots,
 )
-from protos import inference as pb
+from infer_server.protos import inference as pb
 
 _ALIGNMENT = 64
 

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from clients.channels import StatusError
-from clients.codec import Array
-from protos import inference as pb
+from infer_server.clients.channels import StatusError
+from infer_server.clients.codec import Array
+from infer_server.protos import inference as pb
 
 Feed = Mapping[str, Array]                      # a request's inputs by name
 # Sends a request, and waits so many seconds at most for its answer: the serialised response where it has one. Raises

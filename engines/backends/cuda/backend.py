@@ -3,17 +3,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.backends import backend_of
-from engines.backends.base import Backend, Session
-from engines.backends.cuda.codegen.gpu import GPUS
-from engines.backends.cuda.cost import CARDS
-from engines.backends.cuda.runtime.device import DEVICE
-from engines.backends.cuda.runtime.driver import GpuDriver
-from engines.backends.cuda.runtime.library import CudaError
-from engines.backends.device import GpuInfo
-from engines.errors import ConfigError
-from engines.machine.timing_cache import TimingCache
-from engines.plan.roofline import Level, Peaks
+from infer_server.engines.backends import backend_of
+from infer_server.engines.backends.base import Backend, Session
+from infer_server.engines.backends.cuda.codegen.gpu import GPUS
+from infer_server.engines.backends.cuda.cost import CARDS
+from infer_server.engines.backends.cuda.runtime.device import DEVICE
+from infer_server.engines.backends.cuda.runtime.driver import GpuDriver
+from infer_server.engines.backends.cuda.runtime.library import CudaError
+from infer_server.engines.backends.device import GpuInfo
+from infer_server.engines.errors import ConfigError
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.roofline import Level, Peaks
 
 
 class CudaBackend:
@@ -26,7 +26,7 @@ class CudaBackend:
         """Return a session, which times tactics if this machine has a GPU of the target's architecture."""
         target = _local_target() if target == self.name else target
         try:
-            from engines.backends.cuda.session import CudaSession
+            from infer_server.engines.backends.cuda.session import CudaSession
         except ImportError as error:
             raise ConfigError(f"building for '{target}' needs llvmlite ({error}): pip install llvmlite") from error
         return CudaSession(target, cache, _device_for(target) if timing else None)

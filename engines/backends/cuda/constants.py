@@ -5,9 +5,9 @@ import hashlib
 
 import numpy as np
 
-from engines.ir.graph import Graph
-from engines.lowering.problems.problem import Array
-from engines.plan.plan import Operand
+from infer_server.engines.ir.graph import Graph
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.plan.plan import Operand
 
 ALIGNMENT = 256         # alignment of each array in bytes; no access needs more
 

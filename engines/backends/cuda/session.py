@@ -5,29 +5,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engines.backends.base import Progress, TimedNode
-from engines.backends.cuda import kernels  # noqa: F401  (fills KERNELS)
-from engines.backends.cuda.codegen.assemble import cubin_of, ptx_of
-from engines.backends.cuda.codegen.gpu import gpu_named
-from engines.backends.cuda.codegen.module import GpuModule
-from engines.backends.cuda.constants import Constants
-from engines.backends.cuda.cost import CARDS
-from engines.backends.cuda.kernels.kernel import KERNELS, GpuKernel, kernel_for
-from engines.backends.cuda.runtime.driver import GpuDriver
-from engines.backends.cuda.splitting import Splitting, aligned
-from engines.backends.cuda.tuner import GpuTuner, TuningRequest, cheapest
-from engines.errors import NoKernelError
-from engines.ir.graph import BATCH, Graph
-from engines.lowering.buffers import buffers_of, fills_of, write_borders
-from engines.lowering.calls.calls import AnyCall, ProblemCall, name_of
-from engines.lowering.calls.placement import NO_BUFFER, Placement
-from engines.lowering.lower import Lowered, lower
-from engines.lowering.problems.problem import Problem
-from engines.lowering.steps import io_views, step_of
-from engines.machine.cpu import detect
-from engines.machine.timing_cache import TimingCache
-from engines.plan.arena import check_memory
-from engines.plan.plan import GeneralKernel, Launch, MachinePart, Operand, Plan, Step
+from infer_server.engines.backends.base import Progress, TimedNode
+from infer_server.engines.backends.cuda import kernels  # noqa: F401  (fills KERNELS)
+from infer_server.engines.backends.cuda.codegen.assemble import cubin_of, ptx_of
+from infer_server.engines.backends.cuda.codegen.gpu import gpu_named
+from infer_server.engines.backends.cuda.codegen.module import GpuModule
+from infer_server.engines.backends.cuda.constants import Constants
+from infer_server.engines.backends.cuda.cost import CARDS
+from infer_server.engines.backends.cuda.kernels.kernel import KERNELS, GpuKernel, kernel_for
+from infer_server.engines.backends.cuda.runtime.driver import GpuDriver
+from infer_server.engines.backends.cuda.splitting import Splitting, aligned
+from infer_server.engines.backends.cuda.tuner import GpuTuner, TuningRequest, cheapest
+from infer_server.engines.errors import NoKernelError
+from infer_server.engines.ir.graph import BATCH, Graph
+from infer_server.engines.lowering.buffers import buffers_of, fills_of, write_borders
+from infer_server.engines.lowering.calls.calls import AnyCall, ProblemCall, name_of
+from infer_server.engines.lowering.calls.placement import NO_BUFFER, Placement
+from infer_server.engines.lowering.lower import Lowered, lower
+from infer_server.engines.lowering.problems.problem import Problem
+from infer_server.engines.lowering.steps import io_views, step_of
+from infer_server.engines.machine.cpu import detect
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.arena import check_memory
+from infer_server.engines.plan.plan import GeneralKernel, Launch, MachinePart, Operand, Plan, Step
 
 GROUP_COUTS = 32        # groups of a convolution are merged up to this width, the smallest tile's
 

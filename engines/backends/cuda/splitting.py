@@ -13,20 +13,24 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.cost import Card
-from engines.backends.cuda.kernels.kernel import cheapest, kernel_for
-from engines.backends.cuda.kernels.matmul.partial_attention import AttentionPeaks, AttentionSums, JoinedAttention
-from engines.backends.cuda.kernels.partial import constants_of_parts, in_parts
-from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import AnyCall, ProblemCall, name_of
-from engines.lowering.calls.placement import Placement
-from engines.lowering.lower import Lowered
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.matmul import Attention
-from engines.lowering.problems.problem import Problem
-from engines.lowering.problems.view import View
-from engines.plan.arena import CACHE_LINE
+from infer_server.engines.backends.cuda.codegen.gpu import Gpu
+from infer_server.engines.backends.cuda.cost import Card
+from infer_server.engines.backends.cuda.kernels.kernel import cheapest, kernel_for
+from infer_server.engines.backends.cuda.kernels.matmul.partial_attention import (
+    AttentionPeaks,
+    AttentionSums,
+    JoinedAttention,
+)
+from infer_server.engines.backends.cuda.kernels.partial import constants_of_parts, in_parts
+from infer_server.engines.ir.graph import BATCH, Node
+from infer_server.engines.lowering.calls.calls import AnyCall, ProblemCall, name_of
+from infer_server.engines.lowering.calls.placement import Placement
+from infer_server.engines.lowering.lower import Lowered
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.matmul import Attention
+from infer_server.engines.lowering.problems.problem import Problem
+from infer_server.engines.lowering.problems.view import View
+from infer_server.engines.plan.arena import CACHE_LINE
 
 PARTS = (2, 4, 8, 16)
 LEAST = 64                  # bytes of a tap's channels per slice

@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engines.backends.base import Progress
-from engines.backends.cuda.codegen.assemble import code_of, compiler_pool
-from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.codegen.module import GpuModule
-from engines.backends.cuda.cost import Card
-from engines.backends.cuda.kernels.kernel import GpuKernel
-from engines.backends.cuda.kernels.kernel import cheapest as least
-from engines.backends.cuda.runtime.driver import GpuDriver
-from engines.backends.cuda.runtime.holdings import ScopedResources
-from engines.backends.cuda.runtime.library import CudaCodeError, CudaError
-from engines.errors import NoKernelError
-from engines.lowering.problems.view import View
-from engines.machine.timing_cache import TimingCache
-from engines.version import COMPILER_VERSION
+from infer_server.engines.backends.base import Progress
+from infer_server.engines.backends.cuda.codegen.assemble import code_of, compiler_pool
+from infer_server.engines.backends.cuda.codegen.gpu import Gpu
+from infer_server.engines.backends.cuda.codegen.module import GpuModule
+from infer_server.engines.backends.cuda.cost import Card
+from infer_server.engines.backends.cuda.kernels.kernel import GpuKernel
+from infer_server.engines.backends.cuda.kernels.kernel import cheapest as least
+from infer_server.engines.backends.cuda.runtime.driver import GpuDriver
+from infer_server.engines.backends.cuda.runtime.holdings import ScopedResources
+from infer_server.engines.backends.cuda.runtime.library import CudaCodeError, CudaError
+from infer_server.engines.errors import NoKernelError
+from infer_server.engines.lowering.problems.view import View
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.version import COMPILER_VERSION
 
 HOPEFUL = 2.0           # tactics that cost more than this times the least estimate are not timed
 LAUNCHES, ROUNDS = 10, 3        # launches per graph; graphs, of which the fastest counts

@@ -1,12 +1,12 @@
 """CPU backend: kernels emitted as LLVM IR for the instruction sets of codegen/isa.py. LLVM is imported on first use."""
 from __future__ import annotations
 
-from engines.backends.base import Backend, Session
-from engines.backends.llvm.codegen.isa import ALL, best_isa
-from engines.errors import ConfigError
-from engines.machine.cpu import detect
-from engines.machine.timing_cache import TimingCache
-from engines.plan.roofline import Peaks
+from infer_server.engines.backends.base import Backend, Session
+from infer_server.engines.backends.llvm.codegen.isa import ALL, best_isa
+from infer_server.engines.errors import ConfigError
+from infer_server.engines.machine.cpu import detect
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.roofline import Peaks
 
 
 class LlvmBackend:
@@ -25,14 +25,14 @@ class LlvmBackend:
                  sibling: Session | None = None) -> Session:
         target = target or best_isa(detect().features).name
         try:
-            from engines.backends.llvm.session import LlvmSession
+            from infer_server.engines.backends.llvm.session import LlvmSession
         except ImportError as error:
             raise ConfigError(f"cannot build for '{target}': llvmlite is not installed ({error}); install llvmlite, or "
                               "build for the target 'numpy'") from error
         return LlvmSession(target, cache, timing, short_lived, sibling if isinstance(sibling, LlvmSession) else None)
 
     def peaks(self) -> Peaks:
-        from engines.backends.llvm.tuning.peaks import measure_peaks
+        from infer_server.engines.backends.llvm.tuning.peaks import measure_peaks
         return measure_peaks()
 
 

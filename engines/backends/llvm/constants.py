@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel
-from engines.backends.llvm.sharing import SharedConstants
-from engines.backends.llvm.tuning.candidates import Choice
-from engines.ir.content import EqualArrays
-from engines.ir.counted import counting_in, structure
-from engines.ir.deferred import Deferred, LateBytes, late_arrays
-from engines.ir.graph import Graph
-from engines.lowering.calls.calls import ProblemCall, name_of
-from engines.lowering.problems.problem import Array, Problem
-from engines.plan.plan import EXPANDED, ExpandedConstant, Operand
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel
+from infer_server.engines.backends.llvm.sharing import SharedConstants
+from infer_server.engines.backends.llvm.tuning.candidates import Choice
+from infer_server.engines.ir.content import EqualArrays
+from infer_server.engines.ir.counted import counting_in, structure
+from infer_server.engines.ir.deferred import Deferred, LateBytes, late_arrays
+from infer_server.engines.ir.graph import Graph
+from infer_server.engines.lowering.calls.calls import ProblemCall, name_of
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.plan.plan import EXPANDED, ExpandedConstant, Operand
 
 TAIL = 4 * ALIGNMENT        # bytes after the last constant, which prefetches and vector loads may access
 

@@ -7,33 +7,33 @@ from functools import partial
 
 import numpy as np
 
-from engines.backends.base import Progress, TimedNode
-from engines.backends.llvm.codegen.executor import scheduler_object
-from engines.backends.llvm.codegen.isa import Isa, isa_named
-from engines.backends.llvm.constants import PackedConstants
-from engines.backends.llvm.kernels.kernel import Window
-from engines.backends.llvm.runtime.loaded import LoadedPlan
-from engines.backends.llvm.sharing import SharedConstants
-from engines.backends.llvm.tuning.candidates import Choice
-from engines.backends.llvm.tuning.in_place import Trial, settled, trial_buffers
-from engines.backends.llvm.tuning.item_major import item_major_as_in, with_item_major_runs
-from engines.backends.llvm.tuning.layouts import sharing_problems
-from engines.backends.llvm.tuning.references import with_reference_times
-from engines.backends.llvm.tuning.tuner import Tuner
-from engines.ir.counted import as_int, is_counted
-from engines.ir.deferred import table
-from engines.ir.graph import BATCH, Graph
-from engines.lowering.buffers import buffers_of, fills_of, write_borders
-from engines.lowering.calls.calls import AnyCall, ProblemCall, name_of
-from engines.lowering.calls.placement import NO_BUFFER, Placement
-from engines.lowering.lower import Lowered, lower
-from engines.lowering.problems.problem import Problem
-from engines.lowering.steps import io_views, step_of
-from engines.machine.cpu import detect
-from engines.machine.timing_cache import TimingCache
-from engines.passes.quantization.weights import with_rounded_rows
-from engines.plan.arena import check_memory
-from engines.plan.plan import Footprint, GeneralKernel, MachinePart, Operand, Plan, Step
+from infer_server.engines.backends.base import Progress, TimedNode
+from infer_server.engines.backends.llvm.codegen.executor import scheduler_object
+from infer_server.engines.backends.llvm.codegen.isa import Isa, isa_named
+from infer_server.engines.backends.llvm.constants import PackedConstants
+from infer_server.engines.backends.llvm.kernels.kernel import Window
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.backends.llvm.sharing import SharedConstants
+from infer_server.engines.backends.llvm.tuning.candidates import Choice
+from infer_server.engines.backends.llvm.tuning.in_place import Trial, settled, trial_buffers
+from infer_server.engines.backends.llvm.tuning.item_major import item_major_as_in, with_item_major_runs
+from infer_server.engines.backends.llvm.tuning.layouts import sharing_problems
+from infer_server.engines.backends.llvm.tuning.references import with_reference_times
+from infer_server.engines.backends.llvm.tuning.tuner import Tuner
+from infer_server.engines.ir.counted import as_int, is_counted
+from infer_server.engines.ir.deferred import table
+from infer_server.engines.ir.graph import BATCH, Graph
+from infer_server.engines.lowering.buffers import buffers_of, fills_of, write_borders
+from infer_server.engines.lowering.calls.calls import AnyCall, ProblemCall, name_of
+from infer_server.engines.lowering.calls.placement import NO_BUFFER, Placement
+from infer_server.engines.lowering.lower import Lowered, lower
+from infer_server.engines.lowering.problems.problem import Problem
+from infer_server.engines.lowering.steps import io_views, step_of
+from infer_server.engines.machine.cpu import detect
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.passes.quantization.weights import with_rounded_rows
+from infer_server.engines.plan.arena import check_memory
+from infer_server.engines.plan.plan import Footprint, GeneralKernel, MachinePart, Operand, Plan, Step
 
 USUAL_BATCH = 32            # batch that fills tiles of any shape
 

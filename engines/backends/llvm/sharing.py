@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.tuning.candidates import Choice
-from engines.ir.content import content_of
-from engines.ir.graph import Array
-from engines.lowering.calls.calls import ProblemCall, name_of
-from engines.plan.plan import SHARED, SHARED_EXPANDED, MachinePart, Operand
+from infer_server.engines.backends.llvm.tuning.candidates import Choice
+from infer_server.engines.ir.content import content_of
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.lowering.calls.calls import ProblemCall, name_of
+from infer_server.engines.plan.plan import SHARED, SHARED_EXPANDED, MachinePart, Operand
 
 LEAST = 256         # least bytes of a constant that is searched for
 SPARE = 1 << 20     # bytes of packed constants that are cached, in addition to the size of the plan's constants

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engines.backends.base import Backend, Progress, Session, TimedNode
-from engines.ir.graph import Graph
-from engines.lowering.buffers import buffers_of, fills_of, write_borders
-from engines.lowering.calls.calls import name_of
-from engines.lowering.lower import Lowered, lower
-from engines.lowering.steps import io_views, step_of
-from engines.machine.cpu import detect
-from engines.machine.timing_cache import TimingCache
-from engines.plan.arena import check_memory
-from engines.plan.plan import GeneralKernel, MachinePart, Plan
-from engines.plan.roofline import Level, Peaks
+from infer_server.engines.backends.base import Backend, Progress, Session, TimedNode
+from infer_server.engines.ir.graph import Graph
+from infer_server.engines.lowering.buffers import buffers_of, fills_of, write_borders
+from infer_server.engines.lowering.calls.calls import name_of
+from infer_server.engines.lowering.lower import Lowered, lower
+from infer_server.engines.lowering.steps import io_views, step_of
+from infer_server.engines.machine.cpu import detect
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.arena import check_memory
+from infer_server.engines.plan.plan import GeneralKernel, MachinePart, Plan
+from infer_server.engines.plan.roofline import Level, Peaks
 
 SIDE, BYTES = 512, 1 << 26      # matrix rows and array bytes of the peak measurement
 

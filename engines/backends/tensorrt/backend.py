@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engines.backends import backend_of
-from engines.backends.base import Backend, Progress, Session, TimedNode
-from engines.backends.tensorrt.runtime.library import TARGETS, LibraryMissing, library
-from engines.capacity import gigabytes, too_large
-from engines.errors import ConfigError
-from engines.ir.graph import BATCH, Graph
-from engines.machine.cpu import detect
-from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import Buffer, GeneralKernel, MachinePart, Plan, Step, TensorView
-from engines.plan.roofline import Peaks
+from infer_server.engines.backends import backend_of
+from infer_server.engines.backends.base import Backend, Progress, Session, TimedNode
+from infer_server.engines.backends.tensorrt.runtime.library import TARGETS, LibraryMissing, library
+from infer_server.engines.capacity import gigabytes, too_large
+from infer_server.engines.errors import ConfigError
+from infer_server.engines.ir.graph import BATCH, Graph
+from infer_server.engines.machine.cpu import detect
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.plan import Buffer, GeneralKernel, MachinePart, Plan, Step, TensorView
+from infer_server.engines.plan.roofline import Peaks
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class TensorRtSession:
 
     def assemble(self, chosen: TensorRtChosen) -> MachinePart:
         """Build the engine. Raises ConfigError if TensorRT rejects the model."""
-        from engines.backends.tensorrt.build import Layer, build
-        from engines.backends.tensorrt.model import halved, symmetric
-        from engines.frontend.onnx_export import onnx_from_graph
+        from infer_server.engines.backends.tensorrt.build import Layer, build
+        from infer_server.engines.backends.tensorrt.model import halved, symmetric
+        from infer_server.engines.frontend.onnx_export import onnx_from_graph
         graph, most = chosen.graph, max(chosen.max_batch, 1)
         precision = precision_of(graph)
         model = onnx_from_graph(graph)

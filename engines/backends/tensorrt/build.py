@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from engines.backends.tensorrt.runtime.library import Message, logged_errors, logger_of
-from engines.errors import ConfigError
+from infer_server.engines.backends.tensorrt.runtime.library import Message, logged_errors, logger_of
+from infer_server.engines.errors import ConfigError
 
 _LAYER = re.compile(r"Layer\((?P<kind>[^)]*)\): (?P<name>.*?), Tactic: (?P<tactic>\S+), (?P<tensors>.*)")
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.loops import repeat
-from engines.codegen.nest.order import NONE, Loops
-from engines.codegen.nest.values import (
+from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.loops import repeat
+from infer_server.engines.codegen.nest.order import NONE, Loops
+from infer_server.engines.codegen.nest.values import (
     COMBINED,
     LaneValue,
     Ramp,
@@ -38,9 +38,9 @@ from engines.codegen.nest.values import (
     spread,
     store,
 )
-from engines.codegen.types import I1, I64, vector
-from engines.codegen.words import Primitives
-from engines.lowering.nest.program import FLOATING
+from infer_server.engines.codegen.types import I1, I64, vector
+from infer_server.engines.codegen.words import Primitives
+from infer_server.engines.lowering.nest.program import FLOATING
 
 Copy = tuple[int, int]          # (number of the unrolled neighbour, number of the vector)
 Parts = Iterator[tuple[Value, int]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from engines.lowering.nest.program import NestProgram
-from engines.lowering.problems.view import View
+from infer_server.engines.lowering.nest.program import NestProgram
+from infer_server.engines.lowering.problems.view import View
 
 NONE = -2       # stands for no loop (-1 is the loop over items)
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.codegen.ir_builder import Value
-from engines.codegen.nest.loops import Code, LoopState
-from engines.codegen.nest.values import COMBINED, spread, store
-from engines.lowering.problems.nest import Nest, Scatter
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.nest.loops import Code, LoopState
+from infer_server.engines.codegen.nest.values import COMBINED, spread, store
+from infer_server.engines.lowering.problems.nest import Nest, Scatter
 
 
 def write_element(code: Code, frame: LoopState, nest: Nest, targets: Sequence[Value], required: set[int]) -> None:

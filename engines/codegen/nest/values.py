@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import (
+from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import (
     DOUBLE,
     ELEMENTS,
     FLOAT,
@@ -23,10 +23,10 @@ from engines.codegen.types import (
     overload,
     vector,
 )
-from engines.codegen.words import Primitives
-from engines.lowering.epilogue.functions import FUNCTIONS
-from engines.lowering.nest.program import COMPARISONS, FLOATING, KINDS, Operation
-from engines.lowering.problems.view import SIZES
+from infer_server.engines.codegen.words import Primitives
+from infer_server.engines.lowering.epilogue.functions import FUNCTIONS
+from infer_server.engines.lowering.nest.program import COMPARISONS, FLOATING, KINDS, Operation
+from infer_server.engines.lowering.problems.view import SIZES
 
 TYPES: Mapping[str, str] = {"f32": FLOAT, "f64": DOUBLE, "i32": I32, "i64": I64, "u64": I64, "i1": I1}
 NEAR = 4        # greatest stride in elements at which one contiguous load fetches all lanes

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 import onnx
 from onnx import helper
 
-from engines.frontend.branches import defined_in
-from engines.frontend.cutting.facts import is_standard, kinds_of, reads
-from engines.frontend.names import graphs_in
-from engines.ir.graph import Array
+from infer_server.engines.frontend.branches import defined_in
+from infer_server.engines.frontend.cutting.facts import is_standard, kinds_of, reads
+from infer_server.engines.frontend.names import graphs_in
+from infer_server.engines.ir.graph import Array
 
 _OF_ONE = frozenset({"Abs", "Cast", "Ceil", "Elu", "Erf", "Exp", "Floor", "HardSigmoid", "HardSwish", "Identity",
                      "LeakyRelu", "Log", "Neg", "Not", "Reciprocal", "Relu", "Sigmoid", "Softplus", "Sqrt", "Tanh"})

@@ -14,13 +14,21 @@ from collections.abc import Collection, Mapping, Sequence
 import onnx
 from onnx import helper
 
-from engines.frontend.branches import is_if
-from engines.frontend.cutting.facts import BY_VALUE, Kinds, holds_numbers, is_small, is_standard, kinds_of, reads
-from engines.frontend.cutting.names import in_one_scope
-from engines.frontend.names import graphs_in
-from engines.frontend.onnx_file import OnnxModel
-from engines.frontend.opsets import opset_of
-from engines.ir.graph import Array
+from infer_server.engines.frontend.branches import is_if
+from infer_server.engines.frontend.cutting.facts import (
+    BY_VALUE,
+    Kinds,
+    holds_numbers,
+    is_small,
+    is_standard,
+    kinds_of,
+    reads,
+)
+from infer_server.engines.frontend.cutting.names import in_one_scope
+from infer_server.engines.frontend.names import graphs_in
+from infer_server.engines.frontend.onnx_file import OnnxModel
+from infer_server.engines.frontend.opsets import opset_of
+from infer_server.engines.ir.graph import Array
 
 MOST_NODES = 64             # most nodes of both branches together
 MOST_ELEMENTS = 4096        # most elements of a tensor that they read or compute

@@ -7,9 +7,9 @@ from __future__ import annotations
 import onnx
 from onnx import TensorProto, helper
 
-from engines.frontend.cutting.facts import is_standard
-from engines.frontend.names import graphs_in
-from engines.frontend.operators.contrib.bounded import DOMAIN
+from infer_server.engines.frontend.cutting.facts import is_standard
+from infer_server.engines.frontend.names import graphs_in
+from infer_server.engines.frontend.operators.contrib.bounded import DOMAIN
 
 
 def bound_selections(model: onnx.ModelProto) -> list[str]:

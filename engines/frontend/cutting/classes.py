@@ -7,8 +7,8 @@ from __future__ import annotations
 import onnx
 from onnx import helper
 
-from engines.frontend.branches import defined_in
-from engines.frontend.cutting.facts import reads
+from infer_server.engines.frontend.branches import defined_in
+from infer_server.engines.frontend.cutting.facts import reads
 
 _NUMBERS = {"LinearClassifier": "classlabels_ints", "SVMClassifier": "classlabels_ints",
             "TreeEnsembleClassifier": "classlabels_int64s"}

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 import onnx
 from onnx import helper
 
-from engines.frontend.cutting.ahead import make_ahead
-from engines.frontend.cutting.bounded import bound_selections
-from engines.frontend.cutting.classes import output_class_indices
-from engines.frontend.cutting.facts import (
+from infer_server.engines.frontend.cutting.ahead import make_ahead
+from infer_server.engines.frontend.cutting.bounded import bound_selections
+from infer_server.engines.frontend.cutting.classes import output_class_indices
+from infer_server.engines.frontend.cutting.facts import (
     BY_VALUE,
     CONTROL,
     NO_TENSORS,
@@ -36,18 +36,18 @@ from engines.frontend.cutting.facts import (
     kinds_of,
     reads,
 )
-from engines.frontend.cutting.liveness import with_drops
-from engines.frontend.cutting.loops import read_from_around
-from engines.frontend.cutting.names import in_one_scope
-from engines.frontend.names import graphs_in
-from engines.frontend.onnx_file import OnnxModel, array_of
-from engines.frontend.onnx_import import node_of
-from engines.frontend.operators.contrib.bounded import DOMAIN
-from engines.ir.graph import Array
-from engines.ir.serialize import node_to_json
-from engines.ops.fallback import RANDOM, as_onnx
-from engines.plan.plan import IoTensor, SegmentPart
-from engines.plan.program import Instruction, Kind, Region, Text
+from infer_server.engines.frontend.cutting.liveness import with_drops
+from infer_server.engines.frontend.cutting.loops import read_from_around
+from infer_server.engines.frontend.cutting.names import in_one_scope
+from infer_server.engines.frontend.names import graphs_in
+from infer_server.engines.frontend.onnx_file import OnnxModel, array_of
+from infer_server.engines.frontend.onnx_import import node_of
+from infer_server.engines.frontend.operators.contrib.bounded import DOMAIN
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.ir.serialize import node_to_json
+from infer_server.engines.ops.fallback import RANDOM, as_onnx
+from infer_server.engines.plan.plan import IoTensor, SegmentPart
+from infer_server.engines.plan.program import Instruction, Kind, Region, Text
 
 _HOST = -2          # the phase of nodes that only the host can run
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from engines.frontend.onnx_file import OnnxModel, array_of
-from engines.ir.dtypes import is_float
-from engines.ir.graph import Array, TensorType
+from infer_server.engines.frontend.onnx_file import OnnxModel, array_of
+from infer_server.engines.ir.dtypes import is_float
+from infer_server.engines.ir.graph import Array, TensorType
 
 MOST = 64           # most elements of a deciding input
 MOST_FLOATS = 16

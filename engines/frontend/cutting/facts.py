@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from engines.frontend.branches import defined_in
-from engines.frontend.names import graphs_in
-from engines.frontend.onnx_file import array_of
-from engines.ir.graph import Array
+from infer_server.engines.frontend.branches import defined_in
+from infer_server.engines.frontend.names import graphs_in
+from infer_server.engines.frontend.onnx_file import array_of
+from infer_server.engines.ir.graph import Array
 
 # Inputs on whose values output shapes depend, by operator of the default domain: the importer must know them.
 BY_VALUE: Mapping[str, tuple[int, ...]] = {

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engines.plan.program import Instruction, Region
+from infer_server.engines.plan.program import Instruction, Region
 
 
 def with_drops(region: Region) -> Region:

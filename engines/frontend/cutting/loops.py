@@ -4,9 +4,9 @@ from __future__ import annotations
 import onnx
 from onnx import helper
 
-from engines.frontend.branches import rename
-from engines.frontend.cutting.facts import is_standard
-from engines.frontend.names import graphs_in
+from infer_server.engines.frontend.branches import rename
+from infer_server.engines.frontend.cutting.facts import is_standard
+from infer_server.engines.frontend.names import graphs_in
 
 
 def read_from_around(graph: onnx.GraphProto) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Collection
 
 import onnx
 
-from engines.frontend.branches import defined_in, rename
-from engines.frontend.names import graphs_in
+from infer_server.engines.frontend.branches import defined_in, rename
+from infer_server.engines.frontend.names import graphs_in
 
 
 def in_one_scope(model: onnx.ModelProto, weights: Collection[str]) -> onnx.ModelProto:

@@ -14,15 +14,23 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from engines.frontend.branches import defined_in, rename
-from engines.frontend.cutting.ahead import make_ahead
-from engines.frontend.cutting.facts import CONTROL, NO_TENSORS, SELECTS, Kinds, constant_of, is_standard, kinds_of
-from engines.frontend.cutting.loops import read_from_around
-from engines.frontend.cutting.names import free_name, in_one_scope, names_in
-from engines.frontend.names import graphs_in
-from engines.frontend.onnx_file import OnnxModel, array_of
-from engines.frontend.opsets import opset_of
-from engines.ir.graph import Array
+from infer_server.engines.frontend.branches import defined_in, rename
+from infer_server.engines.frontend.cutting.ahead import make_ahead
+from infer_server.engines.frontend.cutting.facts import (
+    CONTROL,
+    NO_TENSORS,
+    SELECTS,
+    Kinds,
+    constant_of,
+    is_standard,
+    kinds_of,
+)
+from infer_server.engines.frontend.cutting.loops import read_from_around
+from infer_server.engines.frontend.cutting.names import free_name, in_one_scope, names_in
+from infer_server.engines.frontend.names import graphs_in
+from infer_server.engines.frontend.onnx_file import OnnxModel, array_of
+from infer_server.engines.frontend.opsets import opset_of
+from infer_server.engines.ir.graph import Array
 
 MOST_STEPS = 128
 MOST_NODES = 512        # most nodes that a Loop or Scan is unrolled to

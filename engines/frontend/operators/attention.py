@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.normalise import OperatorCall, dtype_of, is_float, rule
-from engines.frontend.operators.parts import NodeBuilder
-from engines.ir.graph import Dim, Node
-from engines.ir.shapes import fixed
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.normalise import OperatorCall, dtype_of, is_float, rule
+from infer_server.engines.frontend.operators.parts import NodeBuilder
+from infer_server.engines.ir.graph import Dim, Node
+from infer_server.engines.ir.shapes import fixed
 
 QUERY, KEY, VALUE, MASK, PAST_KEY, PAST_VALUE, LENGTHS = range(7)
 Y, PRESENT_KEY, PRESENT_VALUE, SCORES = range(4)

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.normalise import Beyond, OperatorCall, as_dims, dtype_of, identity, rule
-from engines.ir.counted import as_int
-from engines.ir.graph import Dim, Node
-from engines.ir.shapes import Extent, broadcast, extent, fixed, normal_axis, product, text
-from engines.ops.movement import FAR
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.normalise import Beyond, OperatorCall, as_dims, dtype_of, identity, rule
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import Dim, Node
+from infer_server.engines.ir.shapes import Extent, broadcast, extent, fixed, normal_axis, product, text
+from infer_server.engines.ops.movement import FAR
 
 BEYOND = 10**9      # no batch is as large: tf2onnx's "to the end", where others write INT32_MAX or INT64_MAX
 

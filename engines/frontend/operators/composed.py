@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.normalise import Beyond, OperatorCall, plain_sums, rule
-from engines.frontend.operators.parts import NodeBuilder
-from engines.ir.graph import Dim, Node
-from engines.ir.shapes import fixed, normal_axis
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.normalise import Beyond, OperatorCall, plain_sums, rule
+from infer_server.engines.frontend.operators.parts import NodeBuilder
+from infer_server.engines.ir.graph import Dim, Node
+from infer_server.engines.ir.shapes import fixed, normal_axis
 
 
 @rule("Swish")

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from onnx import defs, helper, numpy_helper
 
-from engines.errors import ModelError
-from engines.ir.graph import Array, Dim, Node, TensorType, trimmed
-from engines.ir.shapes import extent, fixed
-from engines.ops import describe, op_of
-from engines.ops.fallback import name_in_onnx
-from engines.ops.op import present
-from engines.ops.recurrent import PARAMETERS, activations
-from engines.ops.reduction import Reduction
+from infer_server.engines.errors import ModelError
+from infer_server.engines.ir.graph import Array, Dim, Node, TensorType, trimmed
+from infer_server.engines.ir.shapes import extent, fixed
+from infer_server.engines.ops import describe, op_of
+from infer_server.engines.ops.fallback import name_in_onnx
+from infer_server.engines.ops.op import present
+from infer_server.engines.ops.recurrent import PARAMETERS, activations
+from infer_server.engines.ops.reduction import Reduction
 
 OPSET = 20
 # Attributes that are inputs in ONNX, in ONNX's order, as `axes` of reductions are.

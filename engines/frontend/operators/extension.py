@@ -17,10 +17,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from engines.frontend.operators.normalise import OperatorCall, Rule
-from engines.frontend.operators.parts import NodeBuilder
-from engines.ir.counted import as_int, is_counted
-from engines.ir.graph import Dim
+from infer_server.engines.frontend.operators.normalise import OperatorCall, Rule
+from infer_server.engines.frontend.operators.parts import NodeBuilder
+from infer_server.engines.ir.counted import as_int, is_counted
+from infer_server.engines.ir.graph import Dim
 
 STANDARD = 24           # the newest opset of the oldest supported onnx package
 

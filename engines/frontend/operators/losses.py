@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.normalise import OperatorCall, rule
-from engines.frontend.operators.parts import NodeBuilder
-from engines.ir.graph import Node
-from engines.ir.shapes import text
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.normalise import OperatorCall, rule
+from infer_server.engines.frontend.operators.parts import NodeBuilder
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.shapes import text
 
 
 @rule("NegativeLogLikelihoodLoss")

@@ -1,4 +1,4 @@
-"""Normalise the forms of a node in all opsets to the canonical form that engines.ops defines.
+"""Normalise the forms of a node in all opsets to the canonical form that infer_server.engines.ops defines.
 
 Small constant inputs (axes, pads, sizes, bounds) become attributes; values that depend on shapes (auto_pad, -1 and 0 in
 target shapes, equal splits) are resolved; operators that others express (Dropout, Upsample, Sum, CastLike, ...) are
@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper
 
-from engines.errors import GraphError, UnknownTensorError
-from engines.ir.counted import as_int
-from engines.ir.dtypes import is_rare
-from engines.ir.graph import Array, Dim, Node, TensorType
-from engines.ir.shapes import Extent, dim, fixed, normal_axis
-from engines.ops import op_of
-from engines.ops.fallback import as_onnx
-from engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
+from infer_server.engines.errors import GraphError, UnknownTensorError
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.dtypes import is_rare
+from infer_server.engines.ir.graph import Array, Dim, Node, TensorType
+from infer_server.engines.ir.shapes import Extent, dim, fixed, normal_axis
+from infer_server.engines.ops import op_of
+from infer_server.engines.ops.fallback import as_onnx
+from infer_server.engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.normalise import OLDER, OperatorCall, Rule, normalise
-from engines.frontend.operators.parts import NodeBuilder
-from engines.ir.graph import Node
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.normalise import OLDER, OperatorCall, Rule, normalise
+from infer_server.engines.frontend.operators.parts import NodeBuilder
+from infer_server.engines.ir.graph import Node
 
 
 def older(*ops: str, before: int) -> Callable[[Rule], Rule]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.frontend.operators.normalise import OperatorCall
-from engines.ir.deferred import Deferred
-from engines.ir.graph import Array, Node
+from infer_server.engines.frontend.operators.normalise import OperatorCall
+from infer_server.engines.ir.deferred import Deferred
+from infer_server.engines.ir.graph import Array, Node
 
 
 class NodeBuilder:

@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engines.frontend.operators.normalise import OperatorCall, normalise, rule
-from engines.frontend.operators.parts import NodeBuilder
-from engines.ir.graph import Node
+from infer_server.engines.frontend.operators.normalise import OperatorCall, normalise, rule
+from infer_server.engines.frontend.operators.parts import NodeBuilder
+from infer_server.engines.ir.graph import Node
 
 
 def _real(w: NodeBuilder, call: OperatorCall, index: int, axis: int) -> str:

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from engines.errors import ModelError
-from engines.ir.counted import as_int
-from engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
-from engines.lowering.calls.halos import halo_of_pad, required_halos
-from engines.lowering.calls.placement import (
+from infer_server.engines.errors import ModelError
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
+from infer_server.engines.lowering.calls.halos import halo_of_pad, required_halos
+from infer_server.engines.lowering.calls.placement import (
     ITEMS,
     NO_BUFFER,
     Placement,
@@ -30,9 +30,9 @@ from engines.lowering.calls.placement import (
     reshaped,
     stored_dtype,
 )
-from engines.lowering.problems.view import SIZES, Halo, View, dense_view
-from engines.ops import describe
-from engines.passes.rewriting.facts import is_product, is_view_of_input, is_view_of_output
+from infer_server.engines.lowering.problems.view import SIZES, Halo, View, dense_view
+from infer_server.engines.ops import describe
+from infer_server.engines.passes.rewriting.facts import is_product, is_view_of_input, is_view_of_output
 
 VIEWS = ("Split", "Slice", "Reshape", "Transpose")      # operators whose outputs may be views of the input
 

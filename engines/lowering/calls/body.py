@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from engines.errors import GraphError
-from engines.ir.counted import is_counted, plain
-from engines.ir.deferred import Deferred, late_vectors
-from engines.ir.graph import Node, QParams
-from engines.lowering.calls.broadcast import broadcast, image
-from engines.lowering.calls.calls import Context, ProblemCall, Refused
-from engines.lowering.epilogue.affine import Affine, AffineWriter
-from engines.lowering.epilogue.from_onnx import write_node
-from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import View
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.counted import is_counted, plain
+from infer_server.engines.ir.deferred import Deferred, late_vectors
+from infer_server.engines.ir.graph import Node, QParams
+from infer_server.engines.lowering.calls.broadcast import broadcast, image
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused
+from infer_server.engines.lowering.epilogue.affine import Affine, AffineWriter
+from infer_server.engines.lowering.epilogue.from_onnx import write_node
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.view import View
 
 
 @dataclass(frozen=True)

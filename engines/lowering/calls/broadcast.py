@@ -5,10 +5,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engines.ir.counted import as_int
-from engines.ir.graph import Dim
-from engines.lowering.calls.calls import Context, Refused
-from engines.lowering.problems.view import View
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import Dim
+from infer_server.engines.lowering.calls.calls import Context, Refused
+from infer_server.engines.lowering.problems.view import View
 
 
 def image(view: View) -> View:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.ir.graph import Graph, Node, TensorType
-from engines.lowering.calls.aliasing import Aliasing
-from engines.lowering.calls.placement import Placement, batch_axis
-from engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.ir.graph import Graph, Node, TensorType
+from infer_server.engines.lowering.calls.aliasing import Aliasing
+from infer_server.engines.lowering.calls.placement import Placement, batch_axis
+from infer_server.engines.lowering.problems.problem import Array, Problem
 
 
 class Refused(Exception):

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from engines.ir.counted import as_int
-from engines.ir.graph import Graph, Node
-from engines.lowering.calls.phases import Phase, phases
-from engines.lowering.problems.view import Halo
-from engines.ops.window import Window
-from engines.passes.rewriting.facts import pads_with_zeros
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import Graph, Node
+from infer_server.engines.lowering.calls.phases import Phase, phases
+from infer_server.engines.lowering.problems.view import Halo
+from infer_server.engines.ops.window import Window
+from infer_server.engines.passes.rewriting.facts import pads_with_zeros
 
 
 def required_halos(graph: Graph, node: Node) -> Mapping[str, Halo]:

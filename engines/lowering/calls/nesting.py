@@ -4,14 +4,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engines.ir.counted import as_int
-from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Context, ProblemCall, Refused
-from engines.lowering.calls.placement import Placement, as_one_item
-from engines.lowering.nest.pointwise import write_node
-from engines.lowering.nest.program import ITEM, KINDS, Linear, NestProgram, Number, Term, Writer
-from engines.lowering.problems.nest import Nest, Scatter
-from engines.lowering.problems.view import View
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import BATCH, Node
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused
+from infer_server.engines.lowering.calls.placement import Placement, as_one_item
+from infer_server.engines.lowering.nest.pointwise import write_node
+from infer_server.engines.lowering.nest.program import ITEM, KINDS, Linear, NestProgram, Number, Term, Writer
+from infer_server.engines.lowering.problems.nest import Nest, Scatter
+from infer_server.engines.lowering.problems.view import View
 
 THE_ITEM, THE_FIRST = Linear(0, ((ITEM, 1),)), Linear(0)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engines.ir.counted import as_int
-from engines.ir.graph import Graph, Node
-from engines.ops.window import Window
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import Graph, Node
+from infer_server.engines.ops.window import Window
 
 
 @dataclass(frozen=True)

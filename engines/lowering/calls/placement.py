@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.counted import as_int
-from engines.ir.dtypes import memory_dtype
-from engines.ir.graph import BATCH, Dim, TensorType
-from engines.lowering.problems.view import Halo, View, dense_view
-from engines.plan.plan import SLACK, TensorView
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.dtypes import memory_dtype
+from infer_server.engines.ir.graph import BATCH, Dim, TensorType
+from infer_server.engines.lowering.problems.view import Halo, View, dense_view
+from infer_server.engines.plan.plan import SLACK, TensorView
 
 NO_BUFFER = -1
 ITEMS = -1          # pseudo-axis of an item: the leading axis of a tensor without a batch

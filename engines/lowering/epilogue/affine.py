@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.lowering.epilogue.program import ProgramBuilder, Ref
+from infer_server.engines.lowering.epilogue.program import ProgramBuilder, Ref
 
 Floats = NDArray[np.float64]
 _INF: Floats = np.array(np.inf)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.dtypes import NARROW
-from engines.ir.graph import Node
-from engines.lowering.epilogue.affine import Affine, AffineWriter
+from infer_server.engines.ir.dtypes import NARROW
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.lowering.epilogue.affine import Affine, AffineWriter
 
 Writer = Callable[..., Affine]
 MOST_FACTORS = 16       # largest power that is computed by multiplication

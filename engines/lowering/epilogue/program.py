@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.ir.dtypes import from_bfloat16, to_bfloat16
-from engines.lowering.epilogue.functions import FUNCTIONS, Function, Machine, fma
+from infer_server.engines.ir.dtypes import from_bfloat16, to_bfloat16
+from infer_server.engines.lowering.epilogue.functions import FUNCTIONS, Function, Machine, fma
 
 Floats = NDArray[np.float32]
 V = TypeVar("V")        # a machine's vector

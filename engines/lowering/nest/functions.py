@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from engines.lowering.nest.program import Term
+from infer_server.engines.lowering.nest.program import Term
 
 _LN2 = (0.6931471803691238, 1.9082149292705877e-10)         # in two parts: the products with exponents are exact
 _HALF_PI = (1.5707963267341256, 6.077100506303966e-11, 2.0222662487959506e-21)

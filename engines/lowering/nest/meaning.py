@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.lowering.epilogue.functions import FUNCTIONS
-from engines.lowering.epilogue.program import NUMPY, load_meaning, store_meaning
-from engines.lowering.nest.program import KINDS, NestProgram, Operation
+from infer_server.engines.lowering.epilogue.functions import FUNCTIONS
+from infer_server.engines.lowering.epilogue.program import NUMPY, load_meaning, store_meaning
+from infer_server.engines.lowering.nest.program import KINDS, NestProgram, Operation
 
 Array = NDArray[Any]
 DTYPES = {"f32": np.float32, "f64": np.float64, "i32": np.int32, "i64": np.int64, "u64": np.uint64, "i1": np.bool_}

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from engines.ir.graph import Node
-from engines.lowering.nest import functions
-from engines.lowering.nest.program import FLOATING, KINDS, Term
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.lowering.nest import functions
+from infer_server.engines.lowering.nest.program import FLOATING, KINDS, Term
 
 Formula = Callable[..., Term]       # (node, *arguments) -> result
 

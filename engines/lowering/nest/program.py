@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from engines.ir.counted import as_int, is_counted, structure
+from infer_server.engines.ir.counted import as_int, is_counted, structure
 
 Number = int | float | bool
 # The kind that a stored dtype is computed in.

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.rounding import HEAD, from_bytes
-from engines.lowering.epilogue.functions import fma
-from engines.lowering.epilogue.program import load_meaning, store_meaning
-from engines.lowering.problems.problem import STORED, Array, ImageProblem
-from engines.lowering.problems.view import Halo
+from infer_server.engines.ir.rounding import HEAD, from_bytes
+from infer_server.engines.lowering.epilogue.functions import fma
+from infer_server.engines.lowering.epilogue.program import load_meaning, store_meaning
+from infer_server.engines.lowering.problems.problem import STORED, Array, ImageProblem
+from infer_server.engines.lowering.problems.view import Halo
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.lowering.epilogue.program import EpilogueProgram, load_meaning, store_meaning
-from engines.lowering.problems.problem import Array, Problem, UnaryProblem
-from engines.lowering.problems.view import FLOATS, View
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram, load_meaning, store_meaning
+from infer_server.engines.lowering.problems.problem import Array, Problem, UnaryProblem
+from infer_server.engines.lowering.problems.view import FLOATS, View
 
 UNSIGNED = ("bool", "uint8")
 STORED_INTEGERS = (*UNSIGNED, "int8", "int32", "int64")         # float32 is accepted, too, and truncated

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from engines.lowering.epilogue.functions import Machine
+from infer_server.engines.lowering.epilogue.functions import Machine
 
 LOG2_E = math.log2(math.e)
 LOWEST = -126.0

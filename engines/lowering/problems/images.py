@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from engines.lowering.epilogue.functions import fma
-from engines.lowering.epilogue.program import load_meaning
-from engines.lowering.problems.problem import Array, ImageProblem
-from engines.lowering.problems.view import View, joined
+from infer_server.engines.lowering.epilogue.functions import fma
+from infer_server.engines.lowering.epilogue.program import load_meaning
+from infer_server.engines.lowering.problems.problem import Array, ImageProblem
+from infer_server.engines.lowering.problems.view import View, joined
 
 FEW, MANY = 1 << 7, 1 << 12         # pixels of a GlobalPool: one run up to FEW, ...
 RUN, LONG_RUN = 1 << 5, 1 << 9      # ... short runs up to MANY, about as many as pixels in each

@@ -29,12 +29,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from engines.lowering.epilogue.functions import fma
-from engines.lowering.epilogue.program import NUMPY, EpilogueProgram, Floats, load_meaning, store_meaning
-from engines.lowering.problems.exp2 import LOG2_E, exp2
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.rows import less_peak, reduced_rows, share_of
-from engines.lowering.problems.view import View
+from infer_server.engines.lowering.epilogue.functions import fma
+from infer_server.engines.lowering.epilogue.program import NUMPY, EpilogueProgram, Floats, load_meaning, store_meaning
+from infer_server.engines.lowering.problems.exp2 import LOG2_E, exp2
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.rows import less_peak, reduced_rows, share_of
+from infer_server.engines.lowering.problems.view import View
 
 MIDDLE = 128            # uint8 - MIDDLE is an int8
 

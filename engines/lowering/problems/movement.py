@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.lowering.epilogue.program import COPY, EpilogueProgram, load_meaning, store_meaning
-from engines.lowering.problems.problem import Array, Problem, UnaryProblem
-from engines.lowering.problems.view import SIZES, View
+from infer_server.engines.lowering.epilogue.program import COPY, EpilogueProgram, load_meaning, store_meaning
+from infer_server.engines.lowering.problems.problem import Array, Problem, UnaryProblem
+from infer_server.engines.lowering.problems.view import SIZES, View
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from engines.lowering.nest.meaning import evaluate, load, store
-from engines.lowering.nest.program import KINDS, NestProgram
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import View
+from infer_server.engines.lowering.nest.meaning import evaluate, load, store
+from infer_server.engines.lowering.nest.program import KINDS, NestProgram
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.view import View
 
 
 @dataclass(frozen=True)

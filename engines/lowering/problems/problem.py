@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 
-from engines.lowering.epilogue.program import EpilogueProgram, load_meaning, store_meaning
-from engines.lowering.problems.view import FLOATS, View
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram, load_meaning, store_meaning
+from infer_server.engines.lowering.problems.view import FLOATS, View
 
 Array = NDArray[Any]
 # precision -> stored dtype of the factors

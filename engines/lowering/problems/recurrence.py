@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.lowering.epilogue.functions import fma
-from engines.lowering.epilogue.program import EpilogueProgram, Floats, load_meaning, store_meaning
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import FLOATS, View
+from infer_server.engines.lowering.epilogue.functions import fma
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram, Floats, load_meaning, store_meaning
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.view import FLOATS, View
 
 SECOND_LEVEL = 1 << 18  # smallest L2 cache of the targets, in bytes
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.lowering.epilogue.program import (
+from infer_server.engines.lowering.epilogue.program import (
     COPY,
     INSTRUCTIONS,
     NUMPY,
@@ -34,8 +34,8 @@ from engines.lowering.epilogue.program import (
     load_meaning,
     store_meaning,
 )
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import View
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.view import View
 
 PARTIALS = 64
 NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}

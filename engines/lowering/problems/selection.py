@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import View
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.view import View
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engines.ir.dtypes import RARE, memory_dtype
+from infer_server.engines.ir.dtypes import RARE, memory_dtype
 
 # Bytes per element of each stored dtype; the last ones are used by fallback steps only.
 SIZES = {name: memory_dtype(name).itemsize for name in (

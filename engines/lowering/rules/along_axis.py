@@ -4,10 +4,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
-from engines.lowering.calls.placement import Placement, as_one_item
-from engines.lowering.problems.elementwise import MOST_OF_WIDE, WIDEST_OF_FEW, WIDEST_TOP_K, CumulativeSum, TopK
+from infer_server.engines.ir.graph import BATCH, Node
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
+from infer_server.engines.lowering.calls.placement import Placement, as_one_item
+from infer_server.engines.lowering.problems.elementwise import (
+    MOST_OF_WIDE,
+    WIDEST_OF_FEW,
+    WIDEST_TOP_K,
+    CumulativeSum,
+    TopK,
+)
 
 ORDERED = ("float32", "int32")
 

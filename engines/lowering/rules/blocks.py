@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.ir.counted import as_int
-from engines.ir.graph import Node
-from engines.ir.rounding import HEAD, STEPS
-from engines.lowering.calls.body import call_of, write_body
-from engines.lowering.calls.calls import Context, ProblemCall, fallback_rule, lowers
-from engines.lowering.calls.nesting import NestWriter
-from engines.lowering.calls.placement import Placement
-from engines.lowering.nest.program import Term
-from engines.lowering.problems.convolution import BlockedProduct, RoundedProduct
-from engines.lowering.problems.view import View
-from engines.lowering.rules.contraction import matrices
-from engines.ops.blocks import CENTRE, unpacked
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.rounding import HEAD, STEPS
+from infer_server.engines.lowering.calls.body import call_of, write_body
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, fallback_rule, lowers
+from infer_server.engines.lowering.calls.nesting import NestWriter
+from infer_server.engines.lowering.calls.placement import Placement
+from infer_server.engines.lowering.nest.program import Term
+from infer_server.engines.lowering.problems.convolution import BlockedProduct, RoundedProduct
+from infer_server.engines.lowering.problems.view import View
+from infer_server.engines.lowering.rules.contraction import matrices
+from infer_server.engines.ops.blocks import CENTRE, unpacked
 
 
 @lowers("MatMulBlocks")

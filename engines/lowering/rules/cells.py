@@ -4,12 +4,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engines.ir.graph import Node
-from engines.lowering.epilogue.affine import Affine, AffineWriter
-from engines.lowering.epilogue.from_onnx import write_node
-from engines.lowering.epilogue.program import ProgramBuilder
-from engines.lowering.problems.recurrence import Cell, Source, Stage, Update
-from engines.ops.recurrent import DEFAULTS, GATES, activations
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.lowering.epilogue.affine import Affine, AffineWriter
+from infer_server.engines.lowering.epilogue.from_onnx import write_node
+from infer_server.engines.lowering.epilogue.program import ProgramBuilder
+from infer_server.engines.lowering.problems.recurrence import Cell, Source, Stage, Update
+from infer_server.engines.ops.recurrent import DEFAULTS, GATES, activations
 
 # Functions with values in [-1, 1].
 _BOUNDED = frozenset({"Sigmoid", "Tanh", "HardSigmoid", "Softsign"})

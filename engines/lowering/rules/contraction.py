@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.counted import as_int
-from engines.ir.graph import BATCH, Node, QParams
-from engines.lowering.calls.body import BoundProgram, call_of, write_body
-from engines.lowering.calls.broadcast import broadcast, image, is_image
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
-from engines.lowering.calls.placement import Placement, with_items
-from engines.lowering.problems.convolution import Contraction, Depthwise
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import Halo, View
-from engines.lowering.rules.matmul import lower_product
-from engines.ops.window import Window
-from engines.passes.rewriting.facts import is_product
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import BATCH, Node, QParams
+from infer_server.engines.lowering.calls.body import BoundProgram, call_of, write_body
+from infer_server.engines.lowering.calls.broadcast import broadcast, image, is_image
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
+from infer_server.engines.lowering.calls.placement import Placement, with_items
+from infer_server.engines.lowering.problems.convolution import Contraction, Depthwise
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.view import Halo, View
+from infer_server.engines.lowering.rules.matmul import lower_product
+from infer_server.engines.ops.window import Window
+from infer_server.engines.passes.rewriting.facts import is_product
 
 
 @lowers("Conv", images=True, volumes=True)

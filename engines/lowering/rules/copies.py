@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.ir.graph import BATCH, Node, TensorType
-from engines.lowering.calls.aliasing import cuts_of, item_perm
-from engines.lowering.calls.body import write_body
-from engines.lowering.calls.broadcast import broadcast
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
-from engines.lowering.calls.placement import Placement, as_one_item, items_stay
-from engines.lowering.epilogue.program import ProgramBuilder
-from engines.lowering.problems.elementwise import Pointwise
-from engines.lowering.problems.movement import Permute
-from engines.lowering.problems.view import FLOATS, View
+from infer_server.engines.ir.graph import BATCH, Node, TensorType
+from infer_server.engines.lowering.calls.aliasing import cuts_of, item_perm
+from infer_server.engines.lowering.calls.body import write_body
+from infer_server.engines.lowering.calls.broadcast import broadcast
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
+from infer_server.engines.lowering.calls.placement import Placement, as_one_item, items_stay
+from infer_server.engines.lowering.epilogue.program import ProgramBuilder
+from infer_server.engines.lowering.problems.elementwise import Pointwise
+from infer_server.engines.lowering.problems.movement import Permute
+from infer_server.engines.lowering.problems.view import FLOATS, View
 
 
 @lowers("Slice", "Split")

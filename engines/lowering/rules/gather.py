@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.ir.graph import Array, Node
-from engines.lowering.calls.broadcast import broadcast
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
-from engines.lowering.calls.placement import Placement, as_one_item
-from engines.lowering.problems.movement import GatherElements, Lookup, Permute, Take
-from engines.lowering.problems.view import dense_view
+from infer_server.engines.ir.graph import Array, Node
+from infer_server.engines.lowering.calls.broadcast import broadcast
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
+from infer_server.engines.lowering.calls.placement import Placement, as_one_item
+from infer_server.engines.lowering.problems.movement import GatherElements, Lookup, Permute, Take
+from infer_server.engines.lowering.problems.view import dense_view
 
 INDICES = ("int32", "int64")
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.ir.counted import as_int
-from engines.ir.graph import BATCH, Dim, Node, TensorType
-from engines.lowering.calls.body import write_body
-from engines.lowering.calls.broadcast import broadcast_to
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
-from engines.lowering.problems.matmul import MIDDLE, Attention, IntegerProduct, Product
-from engines.lowering.problems.view import View
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import BATCH, Dim, Node, TensorType
+from infer_server.engines.lowering.calls.body import write_body
+from infer_server.engines.lowering.calls.broadcast import broadcast_to
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
+from infer_server.engines.lowering.problems.matmul import MIDDLE, Attention, IntegerProduct, Product
+from infer_server.engines.lowering.problems.view import View
 
 DEEPEST = 1 << 14       # largest K: a panel of the right factor is packed on a thread's stack
 

@@ -3,15 +3,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from engines.ir.counted import as_int
-from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.body import write_body
-from engines.lowering.calls.broadcast import broadcast
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
-from engines.lowering.calls.placement import Placement, as_one_item, with_items
-from engines.lowering.epilogue.from_onnx import WRITERS
-from engines.lowering.problems.elementwise import CASTS, Integers, Pointwise
-from engines.lowering.problems.view import FLOATS, View
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import BATCH, Node
+from infer_server.engines.lowering.calls.body import write_body
+from infer_server.engines.lowering.calls.broadcast import broadcast
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
+from infer_server.engines.lowering.calls.placement import Placement, as_one_item, with_items
+from infer_server.engines.lowering.epilogue.from_onnx import WRITERS
+from infer_server.engines.lowering.problems.elementwise import CASTS, Integers, Pointwise
+from infer_server.engines.lowering.problems.view import FLOATS, View
 
 # Operators without attributes; those of Clip, for example, are for floats only.
 INTEGER_OPERATIONS: Mapping[str, str] = {

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.body import Body, BoundProgram, call_of, operand_views, program_of, written_for
-from engines.lowering.calls.broadcast import broadcast
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
-from engines.lowering.calls.placement import Placement, as_one_item, reshaped_strides
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.images import GlobalPool, Pool
-from engines.lowering.problems.problem import Problem
-from engines.lowering.problems.rows import Extreme, Reduce
-from engines.lowering.problems.view import View
-from engines.ops.window import Window
+from infer_server.engines.ir.graph import BATCH, Node
+from infer_server.engines.lowering.calls.body import Body, BoundProgram, call_of, operand_views, program_of, written_for
+from infer_server.engines.lowering.calls.broadcast import broadcast
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
+from infer_server.engines.lowering.calls.placement import Placement, as_one_item, reshaped_strides
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.images import GlobalPool, Pool
+from infer_server.engines.lowering.problems.problem import Problem
+from infer_server.engines.lowering.problems.rows import Extreme, Reduce
+from infer_server.engines.lowering.problems.view import View
+from infer_server.engines.ops.window import Window
 
 
 @lowers("MaxPool", "AveragePool", images=True, volumes=True)

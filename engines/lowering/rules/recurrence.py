@@ -6,22 +6,22 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Array, Node
-from engines.ir.grid import grid_params
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
-from engines.lowering.calls.placement import Placement
-from engines.lowering.epilogue.affine import Affine, AffineWriter
-from engines.lowering.epilogue.program import ProgramBuilder
-from engines.lowering.problems.recurrence import (
+from infer_server.engines.ir.graph import Array, Node
+from infer_server.engines.ir.grid import grid_params
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
+from infer_server.engines.lowering.calls.placement import Placement
+from infer_server.engines.lowering.epilogue.affine import Affine, AffineWriter
+from infer_server.engines.lowering.epilogue.program import ProgramBuilder
+from infer_server.engines.lowering.problems.recurrence import (
     Cell,
     Recurrence,
     crowded_units,
     integer_precision,
     integer_weights,
 )
-from engines.lowering.problems.view import FLOATS, View
-from engines.lowering.rules.cells import bounded, cell_of
-from engines.ops.recurrent import directions
+from infer_server.engines.lowering.problems.view import FLOATS, View
+from infer_server.engines.lowering.rules.cells import bounded, cell_of
+from infer_server.engines.ops.recurrent import directions
 
 FEW = 8                 # crowded units are few up to one in FEW
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.ir.counted import is_counted, plain
-from engines.ir.deferred import late_items
-from engines.ir.graph import Array, Node
-from engines.lowering.calls.body import Body, call_of, operand_views
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
-from engines.lowering.calls.placement import Placement
-from engines.lowering.problems.images import Resize, taps_of
-from engines.lowering.rules.copies import moved
-from engines.lowering.rules.pool import write_pooled
-from engines.ops import resize
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.counted import is_counted, plain
+from infer_server.engines.ir.deferred import late_items
+from infer_server.engines.ir.graph import Array, Node
+from infer_server.engines.lowering.calls.body import Body, call_of, operand_views
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
+from infer_server.engines.lowering.calls.placement import Placement
+from infer_server.engines.lowering.problems.images import Resize, taps_of
+from infer_server.engines.lowering.rules.copies import moved
+from infer_server.engines.lowering.rules.pool import write_pooled
+from infer_server.engines.ops import resize
 
 
 @lowers("Resize", images=True)

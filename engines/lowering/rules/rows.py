@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Node
-from engines.lowering.calls.body import stored, write_body
-from engines.lowering.calls.broadcast import broadcast
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
-from engines.lowering.epilogue.affine import AffineWriter
-from engines.lowering.epilogue.program import ProgramBuilder
-from engines.lowering.problems.rows import WIDEST_LRN, Lrn, Norm, RowProblem, Softmax
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.lowering.calls.body import stored, write_body
+from infer_server.engines.lowering.calls.broadcast import broadcast
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
+from infer_server.engines.lowering.epilogue.affine import AffineWriter
+from infer_server.engines.lowering.epilogue.program import ProgramBuilder
+from infer_server.engines.lowering.problems.rows import WIDEST_LRN, Lrn, Norm, RowProblem, Softmax
 
 SMALLEST = 1e-12        # least L2 norm: a row of zeros stays zeros
 

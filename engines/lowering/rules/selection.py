@@ -3,11 +3,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.ir.counted import as_int
-from engines.ir.graph import Node
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
-from engines.lowering.calls.placement import as_one_item
-from engines.lowering.problems.selection import Suppression
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
+from infer_server.engines.lowering.calls.placement import as_one_item
+from infer_server.engines.lowering.problems.selection import Suppression
 
 MOST_BYTES = 1 << 21        # on a thread's stack: a score and an index per box, and the selected boxes
 

@@ -13,15 +13,15 @@ from itertools import chain, product
 
 import numpy as np
 
-from engines.ir.graph import Node
-from engines.lowering.calls.body import write_body
-from engines.lowering.calls.broadcast import broadcast
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
-from engines.lowering.calls.phases import Phase, phases
-from engines.lowering.calls.placement import Placement
-from engines.lowering.problems.convolution import Contraction, Depthwise
-from engines.lowering.problems.problem import Array
-from engines.lowering.rules.contraction import accumulator_of, border_of, merge_small_groups, sum_of_couts
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.lowering.calls.body import write_body
+from infer_server.engines.lowering.calls.broadcast import broadcast
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
+from infer_server.engines.lowering.calls.phases import Phase, phases
+from infer_server.engines.lowering.calls.placement import Placement
+from infer_server.engines.lowering.problems.convolution import Contraction, Depthwise
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.rules.contraction import accumulator_of, border_of, merge_small_groups, sum_of_couts
 
 
 @lowers("ConvTranspose", images=True, volumes=True)

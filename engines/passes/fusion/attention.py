@@ -23,15 +23,15 @@ from functools import partial
 
 import numpy as np
 
-from engines.ir.counted import as_int
-from engines.ir.deferred import combined, elementwise
-from engines.ir.dtypes import FLOAT
-from engines.ir.graph import Array, Dim, Graph, Node
-from engines.passes.layout.permutations import axis_groups
-from engines.passes.rewriting.dataflow import Walk, dataflow
-from engines.passes.rewriting.editor import GraphEditor, merged_origin
-from engines.passes.rewriting.facts import ATTENTION, reader, scalar
-from engines.passes.rewriting.notes import Note, note
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.deferred import combined, elementwise
+from infer_server.engines.ir.dtypes import FLOAT
+from infer_server.engines.ir.graph import Array, Dim, Graph, Node
+from infer_server.engines.passes.layout.permutations import axis_groups
+from infer_server.engines.passes.rewriting.dataflow import Walk, dataflow
+from infer_server.engines.passes.rewriting.editor import GraphEditor, merged_origin
+from infer_server.engines.passes.rewriting.facts import ATTENTION, reader, scalar
+from infer_server.engines.passes.rewriting.notes import Note, note
 
 MOST_BYTES = 2 << 20        # limit of one head's keys and values in float32: they are packed on a thread's stack
 MASKING = -1e4              # a Where hides a score if it replaces it by this or less

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Graph, Node, TensorType
-from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.facts import is_weighted, output_axis, reader
+from infer_server.engines.ir.graph import Graph, Node, TensorType
+from infer_server.engines.passes.rewriting.editor import GraphEditor
+from infer_server.engines.passes.rewriting.facts import is_weighted, output_axis, reader
 
 
 def can_part(graph: Graph, split: Node) -> bool:

@@ -16,13 +16,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.ir.counted import as_int
-from engines.ir.graph import Array, Dim, Graph, Node, TensorType, trimmed
-from engines.ops.recurrent import GATES, added_biases
-from engines.passes.rewriting.dataflow import Walk, dataflow
-from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.facts import moved_from
-from engines.passes.rewriting.notes import Note, note
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import Array, Dim, Graph, Node, TensorType, trimmed
+from infer_server.engines.ops.recurrent import GATES, added_biases
+from infer_server.engines.passes.rewriting.dataflow import Walk, dataflow
+from infer_server.engines.passes.rewriting.editor import GraphEditor
+from infer_server.engines.passes.rewriting.facts import moved_from
+from infer_server.engines.passes.rewriting.notes import Note, note
 
 _TIME_FIRST = (1, 0, 2)
 

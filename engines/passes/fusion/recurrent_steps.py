@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engines.ir.counted import as_int
-from engines.ir.graph import Graph, Node
-from engines.ops.recurrent import DEFAULTS, GATES, activations, directions
-from engines.passes.fusion.recurrent import filled_with
-from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.notes import Note, note
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import Graph, Node
+from infer_server.engines.ops.recurrent import DEFAULTS, GATES, activations, directions
+from infer_server.engines.passes.fusion.recurrent import filled_with
+from infer_server.engines.passes.rewriting.editor import GraphEditor
+from infer_server.engines.passes.rewriting.notes import Note, note
 
 MOST_STEPS = 64         # limit of steps times directions
 WRITTEN = {"Sigmoid", "Tanh", "Relu"}

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Array, Graph, Node
-from engines.passes.rewriting.editor import GraphEditor, merged_origin
-from engines.passes.rewriting.facts import is_pointwise, is_weighted, output_axis, per_channel, reader
-from engines.passes.rewriting.notes import Note, note
-from engines.passes.rules.activations import bounds
+from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.passes.rewriting.editor import GraphEditor, merged_origin
+from infer_server.engines.passes.rewriting.facts import is_pointwise, is_weighted, output_axis, per_channel, reader
+from infer_server.engines.passes.rewriting.notes import Note, note
+from infer_server.engines.passes.rules.activations import bounds
 
 MAX_CHANNELS = 4096
 

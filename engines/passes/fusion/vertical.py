@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engines.ir.dtypes import FLOAT, is_float
-from engines.ir.graph import Array, Graph, Node
-from engines.ops import op_of
-from engines.passes.rewriting.editor import merged_origin
-from engines.passes.rewriting.facts import is_product
+from infer_server.engines.ir.dtypes import FLOAT, is_float
+from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.ops import op_of
+from infer_server.engines.passes.rewriting.editor import merged_origin
+from infer_server.engines.passes.rewriting.facts import is_product
 
 REGION = 12         # most nodes between a value and the node that joins all its readers
 

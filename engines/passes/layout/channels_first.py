@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.counted import as_int, is_counted
-from engines.ir.graph import Dim, Graph, Node
-from engines.ops import op_of
-from engines.ops.window import Window
+from infer_server.engines.ir.counted import as_int, is_counted
+from infer_server.engines.ir.graph import Dim, Graph, Node
+from infer_server.engines.ops import op_of
+from infer_server.engines.ops.window import Window
 
 Step = tuple[str, Mapping[str, Any], tuple[Dim, ...]]       # operator of one input, attributes, shape of the result
 

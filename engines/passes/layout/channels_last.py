@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.counted import as_int
-from engines.ir.deferred import contiguous
-from engines.ir.graph import BATCH, Array, Dim, Graph, Node, TensorType
-from engines.ops import LayoutOp, op_of
-from engines.passes.layout.channels_first import does_as_well, in_rows, stays_the_same
-from engines.passes.layout.permutations import (
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.deferred import contiguous
+from infer_server.engines.ir.graph import BATCH, Array, Dim, Graph, Node, TensorType
+from infer_server.engines.ops import LayoutOp, op_of
+from infer_server.engines.passes.layout.channels_first import does_as_well, in_rows, stays_the_same
+from infer_server.engines.passes.layout.permutations import (
     Perm,
     channels_last,
     identity,
@@ -37,9 +37,9 @@ from engines.passes.layout.permutations import (
     step,
     without,
 )
-from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.facts import NORMS, is_pointwise
-from engines.passes.rules.reshape import moves_only_ones
+from infer_server.engines.passes.rewriting.editor import GraphEditor
+from infer_server.engines.passes.rewriting.facts import NORMS, is_pointwise
+from infer_server.engines.passes.rules.reshape import moves_only_ones
 
 IMAGE = channels_last(4)
 _LAYOUTS = {identity(4): "nchw", IMAGE: "nhwc", identity(5): "ncdhw", channels_last(5): "ndhwc"}

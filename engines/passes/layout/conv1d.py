@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from engines.ir.graph import Graph, Node
-from engines.ops import LayoutOp, op_of
-from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.facts import is_pointwise
+from infer_server.engines.ir.graph import Graph, Node
+from infer_server.engines.ops import LayoutOp, op_of
+from infer_server.engines.passes.rewriting.editor import GraphEditor
+from infer_server.engines.passes.rewriting.facts import is_pointwise
 
 # Value of the row's axis in each attribute of a window.
 _OF_ROW: Mapping[str, int] = {"kernel_shape": 1, "strides": 1, "dilations": 1, "output_padding": 0}

@@ -16,14 +16,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.errors import ModelError
-from engines.ir.counted import as_int
-from engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
-from engines.ir.shapes import Extent, extent, text
-from engines.ops import describe, op_of
-from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.facts import NORMS, is_pointwise
-from engines.passes.rewriting.notes import Note, note
+from infer_server.engines.errors import ModelError
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
+from infer_server.engines.ir.shapes import Extent, extent, text
+from infer_server.engines.ops import describe, op_of
+from infer_server.engines.passes.rewriting.editor import GraphEditor
+from infer_server.engines.passes.rewriting.facts import NORMS, is_pointwise
+from infer_server.engines.passes.rewriting.notes import Note, note
 
 Group = tuple[Dim, ...]         # the axes that were merged into one axis of a tensor
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.ir.graph import Array, Graph, Node
+from infer_server.engines.ir.graph import Array, Graph, Node
 
 Floats = NDArray[np.float64]
 

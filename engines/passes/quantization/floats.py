@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from engines.ir.graph import Graph, Node
-from engines.ops import Stored, op_of
-from engines.passes.quantization.storage import computes_by, float_edges, stored_by
-from engines.passes.rewriting.facts import ATTENTION, is_pointwise, is_weighted, scalar
+from infer_server.engines.ir.graph import Graph, Node
+from infer_server.engines.ops import Stored, op_of
+from infer_server.engines.passes.quantization.storage import computes_by, float_edges, stored_by
+from infer_server.engines.passes.rewriting.facts import ATTENTION, is_pointwise, is_weighted, scalar
 
 SELECTIONS = ("Split", "Slice", "Gather")       # operators whose outputs hold a part of their input
 _MEANS = ("GlobalAveragePool", "AveragePool", "ReduceMean", "ReduceSum")

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from engines.ir.dtypes import FLOAT
-from engines.ir.graph import Graph, Node, QParams, TensorType
-from engines.ir.grid import grid_params
-from engines.ops import Stored, op_of
-from engines.passes.quantization.kept import kept_nodes
-from engines.passes.quantization.offsets import with_offsets_apart
-from engines.passes.quantization.quantize import contractions, in_int8, sums_fit
-from engines.passes.quantization.storage import classes, stored_by
-from engines.passes.rewriting.editor import merged_origin
-from engines.passes.rewriting.facts import output_axis
-from engines.passes.rewriting.notes import Note, note
+from infer_server.engines.ir.dtypes import FLOAT
+from infer_server.engines.ir.graph import Graph, Node, QParams, TensorType
+from infer_server.engines.ir.grid import grid_params
+from infer_server.engines.ops import Stored, op_of
+from infer_server.engines.passes.quantization.kept import kept_nodes
+from infer_server.engines.passes.quantization.offsets import with_offsets_apart
+from infer_server.engines.passes.quantization.quantize import contractions, in_int8, sums_fit
+from infer_server.engines.passes.quantization.storage import classes, stored_by
+from infer_server.engines.passes.rewriting.editor import merged_origin
+from infer_server.engines.passes.rewriting.facts import output_axis
+from infer_server.engines.passes.rewriting.notes import Note, note
 
 FAKE = "FakeQuantize"
 

@@ -20,12 +20,12 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from engines.ir.graph import Graph, Node
-from engines.ops import Stored
-from engines.passes.fusion.parting import can_part, with_layers_parted
-from engines.passes.quantization.floats import SELECTIONS, closed, leads_to_output
-from engines.passes.quantization.storage import classes, float_edges, stored_by
-from engines.passes.rewriting.editor import GraphEditor, renamed
+from infer_server.engines.ir.graph import Graph, Node
+from infer_server.engines.ops import Stored
+from infer_server.engines.passes.fusion.parting import can_part, with_layers_parted
+from infer_server.engines.passes.quantization.floats import SELECTIONS, closed, leads_to_output
+from infer_server.engines.passes.quantization.storage import classes, float_edges, stored_by
+from infer_server.engines.passes.rewriting.editor import GraphEditor, renamed
 
 UNLIKE = 4.0
 Spans = Mapping[str, tuple[float, float]]

@@ -10,9 +10,9 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from engines.errors import ConfigError
-from engines.ir.graph import Graph
-from engines.passes.rewriting.facts import ATTENTION, is_weighted
+from infer_server.engines.errors import ConfigError
+from infer_server.engines.ir.graph import Graph
+from infer_server.engines.passes.rewriting.facts import ATTENTION, is_weighted
 
 BEHIND = "..."
 

@@ -13,13 +13,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.ir.dtypes import FLOAT
-from engines.ir.graph import Array, Graph, Node, QParams, TensorType
-from engines.ir.grid import offset_grid
-from engines.ops import op_of
-from engines.passes.quantization.storage import reading
-from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.facts import output_axis
+from infer_server.engines.ir.dtypes import FLOAT
+from infer_server.engines.ir.graph import Array, Graph, Node, QParams, TensorType
+from infer_server.engines.ir.grid import offset_grid
+from infer_server.engines.ops import op_of
+from infer_server.engines.passes.quantization.storage import reading
+from infer_server.engines.passes.rewriting.editor import GraphEditor
+from infer_server.engines.passes.rewriting.facts import output_axis
 
 
 def with_offsets_apart(graph: Graph, nodes: Iterable[Node]) -> tuple[Graph, dict[tuple[str, ...], QParams]]:

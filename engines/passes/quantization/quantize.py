@@ -15,17 +15,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.errors import ConfigError
-from engines.ir.dtypes import dtype_named, is_float
-from engines.ir.graph import Array, Graph, Node, QParams, TensorType
-from engines.passes.quantization.floats import closed, float_tensors, kept_tensors
-from engines.passes.quantization.joins import with_conversions_at_joins, with_parts_apart, without_idle
-from engines.passes.quantization.kept import kept_nodes
-from engines.passes.quantization.storage import classes, computes_by, is_image, with_conversions
-from engines.passes.quantization.weights import with_int8_weights, with_weights_as_bytes
-from engines.passes.rewriting.facts import ATTENTION, is_product, is_weighted, output_axis
-from engines.passes.rewriting.notes import Note, note
-from engines.passes.rules.pad import never_negative
+from infer_server.engines.errors import ConfigError
+from infer_server.engines.ir.dtypes import dtype_named, is_float
+from infer_server.engines.ir.graph import Array, Graph, Node, QParams, TensorType
+from infer_server.engines.passes.quantization.floats import closed, float_tensors, kept_tensors
+from infer_server.engines.passes.quantization.joins import with_conversions_at_joins, with_parts_apart, without_idle
+from infer_server.engines.passes.quantization.kept import kept_nodes
+from infer_server.engines.passes.quantization.storage import classes, computes_by, is_image, with_conversions
+from infer_server.engines.passes.quantization.weights import with_int8_weights, with_weights_as_bytes
+from infer_server.engines.passes.rewriting.facts import ATTENTION, is_product, is_weighted, output_axis
+from infer_server.engines.passes.rewriting.notes import Note, note
+from infer_server.engines.passes.rules.pad import never_negative
 
 Ranges = Mapping[str, tuple[float, float]]
 SUMS = 1 << 31              # exclusive bound of the sums of an int8 contraction

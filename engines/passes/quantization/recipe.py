@@ -5,12 +5,12 @@ from collections.abc import Collection
 
 import numpy as np
 
-from engines.ir.graph import Graph
-from engines.ir.recipe import Recipe
-from engines.passes.quantization.bias_correction import correct_biases
-from engines.passes.quantization.kept import kept_nodes
-from engines.passes.quantization.quantize import parted, quantize
-from engines.passes.quantization.smoothing import smoothable, smoothed
+from infer_server.engines.ir.graph import Graph
+from infer_server.engines.ir.recipe import Recipe
+from infer_server.engines.passes.quantization.bias_correction import correct_biases
+from infer_server.engines.passes.quantization.kept import kept_nodes
+from infer_server.engines.passes.quantization.quantize import parted, quantize
+from infer_server.engines.passes.quantization.smoothing import smoothable, smoothed
 
 
 def prepared(graph: Graph, recipe: Recipe, keep_float: Collection[str] = ()) -> Graph:

@@ -6,7 +6,8 @@ Tensors of transformers have a few channels far larger than the others, which le
 scale. The division is folded into the scale and shift of the layer norm that computes x, or is one Mul in the body of
 another producer; readers of x other than products, such as residual sums, multiply by s in their bodies.
 
-calibration.smoothing chooses s per tensor name, so a graph of the same model at other shapes is smoothed equally.
+infer_server.calibration.smoothing chooses s per tensor name, so a graph of the same model at other shapes is smoothed
+equally.
 """
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.ir.graph import Array, Graph, Node
-from engines.ops import op_of
-from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.facts import NORMS, is_pointwise, is_weighted
+from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.ops import op_of
+from infer_server.engines.passes.rewriting.editor import GraphEditor
+from infer_server.engines.passes.rewriting.facts import NORMS, is_pointwise, is_weighted
 
 Floats = NDArray[np.float64]
 

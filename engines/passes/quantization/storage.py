@@ -13,11 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.dtypes import FLOAT, is_float
-from engines.ir.graph import Graph, Node, QParams, TensorType
-from engines.ops import LayoutOp, Stored, op_of
-from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.facts import ATTENTION, is_view_of_input, is_view_of_output, is_weighted, pads_with_zeros
+from infer_server.engines.ir.dtypes import FLOAT, is_float
+from infer_server.engines.ir.graph import Graph, Node, QParams, TensorType
+from infer_server.engines.ops import LayoutOp, Stored, op_of
+from infer_server.engines.passes.rewriting.editor import GraphEditor
+from infer_server.engines.passes.rewriting.facts import (
+    ATTENTION,
+    is_view_of_input,
+    is_view_of_output,
+    is_weighted,
+    pads_with_zeros,
+)
 
 _OF_VOLUMES = ("Conv", "ConvTranspose", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")
 

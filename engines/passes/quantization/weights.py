@@ -14,13 +14,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.ir.dtypes import FLOAT
-from engines.ir.graph import Array, Graph, Node, QParams, TensorType
-from engines.ir.grid import Blocks, block_params, grid_params
-from engines.ops.blocks import CENTRE, packed
-from engines.passes.quantization.storage import computes_by, reading
-from engines.passes.rewriting.editor import GraphEditor
-from engines.passes.rewriting.facts import output_axis
+from infer_server.engines.ir.dtypes import FLOAT
+from infer_server.engines.ir.graph import Array, Graph, Node, QParams, TensorType
+from infer_server.engines.ir.grid import Blocks, block_params, grid_params
+from infer_server.engines.ops.blocks import CENTRE, packed
+from infer_server.engines.passes.quantization.storage import computes_by, reading
+from infer_server.engines.passes.rewriting.editor import GraphEditor
+from infer_server.engines.passes.rewriting.facts import output_axis
 
 LEAST = 1 << 12         # least number of weights that are converted
 

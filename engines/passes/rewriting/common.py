@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.counted import SymbolicInt, structure
-from engines.ir.deferred import Deferred
-from engines.ir.graph import Array, Graph, Node
-from engines.ir.shapes import SymbolicDim
-from engines.ops import op_of
-from engines.passes.rewriting.editor import GraphEditor
+from infer_server.engines.ir.counted import SymbolicInt, structure
+from infer_server.engines.ir.deferred import Deferred
+from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.ir.shapes import SymbolicDim
+from infer_server.engines.ops import op_of
+from infer_server.engines.passes.rewriting.editor import GraphEditor
 
 
 def merge_common(graph: Graph) -> Graph:

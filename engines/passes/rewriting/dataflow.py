@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
-from engines.ir.graph import Graph
+from infer_server.engines.ir.graph import Graph
 
 T = TypeVar("T")
 Walk = Generator[str, Any, T]       # yields names of tensors, receives their answers, returns its own

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.deferred import Deferred
-from engines.ir.graph import Array, Dim, Graph, Node, QParams, TensorType, type_of
-from engines.ops import op_of
+from infer_server.engines.ir.deferred import Deferred
+from infer_server.engines.ir.graph import Array, Dim, Graph, Node, QParams, TensorType, type_of
+from infer_server.engines.ops import op_of
 
 
 class GraphEditor:

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.graph import BATCH, Array, Graph, Node
-from engines.ops import op_of
+from infer_server.engines.ir.graph import BATCH, Array, Graph, Node
+from infer_server.engines.ops import op_of
 
 
 def is_pointwise(node: Node) -> bool:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engines.ir.graph import Node
+from infer_server.engines.ir.graph import Node
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from itertools import permutations
 from types import EllipsisType
 from typing import Any, NamedTuple
 
-from engines.ir.counted import Pinned
-from engines.ir.graph import Array, Graph, Node, TensorType, verify
-from engines.ops import op_of
-from engines.passes.rewriting.editor import GraphEditor, merged_origin
-from engines.passes.rewriting.notes import Note, note
+from infer_server.engines.ir.counted import Pinned
+from infer_server.engines.ir.graph import Array, Graph, Node, TensorType, verify
+from infer_server.engines.ops import op_of
+from infer_server.engines.passes.rewriting.editor import GraphEditor, merged_origin
+from infer_server.engines.passes.rewriting.notes import Note, note
 
 
 @dataclass(frozen=True)

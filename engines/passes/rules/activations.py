@@ -13,8 +13,8 @@ import math
 
 import numpy as np
 
-from engines.ir.graph import Array, Node
-from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
+from infer_server.engines.ir.graph import Array, Node
+from infer_server.engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 
 def _near(match: Match, bind: str, number: float) -> bool:

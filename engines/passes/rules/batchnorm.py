@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.graph import Array
-from engines.passes.rewriting.facts import pads
-from engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
-from engines.passes.rules.linear import LINEAR, bias_of, finish_scaled, weights_are_constant
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.passes.rewriting.facts import pads
+from infer_server.engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
+from infer_server.engines.passes.rules.linear import LINEAR, bias_of, finish_scaled, weights_are_constant
 
 _STATISTICS = (Constant("gamma"), Constant("beta"), Constant("mean"), Constant("var"))
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.ir.counted import as_int
-from engines.passes.rewriting.facts import pads, spatial
-from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.passes.rewriting.facts import pads, spatial
+from infer_server.engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import BATCH, Dim, Graph, Node
-from engines.ops import OPS, op_of
-from engines.ops.items import Mixed
-from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
+from infer_server.engines.ir.graph import BATCH, Dim, Graph, Node
+from infer_server.engines.ops import OPS, op_of
+from infer_server.engines.ops.items import Mixed
+from infer_server.engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 Shape = tuple[Dim, ...]
 

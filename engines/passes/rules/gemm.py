@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.graph import BATCH
-from engines.passes.rewriting.facts import per_channel
-from engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
-from engines.passes.rules.linear import is_canonical
+from infer_server.engines.ir.graph import BATCH
+from infer_server.engines.passes.rewriting.facts import per_channel
+from infer_server.engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
+from infer_server.engines.passes.rules.linear import is_canonical
 
 
 class CanonicalGemm(Rule):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.graph import Dim
-from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
+from infer_server.engines.ir.graph import Dim
+from infer_server.engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 
 class InstanceNorm(Rule):

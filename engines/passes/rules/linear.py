@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.graph import Array, Graph, Node
-from engines.passes.rewriting.rewrite import Draft, Match, No
+from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.passes.rewriting.rewrite import Draft, Match, No
 
 LINEAR = "Conv ConvTranspose Gemm"
 

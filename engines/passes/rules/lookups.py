@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from engines.ir.counted import as_int
-from engines.ir.graph import BATCH, Array, Dim, Graph
-from engines.ir.shapes import Extent, extent
-from engines.passes.rewriting.dataflow import Walk, dataflow
-from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import BATCH, Array, Dim, Graph
+from infer_server.engines.ir.shapes import Extent, extent
+from infer_server.engines.passes.rewriting.dataflow import Walk, dataflow
+from infer_server.engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 
 class LookupInItem(Rule):

@@ -7,10 +7,10 @@
 """
 from __future__ import annotations
 
-from engines.ir.shapes import broadcast
-from engines.ops import OPS
-from engines.passes.rewriting.facts import scalar
-from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
+from infer_server.engines.ir.shapes import broadcast
+from infer_server.engines.ops import OPS
+from infer_server.engines.passes.rewriting.facts import scalar
+from infer_server.engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 _POINTWISE = P(" ".join(name for name, op in OPS.items() if op.pointwise))
 

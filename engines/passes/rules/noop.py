@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.graph import Array, Graph, Node
-from engines.ops import op_of
-from engines.passes.rewriting.facts import pads, spatial
-from engines.passes.rewriting.rewrite import Draft, Match, P, Rule
+from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.ops import op_of
+from infer_server.engines.passes.rewriting.facts import pads, spatial
+from infer_server.engines.passes.rewriting.rewrite import Draft, Match, P, Rule
 
 # Each list has one condition under which a node returns its first input; see `_computes_nothing` and `_neutral`.
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0, "Pow": 1.0}

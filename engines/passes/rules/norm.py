@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.graph import Array, Graph, Node
-from engines.passes.rewriting.facts import per_channel
-from engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
+from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.passes.rewriting.facts import per_channel
+from infer_server.engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
 
 SMALL = 1e-10       # lower bounds of a norm up to this affect only rows of zeros, which LpNormalization leaves zero
 

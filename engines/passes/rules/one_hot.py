@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
+from infer_server.engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 _EQUAL = P("Equal", Value("places"), Constant("range"))
 _HOT = (P("Where", _EQUAL, Constant("on"), Constant("off"), bind="hot"), P("Cast", _EQUAL, bind="hot"))

@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from engines.ir.graph import Graph
-from engines.passes.rewriting.dataflow import Walk, dataflow
-from engines.passes.rewriting.facts import moved_from, pads, spatial
-from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
+from infer_server.engines.ir.graph import Graph
+from infer_server.engines.passes.rewriting.dataflow import Walk, dataflow
+from infer_server.engines.passes.rewriting.facts import moved_from, pads, spatial
+from infer_server.engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 
 # Less than any value that a network computes: exporters write numbers such as -3.4e38 for minus infinity.
 _MINUS_INFINITY = -1e30

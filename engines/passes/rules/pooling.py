@@ -5,8 +5,8 @@
 """
 from __future__ import annotations
 
-from engines.passes.rewriting.facts import pads
-from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
+from infer_server.engines.passes.rewriting.facts import pads
+from infer_server.engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 _GLOBAL = {"ReduceMean": "GlobalAveragePool", "ReduceMax": "GlobalMaxPool",
            "AveragePool": "GlobalAveragePool", "MaxPool": "GlobalMaxPool"}

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from engines.ir.dtypes import FLOAT
-from engines.ir.graph import Array, Graph, Node
-from engines.ir.grid import grid_params, offset_grid
-from engines.ops import OPS, op_of
-from engines.passes.rewriting.dataflow import Walk, dataflow
-from engines.passes.rewriting.facts import output_axis, pads_with_zeros
-from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
+from infer_server.engines.ir.dtypes import FLOAT
+from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.ir.grid import grid_params, offset_grid
+from infer_server.engines.ops import OPS, op_of
+from infer_server.engines.passes.rewriting.dataflow import Walk, dataflow
+from infer_server.engines.passes.rewriting.facts import output_axis, pads_with_zeros
+from infer_server.engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 
 _SELECT = ("MaxPool", "GlobalMaxPool", "Pad")
 _MOVES = (*(name for name, op in OPS.items() if op.moves), *_SELECT)

@@ -5,8 +5,8 @@
 """
 from __future__ import annotations
 
-from engines.ir.counted import as_int
-from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 
 class ReductionOfPowers(Rule):

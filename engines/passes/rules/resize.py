@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engines.ops import resize
-from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
+from infer_server.engines.ops import resize
+from infer_server.engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 _FIRST, _LAST = (0, 3, 1, 2), (0, 2, 3, 1)          # the channels of an image, seen from where they were
 

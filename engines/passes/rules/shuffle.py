@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.counted import as_int
-from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 
 class ChannelShuffle(Rule):

@@ -4,7 +4,7 @@
 """
 from __future__ import annotations
 
-from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
+from infer_server.engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 
 class AlongInnermost(Rule):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.content import remembering
-from engines.ir.graph import Array, Graph, Node
-from engines.ir.grid import block_params, grid_params
-from engines.passes.rewriting.facts import reader
-from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
-from engines.passes.rules.linear import is_canonical
+from infer_server.engines.ir.content import remembering
+from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.ir.grid import block_params, grid_params
+from infer_server.engines.passes.rewriting.facts import reader
+from infer_server.engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
+from infer_server.engines.passes.rules.linear import is_canonical
 
 KEPT = 4                # number of cached tables, for the same model at other shapes
 LARGEST = 1 << 20       # bytes of a table that is computed although the weights are smaller: it fits the L2 cache

@@ -1,6 +1,6 @@
 """Host operators, evaluated between segments: data-dependent shapes, sequences, strings.
 
-    run = evaluator(node)           # an engines.ir node of an ONNX operator
+    run = evaluator(node)           # an infer_server.engines.ir node of an ONNX operator
     y, = run(x)
 
 Frequent operators are implemented in NumPy here; the onnx package's reference evaluates all others.
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from engines.errors import EngineError, PlanError
-from engines.ir.graph import Node
-from engines.runtime.host import selection, sequences, text
-from engines.runtime.host.encoders import ENCODERS
+from infer_server.engines.errors import EngineError, PlanError
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.runtime.host import selection, sequences, text
+from infer_server.engines.runtime.host.encoders import ENCODERS
 
 Run = Callable[..., tuple[Any, ...]]
 OPERATORS = {**selection.OPERATORS, **sequences.OPERATORS}
@@ -55,7 +55,7 @@ def _by_onnx(node: Node) -> Run:
 
     def compute(*values: Any) -> tuple[Any, ...]:
         if not found:       # when it is first run: serving others needs no onnx
-            from engines.ops.fallback import evaluator_of
+            from infer_server.engines.ops.fallback import evaluator_of
             found.append(evaluator_of(node))
         names = [name for name in node.inputs if name]
         given = [value for name, value in zip(node.inputs, values, strict=True) if name]

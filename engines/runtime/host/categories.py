@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import EngineError
-from engines.ir.graph import Array, Node
-from engines.ir.serialize import node_from_json
-from engines.plan.program import Region
-from engines.runtime.host import evaluator
-from engines.runtime.host.encoders import categories_of
+from infer_server.engines.errors import EngineError
+from infer_server.engines.ir.graph import Array, Node
+from infer_server.engines.ir.serialize import node_from_json
+from infer_server.engines.plan.program import Region
+from infer_server.engines.runtime.host import evaluator
+from infer_server.engines.runtime.host.encoders import categories_of
 
 # Operators that hand strings on: the elements of their results are those of their inputs.
 MOVES = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Slice", "Gather", "Split",

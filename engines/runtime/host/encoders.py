@@ -1,6 +1,6 @@
 """Encoders of strings, as tables of scikit-learn's exports begin with them: ai.onnx.ml's, by dictionaries.
 
-Those of numbers are compiled (engines.frontend.operators.ml.features).
+Those of numbers are compiled (infer_server.engines.frontend.operators.ml.features).
 """
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import PlanError
-from engines.ir.graph import Array, Node
+from infer_server.engines.errors import PlanError
+from infer_server.engines.ir.graph import Array, Node
 
 Attrs = Mapping[str, Any]
 Encode = Callable[..., tuple[Any, ...]]

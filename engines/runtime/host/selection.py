@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Array, Node
+from infer_server.engines.ir.graph import Array, Node
 
 Attrs = Mapping[str, Any]
 FEW = 1024      # up to so many elements ndarray.nonzero is faster
@@ -32,7 +32,7 @@ def _first_rows(attrs: Attrs, x: Array, count: Array) -> tuple[Array, ...]:
 
 def _non_max_suppression(attrs: Attrs, boxes: Array, scores: Array, *numbers: Array | None) -> tuple[Array, ...]:
     """Run NonMaxSuppression on the host, for backends that have neither a kernel nor reference steps."""
-    from engines.ops.selection import BoundedNonMaxSuppression  # imported at the first run
+    from infer_server.engines.ops.selection import BoundedNonMaxSuppression  # imported at the first run
 
     given: list[Array] = [np.zeros(1, np.int64), np.zeros(1, np.float32), np.full(1, -np.inf, np.float32)]
     for index, number in enumerate(numbers):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Array
+from infer_server.engines.ir.graph import Array
 
 Attrs = Mapping[str, Any]
 Sequence = list[Array]

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import PlanError
-from engines.ir.graph import Array
+from infer_server.engines.errors import PlanError
+from infer_server.engines.ir.graph import Array
 
 Split = Callable[[str], list[str]]
 _BEGIN, _END = "\x02", "\x03"       # the tokens that mark the ends of a text

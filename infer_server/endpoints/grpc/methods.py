@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import protos
+from infer_server import protos
 from infer_server.endpoints.grpc.compression import plain
 from infer_server.endpoints.grpc.context import CallContext, Serve, unary
 from infer_server.endpoints.grpc.infer_reply import AwaitedInfer, InferReply

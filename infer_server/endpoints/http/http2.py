@@ -18,7 +18,7 @@ from infer_server.endpoints.http2.settings import ConnectionSettings
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import MemoryLimitError, ServeError
 from infer_server.protocol.parameters import digits
-from protos.http2 import ErrorCode, Header
+from infer_server.protos.http2 import ErrorCode, Header
 
 _MAX_STREAMS = 256                  # most concurrent streams on a connection
 _MAX_EARLY_PINGS = 100              # less than a second after the one before, between two answers

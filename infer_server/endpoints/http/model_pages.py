@@ -12,9 +12,9 @@ from infer_server.protocol.json_documents import LARGE_BYTES, read_members
 from infer_server.protocol.json_values import JsonArray, Steps
 from infer_server.protocol.parameters import set_parameter
 from infer_server.protocol.protobuf_json import to_json
+from infer_server.protos import inference
 from infer_server.repository.overrides import PREFIX
 from infer_server.workers import StepRunner
-from protos import inference
 
 _BASE64_BYTES = 256 << 10       # characters decoded in one step; a multiple of four
 

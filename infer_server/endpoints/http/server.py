@@ -11,7 +11,7 @@ from infer_server.endpoints.http.connection import HttpConnection
 from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.http.reading import PortLimits
 from infer_server.endpoints.tls import ServerTls
-from protos import http2
+from infer_server.protos import http2
 
 if http2.is_installed:
     from infer_server.endpoints.http.http2 import Http2Requests, settings_of

@@ -14,7 +14,7 @@ from infer_server.endpoints.settings import SettingsService
 from infer_server.endpoints.status.snapshot import Snapshots
 from infer_server.errors import InvalidRequestError
 from infer_server.protocol.protobuf_json import to_json
-from protos import inference
+from infer_server.protos import inference
 
 Answer = Callable[[HttpRequest], Awaitable[HttpResponse]]
 # The browser runs and fetches only the page's own files, so that injected text cannot execute.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from infer_server.endpoints.inflight import Client, Inflight, OpenCall
-from protos.buffers import uninitialised
+from infer_server.protos.buffers import uninitialised
 
 LARGE_BYTES = 64 << 10          # a body is large if at least this many bytes are still to come
 _FIRST_SECS = 0.1               # delay of the first interim response; every next delay is twice as long

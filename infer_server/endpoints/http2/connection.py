@@ -18,8 +18,7 @@ from infer_server.endpoints.http2.limits import ConnectionTimers
 from infer_server.endpoints.http2.settings import ConnectionSettings
 from infer_server.endpoints.http2.streams import CountedStream, PartsWriter, RequestHandler
 from infer_server.endpoints.inflight import Inflight
-from infer_server.workers import wait_until
-from protos.http2 import (
+from infer_server.protos.http2 import (
     ConnectionClosed,
     DataReceived,
     ErrorCode,
@@ -34,6 +33,7 @@ from protos.http2 import (
     TrailersReceived,
     server_connection,
 )
+from infer_server.workers import wait_until
 
 log = logging.getLogger(__name__)
 

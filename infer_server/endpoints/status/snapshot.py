@@ -15,10 +15,10 @@ from infer_server.endpoints.status.history import MOST_MODELS, History
 from infer_server.endpoints.status.state import ServerState
 from infer_server.errors import RepositoryError
 from infer_server.protocol.redaction import redacted
+from infer_server.protos.version import NAME, VERSION
 from infer_server.repository.model import Model
 from infer_server.repository.repository import IndexEntry
 from infer_server.workers import PeriodicValue, run_off_loop
-from protos.version import NAME, VERSION
 
 _QUANTILES = (0.5, 0.9, 0.99)
 _LISTING_SECS = 10.0            # time for which a listing of the repository is reused

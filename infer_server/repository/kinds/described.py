@@ -65,7 +65,7 @@ class _Onnx:
 
 def _of_onnx(source: Source) -> _Onnx | None:
     """Describe the engine of an ONNX file before its build; None if too much is still open."""
-    from engines.frontend.onnx_file import outline_of
+    from infer_server.engines.frontend.onnx_file import outline_of
     config, asked = source.config, source.message.max_batch_size
     if config.sequences or config.ragged or config.build.uint8_input == "true":
         return None

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engines.errors import EngineError
 from infer_server.backend import (
     BATCH,
     Engine,
@@ -30,14 +29,15 @@ from infer_server.batching.request import Arrays
 from infer_server.config.autocomplete import complete, takes_whole
 from infer_server.config.config import ModelConfig, from_message
 from infer_server.config.signature import ANY_ITEMS, Items, ModelSignature
+from infer_server.engines.errors import EngineError
 from infer_server.errors import ModelConfigError
+from infer_server.protos import model_config
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.cores import CpuDealer, check_memory
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.ragged import RaggedExecutor, single_request_shapes
 from infer_server.repository.kinds.warmup import warmup_requests
 from infer_server.repository.model import QueuedModel
-from protos import model_config
 
 log = logging.getLogger(__name__)
 

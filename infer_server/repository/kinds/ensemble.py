@@ -18,12 +18,12 @@ from infer_server.config.paths import check_name
 from infer_server.config.signature import Items, ModelSignature
 from infer_server.config.steps import EnsembleStep
 from infer_server.errors import ModelConfigError, RepositoryError, ServeError, UnavailableError
+from infer_server.protos import model_config
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.ensemble_check import check_ensemble
 from infer_server.repository.kinds.ensemble_run import EnsembleRun
 from infer_server.repository.kinds.local import UNCOUNTED, Find, TensorMemory
 from infer_server.repository.model import Model
-from protos import model_config
 
 
 class EnsembleModel(Model):

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.errors import CalibrationError, ConfigError
-from engines.preprocess import Preprocess, load_preprocess, opened
 from infer_server.backend import Engine, Shapes
 from infer_server.batching.request import Arrays, Request
 from infer_server.batching.statistics import Failure
 from infer_server.config.config import ModelConfig
 from infer_server.config.signature import Fit, Items, ModelSignature
+from infer_server.engines.errors import CalibrationError, ConfigError
+from infer_server.engines.preprocess import Preprocess, load_preprocess, opened
 from infer_server.errors import (
     DeadlineExceededError,
     InvalidRequestError,

@@ -31,6 +31,7 @@ from infer_server.observing.custom_metrics import CustomMetrics, MetricsOwner
 from infer_server.observing.traces import RequestTrace
 from infer_server.protocol.parameters import Parameters
 from infer_server.protocol.protobuf_json import to_json
+from infer_server.protos import model_config
 from infer_server.python_backend.channel import ChannelMessage, typed
 from infer_server.python_backend.executor import PythonExecutor
 from infer_server.python_backend.failures import error_head
@@ -42,7 +43,6 @@ from infer_server.repository.kinds.local import Find, ModelControl, request_of
 from infer_server.repository.kinds.warmup import warmup_requests
 from infer_server.repository.model import Model, QueuedModel
 from infer_server.workers import post
-from protos import model_config
 
 _START_SECS = 600.0
 _EXECUTE_SECS = 300.0

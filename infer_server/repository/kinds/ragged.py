@@ -10,13 +10,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from engines.errors import InputError
 from infer_server.backend import ExecutionContext, Shapes
 from infer_server.batching.engine_executor import copy_into
 from infer_server.batching.request import Outcome, Request
 from infer_server.batching.statistics import BatchExecution
 from infer_server.config.config import ModelConfig, TensorSpec
 from infer_server.config.ragged import Ragged
+from infer_server.engines.errors import InputError
 from infer_server.errors import ExecutionError
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from infer_server.config.fields import MOST_ARRAY_BYTES
 from infer_server.config.paths import WARMUP, inside
 from infer_server.errors import InvalidRequestError, ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, Datatype, InputTensor, from_raw
+from infer_server.protos import model_config
 from infer_server.repository.kinds.local import request_of
 from infer_server.repository.model import Model
-from protos import model_config
 
 
 class _NoReply:

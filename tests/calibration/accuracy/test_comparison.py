@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 
-from calibration.accuracy.comparison import CHUNK, Reference
-from calibration.accuracy.measures import cosine, fault_of_int8, powers, typical, zeroed
-from calibration.accuracy.parts import TensorParts
+from infer_server.calibration.accuracy.comparison import CHUNK, Reference
+from infer_server.calibration.accuracy.measures import cosine, fault_of_int8, powers, typical, zeroed
+from infer_server.calibration.accuracy.parts import TensorParts
 
 SHAPE = (2, CHUNK // 16 + 3, 24)        # more than a chunk an item, and no multiple of one
 BOXES = np.arange(24) < 4

@@ -10,17 +10,17 @@ import numpy as np
 import onnx
 import pytest
 
-from calibration import Calibration
-from calibration.accuracy.oracle import oracle_of
-from calibration.accuracy.structure import structure_of
-from calibration.accuracy.verify import Verification, verify, verify_engine
-from calibration.open_data import open_calibration_data
-from engines import build_engine
-from engines.compiler.ranges import Calibrated
-from engines.compiler.specialise import graph_at
-from engines.ir.graph import Array
-from engines.plan.file import read_plan, write_plan
+from infer_server.calibration import Calibration
+from infer_server.calibration.accuracy.oracle import oracle_of
+from infer_server.calibration.accuracy.structure import structure_of
+from infer_server.calibration.accuracy.verify import Verification, verify, verify_engine
+from infer_server.calibration.open_data import open_calibration_data
 from infer_server.cli.verifying import listed
+from infer_server.engines import build_engine
+from infer_server.engines.compiler.ranges import Calibrated
+from infer_server.engines.compiler.specialise import graph_at
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.file import read_plan, write_plan
 from tests.calibration.detectors import concatenated, end_to_end, pictures, suppressed
 
 OPTIONS: dict[str, Any] = {"cache": False, "timing": False}

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from calibration.accuracy.measures import cosine, powers, sqnr_db, top1_agreement, typical
+from infer_server.calibration.accuracy.measures import cosine, powers, sqnr_db, top1_agreement, typical
 
 X = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
 

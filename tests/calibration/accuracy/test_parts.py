@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibration.accuracy.comparison import compare
-from calibration.accuracy.parts import parts_of_tensor
-from calibration.accuracy.sources import Sources, selections, sources_of
-from engines.compiler.builder import BuildConfig, Builder
-from engines.ir.graph import Array, Graph
+from infer_server.calibration.accuracy.comparison import compare
+from infer_server.calibration.accuracy.parts import parts_of_tensor
+from infer_server.calibration.accuracy.sources import Sources, selections, sources_of
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.ir.graph import Array, Graph
 from tests.calibration import detectors
 from tests.engines.passes.build import Build
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from calibration.accuracy.rows import Matched, decided_rows, match_rows
-from calibration.accuracy.sources import Selection
-from engines.ir.graph import Array
+from infer_server.calibration.accuracy.rows import Matched, decided_rows, match_rows
+from infer_server.calibration.accuracy.sources import Selection
+from infer_server.engines.ir.graph import Array
 
 RNG = np.random.default_rng(0)
 BEHIND = Selection(counts=frozenset({40}))

@@ -13,19 +13,19 @@ import onnx.parser
 import pytest
 from onnx import TensorProto
 
-from calibration import Calibration
-from calibration.accuracy.errors import LIMITS, OutputErrors
-from calibration.accuracy.oracle import Oracle, oracle_of
-from calibration.accuracy.verify import verify, verify_engine
-from calibration.data.generated import generated, index_bound
-from calibration.open_data import open_calibration_data
-from engines import build_engine
-from engines.compiler.builder import BuildConfig, Builder
-from engines.errors import ModelError
-from engines.ir.graph import Array
-from engines.ir.pixels import Pixels
-from engines.plan.file import read_plan, write_plan
-from engines.plan.plan import IoTensor
+from infer_server.calibration import Calibration
+from infer_server.calibration.accuracy.errors import LIMITS, OutputErrors
+from infer_server.calibration.accuracy.oracle import Oracle, oracle_of
+from infer_server.calibration.accuracy.verify import verify, verify_engine
+from infer_server.calibration.data.generated import generated, index_bound
+from infer_server.calibration.open_data import open_calibration_data
+from infer_server.engines import build_engine
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.errors import ModelError
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.plan.file import read_plan, write_plan
+from infer_server.engines.plan.plan import IoTensor
 from tests.engines.compiler.half_models import halved
 from tests.engines.compiler.open_models import random
 from tests.engines.compiler.program_models import chosen_patches, chosen_rows, scanned

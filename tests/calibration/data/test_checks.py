@@ -9,16 +9,16 @@ import onnx.parser
 import pytest
 from PIL import Image
 
-from calibration import Calibration
-from calibration.accuracy.verify import verify
-from calibration.data.checks import DataCheck
-from calibration.open_data import open_calibration_data
-from engines import build_engine
-from engines.errors import CalibrationError
-from engines.ir.graph import Array
-from engines.plan.plan import IoTensor
-from engines.preprocess import IMAGENET, Preprocess
+from infer_server.calibration import Calibration
+from infer_server.calibration.accuracy.verify import verify
+from infer_server.calibration.data.checks import DataCheck
+from infer_server.calibration.open_data import open_calibration_data
 from infer_server.cli import inspect_engine
+from infer_server.engines import build_engine
+from infer_server.engines.errors import CalibrationError
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.plan import IoTensor
+from infer_server.engines.preprocess import IMAGENET, Preprocess
 
 X = IoTensor("x", "float32", ("batch", 3, 8, 8))
 GRAY = IoTensor("x", "float32", ("batch", 1, 8, 8))

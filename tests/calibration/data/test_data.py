@@ -3,13 +3,13 @@ import pytest
 from onnx import parser
 from PIL import Image
 
-from calibration import Calibration
-from calibration.collect import collect
-from calibration.open_data import open_calibration_data
-from engines import build_engine
-from engines.errors import CalibrationError, ConfigError
-from engines.plan.plan import IoTensor
-from engines.preprocess import IMAGENET, PRESETS, Preprocess
+from infer_server.calibration import Calibration
+from infer_server.calibration.collect import collect
+from infer_server.calibration.open_data import open_calibration_data
+from infer_server.engines import build_engine
+from infer_server.engines.errors import CalibrationError, ConfigError
+from infer_server.engines.plan.plan import IoTensor
+from infer_server.engines.preprocess import IMAGENET, PRESETS, Preprocess
 
 X = IoTensor("x", "float32", ("batch", 3, 8, 8))
 MASK = IoTensor("mask", "int64", ("batch", "length"))

@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from clients import AsyncInferenceClient, InferenceClient
-from protos import inference as pb
-from protos.grpc_framing import prefix_of
-from protos.http2 import (
+from infer_server.clients import AsyncInferenceClient, InferenceClient
+from infer_server.protos import inference as pb
+from infer_server.protos.grpc_framing import prefix_of
+from infer_server.protos.http2 import (
     Connection,
     DataReceived,
     Event,

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.channels import addresses
-from clients.channels import health as health_checks
-from clients.channels.addresses import Address, parse_url
-from clients.errors import ServerUnavailableError
-from protos import health, http2
+from infer_server.clients.channels import addresses
+from infer_server.clients.channels import health as health_checks
+from infer_server.clients.channels.addresses import Address, parse_url
+from infer_server.clients.errors import ServerUnavailableError
+from infer_server.protos import health, http2
 from tests.clients.channels.peers import KINDS, Peer, client_of, keepalive_secs, listening, proxy_to, scripted
 from tests.clients.server import TIMEOUT_SECS, Doubler, serving
 from tests.infer_server.numpy_engine import write_model

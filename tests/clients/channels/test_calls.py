@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-import clients.channels
-from clients import AsyncInferenceClient, InferenceClient, Tls
-from clients.errors import (
+from infer_server.clients import AsyncInferenceClient, InferenceClient, Tls, channels
+from infer_server.clients.errors import (
     ClientError,
     DeadlineExceededError,
     InvalidRequestError,
@@ -28,9 +27,9 @@ from clients.errors import (
     ServerUnavailableError,
     UnsupportedError,
 )
-from protos import http2
-from protos import inference as pb
-from protos.grpc_framing import prefix_of
+from infer_server.protos import http2
+from infer_server.protos import inference as pb
+from infer_server.protos.grpc_framing import prefix_of
 from tests.clients.channels.peers import KINDS, LIVE, Peer, client_of, listening, proxy_to, scripted
 from tests.clients.server import TIMEOUT_SECS, Doubler
 from tests.clients.server import serving as serving_doubler
@@ -304,14 +303,15 @@ def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any]) -> No
 
 
 def test_the_clients_do_not_import_grpcio_unless_it_is_asked_for() -> None:
-    subprocess.run([sys.executable, "-c", "import clients, sys; clients.InferenceClient('a:1').close(); "
+    subprocess.run([sys.executable, "-c", "import sys; from infer_server.clients import InferenceClient; "
+                                          "InferenceClient('a:1').close(); "
                                           "assert 'grpc' not in sys.modules"], check=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_grpcio_is_the_transport_where_ngh2_is_not_installed(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str) -> None:
-    monkeypatch.setattr(clients.channels.http2, "is_installed", False)
+    monkeypatch.setattr(channels.http2, "is_installed", False)
     with serving_doubler(Doubler()) as url, client_of(kind, url) as client:
         assert client.is_server_live()
     assert [record.message for record in caplog.records if "ngh2" in record.message] == [

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from clients.channels import StatusError
-from clients.channels.retry import Attempts, Throttle
-from clients.channels.service_config import MethodConfig, RetryPolicy, ServiceConfig
-from clients.errors import DeadlineExceededError, InvalidRequestError, ServerError, ServerUnavailableError
-from protos import http2
+from infer_server.clients.channels import StatusError
+from infer_server.clients.channels.retry import Attempts, Throttle
+from infer_server.clients.channels.service_config import MethodConfig, RetryPolicy, ServiceConfig
+from infer_server.clients.errors import DeadlineExceededError, InvalidRequestError, ServerError, ServerUnavailableError
+from infer_server.protos import http2
 from tests.clients.channels.peers import KINDS, Peer, client_of, scripted
 from tests.clients.server import TIMEOUT_SECS
 

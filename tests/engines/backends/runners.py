@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from engines.backends.cuda.codegen.gpu import GPUS
-from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_AMX_FP16, AVX512_VNNI, PORTABLE
+from infer_server.engines.backends.cuda.codegen.gpu import GPUS
+from infer_server.engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_AMX_FP16, AVX512_VNNI, PORTABLE
 from tests.engines.backends.cuda.runner import GpuRunner, at_hand
 from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner
 from tests.engines.backends.numpy.runner import NumpyRunner

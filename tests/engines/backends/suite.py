@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import View, dense_view
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.view import View, dense_view
 
 UNTOUCHED = 0xA5        # fill of the bytes around an output
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX512_VNNI, PORTABLE
-from engines.backends.llvm.kernels.matmul.attention import AttentionKernel
-from engines.lowering.epilogue.program import ProgramBuilder
-from engines.lowering.problems.matmul import Attention
-from engines.lowering.problems.view import View, dense_view
+from infer_server.engines.backends.llvm.codegen.isa import AVX512_VNNI, PORTABLE
+from infer_server.engines.backends.llvm.kernels.matmul.attention import AttentionKernel
+from infer_server.engines.lowering.epilogue.program import ProgramBuilder
+from infer_server.engines.lowering.problems.matmul import Attention
+from infer_server.engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.llvm.runner import ToldRunner
 from tests.engines.backends.runners import EVERY_BACKEND
 from tests.engines.backends.suite import check, random_array

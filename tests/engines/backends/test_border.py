@@ -4,9 +4,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.lowering.buffers import border
-from engines.lowering.calls.placement import Storage
-from engines.lowering.problems.view import Halo, dense_view
+from infer_server.engines.lowering.buffers import border
+from infer_server.engines.lowering.calls.placement import Storage
+from infer_server.engines.lowering.problems.view import Halo, dense_view
 from tests.engines.backends.runners import EVERY_WIDTH
 from tests.engines.backends.suite import Runner
 

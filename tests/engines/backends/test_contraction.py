@@ -5,19 +5,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
-from engines.backends.llvm.kernels.contraction.direct import DirectContraction
-from engines.backends.llvm.kernels.contraction.paired import PairedContraction
-from engines.backends.llvm.kernels.contraction.taps import TapAxis
-from engines.backends.llvm.kernels.contraction.tiled import Tile, tiles_of_the_batch
-from engines.backends.llvm.kernels.few_couts.dots import DotContraction, DotTile
-from engines.backends.llvm.kernels.kernel import kernels_for
-from engines.codegen.ir_builder import Module
-from engines.ir.graph import Node
-from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
-from engines.lowering.problems.convolution import BlockedProduct, Contraction, RoundedProduct
-from engines.lowering.problems.view import Halo, dense_view
-from engines.ops.blocks import QuantizeBlocks
+from infer_server.engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
+from infer_server.engines.backends.llvm.kernels.contraction.direct import DirectContraction
+from infer_server.engines.backends.llvm.kernels.contraction.paired import PairedContraction
+from infer_server.engines.backends.llvm.kernels.contraction.taps import TapAxis
+from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, tiles_of_the_batch
+from infer_server.engines.backends.llvm.kernels.few_couts.dots import DotContraction, DotTile
+from infer_server.engines.backends.llvm.kernels.kernel import kernels_for
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
+from infer_server.engines.lowering.problems.convolution import BlockedProduct, Contraction, RoundedProduct
+from infer_server.engines.lowering.problems.view import Halo, dense_view
+from infer_server.engines.ops.blocks import QuantizeBlocks
 from tests.engines.backends.llvm.jit import assembly, spills
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA

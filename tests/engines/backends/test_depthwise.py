@@ -3,11 +3,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_BF16, AVX512_VNNI
-from engines.backends.llvm.kernels.depthwise.depthwise import DepthwiseTile
-from engines.codegen.ir_builder import Module
-from engines.lowering.problems.convolution import Depthwise
-from engines.lowering.problems.view import View, dense_view
+from infer_server.engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_BF16, AVX512_VNNI
+from infer_server.engines.backends.llvm.kernels.depthwise.depthwise import DepthwiseTile
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.lowering.problems.convolution import Depthwise
+from infer_server.engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.llvm.jit import assembly, spills
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA_WIDTH, EVERY_WIDTH

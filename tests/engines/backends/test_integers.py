@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import PORTABLE
-from engines.ir.graph import BATCH, Graph, Node, TensorType
-from engines.lowering.calls.calls import ProblemCall
-from engines.lowering.lower import lower
-from engines.lowering.problems.elementwise import OPERATIONS, STORED_INTEGERS, CumulativeSum, Integers
-from engines.lowering.problems.view import View, dense_view
-from engines.ops import OPS
+from infer_server.engines.backends.llvm.codegen.isa import PORTABLE
+from infer_server.engines.ir.graph import BATCH, Graph, Node, TensorType
+from infer_server.engines.lowering.calls.calls import ProblemCall
+from infer_server.engines.lowering.lower import lower
+from infer_server.engines.lowering.problems.elementwise import OPERATIONS, STORED_INTEGERS, CumulativeSum, Integers
+from infer_server.engines.lowering.problems.view import View, dense_view
+from infer_server.engines.ops import OPS
 from tests.engines.backends.llvm.runner import CpuRunner
 from tests.engines.backends.runners import EVERY_WIDTH
 from tests.engines.backends.suite import check, gapped, random_array, run

@@ -4,12 +4,12 @@ import math
 import numpy as np
 import pytest
 
-from engines.backends.llvm.kernels.kernel import kernels_for
-from engines.lowering.nest import functions
-from engines.lowering.nest.meaning import evaluate
-from engines.lowering.nest.program import ARITHMETIC, COMPARISONS, FLOATING, KINDS, REDUCTIONS, Writer
-from engines.lowering.problems.nest import Nest, Scatter
-from engines.lowering.problems.view import View, dense_view
+from infer_server.engines.backends.llvm.kernels.kernel import kernels_for
+from infer_server.engines.lowering.nest import functions
+from infer_server.engines.lowering.nest.meaning import evaluate
+from infer_server.engines.lowering.nest.program import ARITHMETIC, COMPARISONS, FLOATING, KINDS, REDUCTIONS, Writer
+from infer_server.engines.lowering.problems.nest import Nest, Scatter
+from infer_server.engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.runners import EVERY_ISA_WIDTH, EVERY_WIDTH
 from tests.engines.backends.suite import check, gapped, random_array
 

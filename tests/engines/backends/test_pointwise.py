@@ -4,12 +4,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import ALL, PORTABLE
-from engines.backends.llvm.kernels.common.access import BLOCK
-from engines.backends.llvm.kernels.elementwise.pointwise import PointwiseKernel
-from engines.lowering.epilogue.program import INSTRUCTIONS, NUMPY, EpilogueProgram, Instruction, ProgramBuilder, Ref
-from engines.lowering.problems.elementwise import Pointwise
-from engines.lowering.problems.view import View, dense_view
+from infer_server.engines.backends.llvm.codegen.isa import ALL, PORTABLE
+from infer_server.engines.backends.llvm.kernels.common.access import BLOCK
+from infer_server.engines.backends.llvm.kernels.elementwise.pointwise import PointwiseKernel
+from infer_server.engines.lowering.epilogue.program import (
+    INSTRUCTIONS,
+    NUMPY,
+    EpilogueProgram,
+    Instruction,
+    ProgramBuilder,
+    Ref,
+)
+from infer_server.engines.lowering.problems.elementwise import Pointwise
+from infer_server.engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND
 from tests.engines.backends.suite import check, gapped, random_array, requantise, run

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import ALL, AVX2
-from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
-from engines.lowering.problems.images import Pool
-from engines.lowering.problems.view import dense_view
+from infer_server.engines.backends.llvm.codegen.isa import ALL, AVX2
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
+from infer_server.engines.lowering.problems.images import Pool
+from infer_server.engines.lowering.problems.view import dense_view
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_ISA_WIDTH, EVERY_WIDTH
 from tests.engines.backends.suite import check, gapped, random_array, requantise, run
@@ -91,7 +91,7 @@ def test_a_wrong_count_is_caught():
 
 
 def test_bytes_stay_bytes_where_nothing_is_computed():
-    from engines.codegen.ir_builder import Module
+    from infer_server.engines.codegen.ir_builder import Module
     kernel, module = kernel_of(pool("max", "uint8", 64, WINDOWS["2x2"])), Module()
     kernel.emit(module, "kernel", ALL[0], kernel.tactics(ALL[0])[0])
     assert "x float" not in module.text()

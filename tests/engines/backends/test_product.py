@@ -4,14 +4,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI, PORTABLE
-from engines.backends.llvm.kernels.matmul.product import ProductKernel, Tile
-from engines.backends.llvm.kernels.matmul.streamed import StreamedKernel, Streams
-from engines.codegen.ir_builder import Module
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.matmul import IntegerProduct, Product
-from engines.lowering.problems.view import View, dense_view
-from engines.plan.plan import SLACK
+from infer_server.engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI, PORTABLE
+from infer_server.engines.backends.llvm.kernels.matmul.product import ProductKernel, Tile
+from infer_server.engines.backends.llvm.kernels.matmul.streamed import StreamedKernel, Streams
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.matmul import IntegerProduct, Product
+from infer_server.engines.lowering.problems.view import View, dense_view
+from infer_server.engines.plan.plan import SLACK
 from tests.engines.backends.llvm.jit import assembly, spills
 from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA

@@ -7,22 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, PORTABLE
-from engines.backends.llvm.kernels.recurrent import tiling
-from engines.backends.llvm.kernels.recurrent.tiling import Panels, fits
-from engines.ir.graph import Node
-from engines.lowering.epilogue.program import ProgramBuilder
-from engines.lowering.problems.recurrence import (
+from infer_server.engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, PORTABLE
+from infer_server.engines.backends.llvm.kernels.recurrent import tiling
+from infer_server.engines.backends.llvm.kernels.recurrent.tiling import Panels, fits
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.lowering.epilogue.program import ProgramBuilder
+from infer_server.engines.lowering.problems.recurrence import (
     QUANTIZED_STATES,
     Recurrence,
     crowded_units,
     integer_precision,
     integer_weights,
 )
-from engines.lowering.problems.view import View
-from engines.lowering.rules.cells import bounded, cell_of
-from engines.ops.recurrent import DEFAULTS, GATES
-from engines.ops.recurrent import Recurrence as Operator
+from infer_server.engines.lowering.problems.view import View
+from infer_server.engines.lowering.rules.cells import bounded, cell_of
+from infer_server.engines.ops.recurrent import DEFAULTS, GATES
+from infer_server.engines.ops.recurrent import Recurrence as Operator
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA_WIDTH, EVERY_WIDTH
 from tests.engines.backends.suite import check, gapped, run

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engines.backends import backend_of, device_of, every_target
-from engines.compiler.builder import BuildConfig, Builder
-from engines.errors import ConfigError, PlanTargetError
-from engines.machine.timing_cache import TimingCache
-from engines.plan.file import write_plan
+from infer_server.engines.backends import backend_of, device_of, every_target
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.errors import ConfigError, PlanTargetError
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.file import write_plan
 from tests.engines.compiler.zoo_engines import compiled
 from tests.zoo import TINY
 
@@ -52,8 +52,8 @@ def test_where_llvm_is_missing_the_error_names_it_and_the_way_without(tmp_path: 
     script = """if True:
         import sys
         sys.modules["llvmlite"] = None              # an import of it raises
-        from engines import build_engine, load_engine
-        from engines.errors import ConfigError, PlanTargetError
+        from infer_server.engines import build_engine, load_engine
+        from infer_server.engines.errors import ConfigError, PlanTargetError
         for call in (lambda: build_engine("model.onnx", cache=False), lambda: load_engine("m.plan")):
             try:
                 call()

@@ -2,11 +2,11 @@
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX512_VNNI, PORTABLE
-from engines.backends.llvm.kernels.rows import kernels
-from engines.lowering.epilogue.program import ProgramBuilder
-from engines.lowering.problems.rows import Extreme, Lrn, Norm, Reduce, Softmax
-from engines.lowering.problems.view import View, dense_view
+from infer_server.engines.backends.llvm.codegen.isa import AVX512_VNNI, PORTABLE
+from infer_server.engines.backends.llvm.kernels.rows import kernels
+from infer_server.engines.lowering.epilogue.program import ProgramBuilder
+from infer_server.engines.lowering.problems.rows import Extreme, Lrn, Norm, Reduce, Softmax
+from infer_server.engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner, kernel_of
 from tests.engines.backends.runners import EVERY_WIDTH
 from tests.engines.backends.suite import check, gapped, random_array, requantise, run

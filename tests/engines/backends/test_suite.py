@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.lowering.problems.movement import Permute
-from engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.movement import Permute
+from infer_server.engines.lowering.problems.problem import Array, Problem
 from tests.engines.backends.numpy.runner import NumpyRunner
 from tests.engines.backends.suite import check, gapped
 

@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import PORTABLE
-from engines.backends.llvm.kernels.elementwise.top_k import BLOCK, MOST_KEYS
-from engines.ir.graph import Node
-from engines.lowering.problems.elementwise import TopK
-from engines.lowering.problems.view import dense_view
-from engines.ops import OPS
+from infer_server.engines.backends.llvm.codegen.isa import PORTABLE
+from infer_server.engines.backends.llvm.kernels.elementwise.top_k import BLOCK, MOST_KEYS
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.lowering.problems.elementwise import TopK
+from infer_server.engines.lowering.problems.view import dense_view
+from infer_server.engines.ops import OPS
 from tests.engines.backends.llvm.runner import CpuRunner
 from tests.engines.backends.runners import EVERY_WIDTH
 from tests.engines.backends.suite import check, gapped, run

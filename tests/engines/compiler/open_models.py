@@ -8,7 +8,7 @@ import onnx
 import onnxruntime
 from onnx import helper
 
-from engines.ir.graph import Array
+from infer_server.engines.ir.graph import Array
 from tests.engines.compiler.small_models import small_model
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from engines.ir.graph import Array
+from infer_server.engines.ir.graph import Array
 from tests.engines.compiler.open_models import node, random
 from tests.engines.compiler.small_models import small_model
 

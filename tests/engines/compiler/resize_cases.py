@@ -12,9 +12,9 @@ from onnx import helper, numpy_helper
 from onnxruntime import InferenceSession, SessionOptions
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument, NotImplemented, RuntimeException
 
-from engines import build_engine
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ops import reference
+from infer_server.engines import build_engine
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ops import reference
 
 COORDINATES = ("half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners", "tf_crop_and_resize",
                "half_pixel_symmetric")

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from engines.compiler.builder import BuildConfig, Builder
-from engines.runtime.engine import Engine
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.runtime.engine import Engine
 
 Inputs = Mapping[str, Sequence[Any]]        # name -> shape, of float32
 MAX_BATCH = 4

@@ -12,15 +12,15 @@ import pytest
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from calibration.accuracy.measures import sqnr_db
-from calibration.workflow import Calibration
-from engines.compiler.build import build_engine
-from engines.frontend.onnx_export import onnx_from_graph
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ir.serialize import graph_from_json
-from engines.ops import reference
-from engines.plan.plan import Step
-from engines.runtime.engine import Engine
+from infer_server.calibration.accuracy.measures import sqnr_db
+from infer_server.calibration.workflow import Calibration
+from infer_server.engines.compiler.build import build_engine
+from infer_server.engines.frontend.onnx_export import onnx_from_graph
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ir.serialize import graph_from_json
+from infer_server.engines.ops import reference
+from infer_server.engines.plan.plan import Step
+from infer_server.engines.runtime.engine import Engine
 from tests.zoo import run_onnx
 
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64

@@ -5,10 +5,10 @@ import numpy as np
 import onnx
 import pytest
 
-from engines import build_engine
-from engines.frontend.cutting.both import with_both_branches
-from engines.frontend.onnx_file import read_model
-from engines.runtime.engine import Engine
+from infer_server.engines import build_engine
+from infer_server.engines.frontend.cutting.both import with_both_branches
+from infer_server.engines.frontend.onnx_file import read_model
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.open_models import by_onnx_runtime, node, random
 from tests.engines.compiler.program_models import region
 from tests.engines.compiler.small_models import small_model

@@ -10,16 +10,16 @@ import numpy as np
 import onnx
 import pytest
 
-from calibration import Calibration
-from calibration.accuracy.measures import sqnr_db
-from engines import EngineBuild, EngineCache, build_engine, load_engine
-from engines.compiler.specialise import relower
-from engines.errors import CalibrationError, ConfigError, ModelError
-from engines.ir.graph import Array
-from engines.loading import engine_of
-from engines.machine.timing_cache import TimingCache
-from engines.plan.file import read_plan
-from engines.preprocess import IMAGENET, load_preprocess
+from infer_server.calibration import Calibration
+from infer_server.calibration.accuracy.measures import sqnr_db
+from infer_server.engines import EngineBuild, EngineCache, build_engine, load_engine
+from infer_server.engines.compiler.specialise import relower
+from infer_server.engines.errors import CalibrationError, ConfigError, ModelError
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.loading import engine_of
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.file import read_plan
+from infer_server.engines.preprocess import IMAGENET, load_preprocess
 from tests.engines.compiler.test_engine_cache import model_with_external_data
 from tests.zoo import TINY, images_for, run_onnx
 
@@ -170,7 +170,8 @@ def test_a_plan_for_another_cpu_runs_here_when_it_is_asked_to(path: Path, caplog
 
 
 def test_importing_the_package_imports_neither_the_compiler_nor_onnx() -> None:
-    code = "import sys, engines, calibration; print([m for m in sys.modules if m in ('onnx', 'numpy', 'llvmlite')])"
+    code = ("import sys; from infer_server import calibration, engines; "
+            "print([m for m in sys.modules if m in ('onnx', 'numpy', 'llvmlite')])")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import onnx
 import pytest
 
-from engines.compiler.specialise import relower
-from engines.plan.file import read_plan, write_plan
-from engines.runtime.engine import Engine
+from infer_server.engines.compiler.specialise import relower
+from infer_server.engines.plan.file import read_plan, write_plan
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import assert_right, node, small_model
 
 RELU = node("Relu", "x", "y")

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from engines.compiler.builder import BuildConfig, Builder
-from engines.runtime.engine import Engine
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.runtime.engine import Engine
 
 TOKENS, HIDDEN, HEADS = 16, 32, 2
 RNG = np.random.default_rng(11)

@@ -8,12 +8,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from calibration import Calibration
-from engines import build_engine, load_engine
-from engines.errors import InputError
-from engines.ir.graph import Array
-from engines.plan.extents import value_name
-from engines.runtime.open_engine import OpenEngine
+from infer_server.calibration import Calibration
+from infer_server.engines import build_engine, load_engine
+from infer_server.engines.errors import InputError
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.extents import value_name
+from infer_server.engines.runtime.open_engine import OpenEngine
 from tests.engines.compiler.open_models import by_onnx_runtime, node, random
 from tests.engines.compiler.small_models import small_model
 

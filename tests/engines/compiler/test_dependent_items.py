@@ -4,11 +4,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from engines.compiler.build import build_engine
-from engines.compiler.builder import BuildConfig, Builder
-from engines.errors import InputError, ModelError
-from engines.plan.file import read_plan, write_plan
-from engines.runtime.engine import Engine
+from infer_server.engines.compiler.build import build_engine
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.errors import InputError, ModelError
+from infer_server.engines.plan.file import read_plan, write_plan
+from infer_server.engines.runtime.engine import Engine
 
 FLOAT = TensorProto.FLOAT
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from onnx import helper
 
-from engines.backends.llvm.kernels.elementwise.pointwise import PointwiseKernel
-from engines.errors import CompilerFault, ModelError
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.lowering.calls.calls import RULES
-from engines.ops import OPS
-from engines.passes.rules.noop import RemoveNoOp
+from infer_server.engines.backends.llvm.kernels.elementwise.pointwise import PointwiseKernel
+from infer_server.engines.errors import CompilerFault, ModelError
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.lowering.calls.calls import RULES
+from infer_server.engines.ops import OPS
+from infer_server.engines.passes.rules.noop import RemoveNoOp
 from tests.engines.compiler.small_models import engine_of, node, small_model
 
 MODEL = small_model([node("Relu", "x", "a"), node("Softsign", "a", "y")], {"x": ["n", 4]}, ["y"])

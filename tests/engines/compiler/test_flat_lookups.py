@@ -3,7 +3,7 @@ import numpy as np
 from onnx import parser
 from onnxruntime import InferenceSession
 
-from engines import build_engine
+from infer_server.engines import build_engine
 
 MODEL = """<ir_version: 8, opset_import: ["" : 17]> g (float[n, 12] x) => (int64[n, 4, 1] y)
 <int64 zero = {0}, int64 one = {1}, int64[1] four = {4}, int64[1] axis = {1}, int64[2] column = {-1, 1}> {

@@ -5,11 +5,11 @@ import pytest
 from onnx import numpy_helper, parser
 from onnxruntime import InferenceSession
 
-from engines import build_engine
-from engines.compiler.guesses import guesses
-from engines.errors import ModelError
-from engines.frontend.extents import open_types
-from engines.frontend.onnx_file import read_model
+from infer_server.engines import build_engine
+from infer_server.engines.compiler.guesses import guesses
+from infer_server.engines.errors import ModelError
+from infer_server.engines.frontend.extents import open_types
+from infer_server.engines.frontend.onnx_file import read_model
 
 
 def model(graph: str) -> onnx.ModelProto:

@@ -10,13 +10,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from calibration.workflow import Calibration
-from engines.compiler.build import build_engine
-from engines.compiler.builder import BuildConfig, Builder
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ops.reference import run
-from engines.plan.plan import Plan
-from engines.runtime.engine import Engine
+from infer_server.calibration.workflow import Calibration
+from infer_server.engines.compiler.build import build_engine
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ops.reference import run
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.half_models import DTYPES, halved
 from tests.engines.compiler.recurrent_models import MODELS, sequences_for
 from tests.zoo import TINY, images_for

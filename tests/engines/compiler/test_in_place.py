@@ -9,26 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import best_isa
-from engines.backends.llvm.kernels.contraction.direct import DirectContraction
-from engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
-from engines.backends.llvm.runtime.execution import Arena, run_segment
-from engines.backends.llvm.runtime.loaded import LoadedPlan
-from engines.backends.llvm.runtime.segments import Segment
-from engines.backends.llvm.session import LlvmSession
-from engines.backends.llvm.tuning import in_place, tuner
-from engines.backends.llvm.tuning.candidates import Candidate
-from engines.backends.llvm.tuning.in_place import Trial, times_in_place, typical
-from engines.backends.llvm.tuning.tuner import Estimate, Tuner
-from engines.compiler.builder import BuildConfig, Builder
-from engines.ir.graph import Graph, Node, TensorType
-from engines.lowering.calls.calls import FALLBACK_RULES
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.view import Halo, dense_view
-from engines.machine.cpu import detect
-from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import Buffer, Operand, Step
+from infer_server.engines.backends.llvm.codegen.isa import best_isa
+from infer_server.engines.backends.llvm.kernels.contraction.direct import DirectContraction
+from infer_server.engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
+from infer_server.engines.backends.llvm.runtime.execution import Arena, run_segment
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.backends.llvm.runtime.segments import Segment
+from infer_server.engines.backends.llvm.session import LlvmSession
+from infer_server.engines.backends.llvm.tuning import in_place, tuner
+from infer_server.engines.backends.llvm.tuning.candidates import Candidate
+from infer_server.engines.backends.llvm.tuning.in_place import Trial, times_in_place, typical
+from infer_server.engines.backends.llvm.tuning.tuner import Estimate, Tuner
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.ir.graph import Graph, Node, TensorType
+from infer_server.engines.lowering.calls.calls import FALLBACK_RULES
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.view import Halo, dense_view
+from infer_server.engines.machine.cpu import detect
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.plan import Buffer, Operand, Step
 from tests.zoo import TINY
 
 ITEMS = 2

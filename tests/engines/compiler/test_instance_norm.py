@@ -7,8 +7,8 @@ import numpy as np
 import onnx
 import pytest
 
-from engines import build_engine
-from engines.ir.graph import Array
+from infer_server.engines import build_engine
+from infer_server.engines.ir.graph import Array
 from tests.engines.compiler.open_models import by_onnx_runtime, node, random
 from tests.engines.compiler.small_models import small_model
 from tests.engines.compiler.test_attention import family

@@ -7,21 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines import build_engine
-from engines.backends.llvm.runtime.execution import SerialExecution
-from engines.backends.llvm.runtime.lending import address_of
-from engines.backends.llvm.runtime.loaded import LoadedPlan
-from engines.backends.llvm.tuning import item_major
-from engines.backends.llvm.tuning.item_major import run_item_major, with_item_major_runs
-from engines.compiler.specialise import Specialiser
-from engines.errors import PlanCorruptError
-from engines.ir.graph import Array
-from engines.machine.timing_cache import TimingCache
-from engines.plan.arena import PAGE
-from engines.plan.plan import ItemMajorRun, Plan
-from engines.plan.verification import verify
-from engines.runtime import context
-from engines.runtime.engine import Engine
+from infer_server.engines import build_engine
+from infer_server.engines.backends.llvm.runtime.execution import SerialExecution
+from infer_server.engines.backends.llvm.runtime.lending import address_of
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.backends.llvm.tuning import item_major
+from infer_server.engines.backends.llvm.tuning.item_major import run_item_major, with_item_major_runs
+from infer_server.engines.compiler.specialise import Specialiser
+from infer_server.engines.errors import PlanCorruptError
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.arena import PAGE
+from infer_server.engines.plan.plan import ItemMajorRun, Plan
+from infer_server.engines.plan.verification import verify
+from infer_server.engines.runtime import context
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.open_models import picture_net
 from tests.engines.compiler.zoo_engines import MAX_BATCH, compiled
 from tests.zoo import TINY, images_for

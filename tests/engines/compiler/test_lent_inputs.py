@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines import build_engine
-from engines.ir.graph import Array
-from engines.plan.arena import PAGE
+from infer_server.engines import build_engine
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.arena import PAGE
 from tests.engines.compiler.open_models import node
 from tests.engines.compiler.small_models import small_model
 

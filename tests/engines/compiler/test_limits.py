@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
-from engines import capacity
-from engines.compiler.builder import BuildConfig, Builder
-from engines.errors import ConfigError, ModelError
+from infer_server.engines import capacity
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.errors import ConfigError, ModelError
 from tests.engines.compiler.small_models import assert_right, engine_of, node, small_model
 
 CONVOLUTION = small_model([node("Conv", "x w", "y")], {"x": ["n", 3, 64, 64]}, ["y"],
@@ -57,7 +57,7 @@ def test_a_batch_that_fits_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_limit_on_the_process_is_a_limit_on_the_model() -> None:
     """`ulimit -v` sets RLIMIT_AS, which counts memory that the process already has."""
-    script = ("import resource; from engines import capacity; size = capacity._address_space(); "
+    script = ("import resource; from infer_server.engines import capacity; size = capacity._address_space(); "
               "resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30), -1)); print(capacity.memory_limit())")
     limit = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
     assert 0.9 * 2**30 < limit <= 2**30

@@ -9,9 +9,9 @@ import onnx
 import pytest
 from onnx import helper
 
-from calibration.accuracy.measures import sqnr_db
-from calibration.workflow import Calibration
-from engines import build_engine
+from infer_server.calibration.accuracy.measures import sqnr_db
+from infer_server.calibration.workflow import Calibration
+from infer_server.engines import build_engine
 from tests.engines.compiler.test_attention import FLOAT, Writer, family
 from tests.zoo import run_onnx
 

@@ -10,9 +10,9 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from engines import build_engine
-from engines.plan.plan import Step
-from engines.runtime.engine import Engine
+from infer_server.engines import build_engine
+from infer_server.engines.plan.plan import Step
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import small_model
 from tests.engines.compiler.test_attention import MAX_BATCH, built
 from tests.zoo import run_onnx

@@ -8,23 +8,23 @@ import numpy as np
 import onnx
 import pytest
 
-from engines import build_engine
-from engines.backends.llvm.codegen.isa import isa_named
-from engines.compiler import max_batch
-from engines.compiler.builder import BuildConfig, Builder
-from engines.compiler.specialise import Specialiser
-from engines.errors import InputError
-from engines.ir.graph import Array
-from engines.lowering import buffers as lowering_buffers
-from engines.lowering.buffers import buffers_of, fills_of, write_borders
-from engines.lowering.lower import lower
-from engines.ops import reference
-from engines.passes.quantization.weights import with_rounded_rows
-from engines.plan.arena import MemoryPool, plan_memory
-from engines.plan.plan import Buffer, Fill, writes_border
-from engines.runtime.engine import Engine
-from engines.runtime.open_engine import OpenEngine
-from engines.runtime.policy import Policy
+from infer_server.engines import build_engine
+from infer_server.engines.backends.llvm.codegen.isa import isa_named
+from infer_server.engines.compiler import max_batch
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.compiler.specialise import Specialiser
+from infer_server.engines.errors import InputError
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.lowering import buffers as lowering_buffers
+from infer_server.engines.lowering.buffers import buffers_of, fills_of, write_borders
+from infer_server.engines.lowering.lower import lower
+from infer_server.engines.ops import reference
+from infer_server.engines.passes.quantization.weights import with_rounded_rows
+from infer_server.engines.plan.arena import MemoryPool, plan_memory
+from infer_server.engines.plan.plan import Buffer, Fill, writes_border
+from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.open_engine import OpenEngine
+from infer_server.engines.runtime.policy import Policy
 from tests.engines.compiler.open_models import node, random
 from tests.engines.compiler.small_models import small_model
 from tests.engines.compiler.zoo_engines import MAX_BATCH, compiled

@@ -10,9 +10,9 @@ import pytest
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from engines.compiler.builder import BuildConfig, Builder
-from engines.ops import reference
-from engines.runtime.engine import Engine
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.ops import reference
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import node, small_model
 from tests.engines.frontend.ml.test_trees import COLUMNS, forest
 

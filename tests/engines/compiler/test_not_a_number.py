@@ -6,8 +6,8 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from engines.compiler.builder import BuildConfig, Builder
-from engines.runtime.engine import Engine
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import node, small_model
 
 # What limits its argument before it computes, or asks which of two is greater, of x [2, 5].

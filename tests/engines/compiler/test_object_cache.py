@@ -9,13 +9,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from engines import EngineCache, build_engine
-from engines.backends.llvm.codegen import compile as compile_module
-from engines.backends.llvm.codegen.compile import compile_object, object_key
-from engines.backends.llvm.codegen.executor import scheduler_object
-from engines.backends.llvm.codegen.isa import ALL, PORTABLE
-from engines.machine.object_cache import VARIABLE, ObjectCache, using
-from engines.plan.plan import Plan
+from infer_server.engines import EngineCache, build_engine
+from infer_server.engines.backends.llvm.codegen import compile as compile_module
+from infer_server.engines.backends.llvm.codegen.compile import compile_object, object_key
+from infer_server.engines.backends.llvm.codegen.executor import scheduler_object
+from infer_server.engines.backends.llvm.codegen.isa import ALL, PORTABLE
+from infer_server.engines.machine.object_cache import VARIABLE, ObjectCache, using
+from infer_server.engines.plan.plan import Plan
 
 OPTIONS: dict[str, Any] = {"timing": False, "max_batch": 2}
 TEXT = "define i64 @f(i64 %x) {\n  ret i64 %x\n}\n"
@@ -60,7 +60,7 @@ def files_of(cache: EngineCache) -> dict[str, bytes]:
 
 
 def plan_bytes(plan: Plan, path: Path) -> bytes:
-    from engines.plan.file import write_plan
+    from infer_server.engines.plan.file import write_plan
     write_plan(plan, path)
     return path.read_bytes()
 

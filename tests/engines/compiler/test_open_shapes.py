@@ -13,26 +13,33 @@ import numpy as np
 import onnx
 import pytest
 
-from calibration import Calibration
-from engines import build_engine, load_engine
-from engines.backends import backend_of
-from engines.backends.llvm.codegen import compile as llvm_compile
-from engines.backends.llvm.codegen.isa import isa_named
-from engines.backends.llvm.kernels.contraction.direct import DirectContraction
-from engines.backends.llvm.kernels.contraction.tiled import Tile
-from engines.backends.llvm.session import LlvmSession
-from engines.compiler.build import EngineBuild
-from engines.compiler.specialise import Specialiser, graph_at, relower
-from engines.errors import ConfigError, InputError, ModelError, PlanCorruptError, PlanError, PlanTargetError
-from engines.ir.graph import Array
-from engines.lowering.lower import lower
-from engines.lowering.problems.convolution import Contraction
-from engines.plan import arena
-from engines.plan.file import read_plan
-from engines.runtime import policy as policy_module
-from engines.runtime.engine import Engine
-from engines.runtime.open_engine import OpenEngine
-from engines.runtime.policy import Policy
+from infer_server.calibration import Calibration
+from infer_server.engines import build_engine, load_engine
+from infer_server.engines.backends import backend_of
+from infer_server.engines.backends.llvm.codegen import compile as llvm_compile
+from infer_server.engines.backends.llvm.codegen.isa import isa_named
+from infer_server.engines.backends.llvm.kernels.contraction.direct import DirectContraction
+from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile
+from infer_server.engines.backends.llvm.session import LlvmSession
+from infer_server.engines.compiler.build import EngineBuild
+from infer_server.engines.compiler.specialise import Specialiser, graph_at, relower
+from infer_server.engines.errors import (
+    ConfigError,
+    InputError,
+    ModelError,
+    PlanCorruptError,
+    PlanError,
+    PlanTargetError,
+)
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.lowering.lower import lower
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.plan import arena
+from infer_server.engines.plan.file import read_plan
+from infer_server.engines.runtime import policy as policy_module
+from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.open_engine import OpenEngine
+from infer_server.engines.runtime.policy import Policy
 from tests.engines.compiler.open_models import (
     attention_net,
     by_onnx_runtime,
@@ -381,9 +388,9 @@ def test_a_segment_of_a_program_is_specialised_for_what_comes_a_second_time() ->
 ENDING = """
 import time
 from concurrent.futures import thread
-from engines.compiler.specialise import Specialiser
-from engines.runtime.open_engine import OpenEngine
-from engines.runtime.policy import Policy
+from infer_server.engines.compiler.specialise import Specialiser
+from infer_server.engines.runtime.open_engine import OpenEngine
+from infer_server.engines.runtime.policy import Policy
 from tests.engines.compiler.test_open_shapes import built, pairs_net, rows
 
 plan = built(pairs_net()).plan

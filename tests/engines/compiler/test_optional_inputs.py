@@ -7,8 +7,8 @@ import numpy as np
 import onnx
 import pytest
 
-from engines import build_engine, load_engine
-from engines.errors import InputError, ModelError
+from infer_server.engines import build_engine, load_engine
+from infer_server.engines.errors import InputError, ModelError
 from tests.engines.compiler.small_models import node, small_model
 
 SCALE = np.array([[1, 2, 3, 4]], np.float32)

@@ -10,19 +10,19 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from engines.backends.llvm.codegen.isa import best_isa
-from engines.backends.llvm.runtime.expansion import expand
-from engines.backends.llvm.runtime.loaded import LoadedPlan
-from engines.backends.llvm.session import LlvmSession
-from engines.compiler.specialise import relower
-from engines.errors import PlanTargetError
-from engines.loading import load_engine
-from engines.lowering.calls.calls import ProblemCall
-from engines.machine.cpu import detect
-from engines.machine.timing_cache import TimingCache
-from engines.plan.file import read_plan, write_plan
-from engines.plan.plan import EXPANDED, Plan, graph_of
-from engines.runtime.engine import Engine
+from infer_server.engines.backends.llvm.codegen.isa import best_isa
+from infer_server.engines.backends.llvm.runtime.expansion import expand
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.backends.llvm.session import LlvmSession
+from infer_server.engines.compiler.specialise import relower
+from infer_server.engines.errors import PlanTargetError
+from infer_server.engines.loading import load_engine
+from infer_server.engines.lowering.calls.calls import ProblemCall
+from infer_server.engines.machine.cpu import detect
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.file import read_plan, write_plan
+from infer_server.engines.plan.plan import EXPANDED, Plan, graph_of
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import engine_of, node, small_model
 from tests.engines.compiler.zoo_engines import compiled
 from tests.zoo import Net, Tensor, architecture, images_for

@@ -9,18 +9,18 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from calibration import Calibration
-from engines import build_engine, load_engine
-from engines.errors import InputError, PlanError, PlanTargetError
-from engines.frontend.cutting.cut import cut
-from engines.frontend.onnx_file import read_model
-from engines.ir.graph import Array
-from engines.loading import engine_of
-from engines.plan.coverage import coverage_of
-from engines.plan.file import read_plan
-from engines.runtime import iteration
-from engines.runtime.iteration import InPlace
-from engines.runtime.program_engine import ProgramEngine
+from infer_server.calibration import Calibration
+from infer_server.engines import build_engine, load_engine
+from infer_server.engines.errors import InputError, PlanError, PlanTargetError
+from infer_server.engines.frontend.cutting.cut import cut
+from infer_server.engines.frontend.onnx_file import read_model
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.loading import engine_of
+from infer_server.engines.plan.coverage import coverage_of
+from infer_server.engines.plan.file import read_plan
+from infer_server.engines.runtime import iteration
+from infer_server.engines.runtime.iteration import InPlace
+from infer_server.engines.runtime.program_engine import ProgramEngine
 from tests.engines.compiler import program_models as models
 from tests.engines.compiler.open_models import by_onnx_runtime, node, random
 from tests.engines.compiler.small_models import small_model

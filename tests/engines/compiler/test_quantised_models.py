@@ -13,14 +13,14 @@ from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
-from calibration.workflow import Calibration
-from engines.compiler.build import EngineBuild, build_engine
-from engines.errors import ConfigError, ModelError
-from engines.frontend.onnx_export import onnx_from_graph
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ir import rounding
-from engines.ops.reference import run
-from engines.plan.plan import graph_of
+from infer_server.calibration.workflow import Calibration
+from infer_server.engines.compiler.build import EngineBuild, build_engine
+from infer_server.engines.errors import ConfigError, ModelError
+from infer_server.engines.frontend.onnx_export import onnx_from_graph
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ir import rounding
+from infer_server.engines.ops.reference import run
+from infer_server.engines.plan.plan import graph_of
 from tests.engines.compiler.small_models import small_model
 from tests.engines.compiler.zoo_engines import compiled, fallbacks
 from tests.engines.frontend.one_node import model_of

@@ -7,10 +7,10 @@ import ml_dtypes
 import numpy as np
 from onnx import TensorProto
 
-from engines.compiler.builder import BuildConfig, Builder
-from engines.ir.dtypes import dtype_named
-from engines.loading import load_engine
-from engines.plan.file import write_plan
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.ir.dtypes import dtype_named
+from infer_server.engines.loading import load_engine
+from infer_server.engines.plan.file import write_plan
 from tests.engines.compiler.small_models import assert_right, node, small_model
 
 

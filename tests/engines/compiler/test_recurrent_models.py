@@ -9,16 +9,16 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from calibration.accuracy.measures import sqnr_db
-from calibration.workflow import Calibration
-from engines.compiler.build import build_engine
-from engines.compiler.builder import BuildConfig, Builder
-from engines.errors import ModelError
-from engines.frontend.onnx_export import onnx_from_graph
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ops.reference import run
-from engines.passes.pipeline import optimise, simplify
-from engines.runtime.engine import Engine
+from infer_server.calibration.accuracy.measures import sqnr_db
+from infer_server.calibration.workflow import Calibration
+from infer_server.engines.compiler.build import build_engine
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.errors import ModelError
+from infer_server.engines.frontend.onnx_export import onnx_from_graph
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ops.reference import run
+from infer_server.engines.passes.pipeline import optimise, simplify
+from infer_server.engines.runtime.engine import Engine
 from tests.conformance.cases import cases, data_of, model_of
 from tests.engines.compiler.recurrent_models import MODELS, Writer, sequences_for
 from tests.engines.compiler.zoo_engines import fallbacks, relative_error

@@ -9,8 +9,8 @@ import onnx
 import pytest
 from onnxruntime import InferenceSession
 
-from engines import build_engine
-from engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines import build_engine
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
 from tests.engines.compiler.resize_cases import (
     FAMILIES,
     Case,

@@ -15,21 +15,21 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from engines import build_engine
-from engines.backends.llvm.runtime.loaded import LoadedPlan
-from engines.compiler import specialise, template
-from engines.compiler.agreement import agree
-from engines.compiler.engine_cache import EngineCache
-from engines.compiler.specialise import Specialiser
-from engines.compiler.template import Templates, stored_templates
-from engines.errors import ConfigError, ModelError
-from engines.ir.counted import Counting
-from engines.ir.graph import Array
-from engines.machine import object_cache
-from engines.plan import arena
-from engines.plan.file import read_plan
-from engines.plan.plan import Operand, Plan
-from engines.runtime.engine import Engine
+from infer_server.engines import build_engine
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.compiler import specialise, template
+from infer_server.engines.compiler.agreement import agree
+from infer_server.engines.compiler.engine_cache import EngineCache
+from infer_server.engines.compiler.specialise import Specialiser
+from infer_server.engines.compiler.template import Templates, stored_templates
+from infer_server.engines.errors import ConfigError, ModelError
+from infer_server.engines.ir.counted import Counting
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.machine import object_cache
+from infer_server.engines.plan import arena
+from infer_server.engines.plan.file import read_plan
+from infer_server.engines.plan.plan import Operand, Plan
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.open_models import (
     attention_net,
     growing_net,
@@ -391,7 +391,7 @@ def test_templates_are_stored_for_later_processes(
 
 def test_an_engine_at_a_shape_of_a_stored_template_imports_no_compiler(tmp_path: Path) -> None:
     build_engine(mixer(), cache=False, timing=False).save(tmp_path / "model.plan")
-    run = ("import sys, numpy as np; from engines.loading import load_engine; "
+    run = ("import sys, numpy as np; from infer_server.engines.loading import load_engine; "
            f"engine = load_engine({str(tmp_path / 'model.plan')!r}, specialise='off', cache={str(tmp_path)!r}); "
            "print([float(engine.run({'x': np.ones((1, n, 8), np.float32)})['y'].sum()) for n in (50, 51)], "
            "'llvmlite' in sys.modules, 'onnx' in sys.modules)")

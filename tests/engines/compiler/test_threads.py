@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from benchmarks.zoo.sequences.transformers import vit
-from engines.backends.llvm.runtime.abi import ChunkRow, StageRow
-from engines.backends.llvm.runtime.chunks import Schedule, make_schedule
-from engines.backends.llvm.runtime.execution import Arena
-from engines.backends.llvm.runtime.loaded import LoadedPlan
-from engines.ir.graph import Array
-from engines.plan.plan import Plan
-from engines.runtime.engine import Engine
+from infer_server.engines.backends.llvm.runtime.abi import ChunkRow, StageRow
+from infer_server.engines.backends.llvm.runtime.chunks import Schedule, make_schedule
+from infer_server.engines.backends.llvm.runtime.execution import Arena
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.recurrent_models import MODELS as RECURRENT
 from tests.engines.compiler.recurrent_models import sequences_for
 from tests.engines.compiler.test_recurrent_models import engine_of as recurrent_engine

@@ -9,9 +9,9 @@ import onnx
 import pytest
 
 from benchmarks.zoo.sequences.transformers import Style, recogniser, sentence_encoder, tokens, vit
-from calibration.workflow import Calibration
-from engines.compiler.build import build_engine
-from engines.runtime.engine import Engine
+from infer_server.calibration.workflow import Calibration
+from infer_server.engines.compiler.build import build_engine
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.zoo_engines import MAX_BATCH, engine_of, fallbacks, relative_error
 from tests.zoo import images_for, run_onnx
 

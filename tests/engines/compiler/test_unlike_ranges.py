@@ -10,19 +10,19 @@ import onnx
 import pytest
 from onnx import helper
 
-from calibration.accuracy.measures import sqnr_db
-from engines.compiler.build import EngineBuild, build_engine
-from engines.compiler.ranges import Calibrated
-from engines.errors import ConfigError
-from engines.frontend.onnx_export import onnx_from_graph
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ir.graph import Array, Graph
-from engines.ir.recipe import Recipe
-from engines.ops.reference import run
-from engines.passes.pipeline import optimise, simplify
-from engines.passes.quantization.quantize import edges_to_calibrate, quantize
-from engines.plan.plan import graph_of
+from infer_server.calibration.accuracy.measures import sqnr_db
 from infer_server.cli.inspect_engine import describe, layers
+from infer_server.engines.compiler.build import EngineBuild, build_engine
+from infer_server.engines.compiler.ranges import Calibrated
+from infer_server.engines.errors import ConfigError
+from infer_server.engines.frontend.onnx_export import onnx_from_graph
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ir.graph import Array, Graph
+from infer_server.engines.ir.recipe import Recipe
+from infer_server.engines.ops.reference import run
+from infer_server.engines.passes.pipeline import optimise, simplify
+from infer_server.engines.passes.quantization.quantize import edges_to_calibrate, quantize
+from infer_server.engines.plan.plan import graph_of
 from tests.engines.compiler.small_models import small_model
 
 LEAST_DB = 25       # least SQNR of a part of an output; with one scale for unlike parts it is below 15

@@ -5,13 +5,13 @@ import numpy as np
 import onnx
 import pytest
 
-from engines import build_engine
-from engines.frontend.cutting import unrolling
-from engines.frontend.cutting.unrolling import with_steps_unrolled
-from engines.frontend.onnx_file import INTEGER_STATES, read_model
-from engines.frontend.onnx_import import node_of
-from engines.ir.graph import Array
-from engines.runtime.engine import Engine
+from infer_server.engines import build_engine
+from infer_server.engines.frontend.cutting import unrolling
+from infer_server.engines.frontend.cutting.unrolling import with_steps_unrolled
+from infer_server.engines.frontend.onnx_file import INTEGER_STATES, read_model
+from infer_server.engines.frontend.onnx_import import node_of
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler import program_models as models
 from tests.engines.compiler.open_models import by_onnx_runtime, node, random
 from tests.engines.compiler.program_models import BOOL, FLOAT, INT64, region

@@ -10,8 +10,8 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from engines.plan.plan import Step
-from engines.runtime.engine import Engine
+from infer_server.engines.plan.plan import Step
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import assert_right, node, small_model
 from tests.engines.compiler.test_attention import built
 from tests.zoo import run_onnx

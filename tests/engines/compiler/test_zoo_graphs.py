@@ -6,10 +6,10 @@ from pathlib import Path
 import onnx
 import pytest
 
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ir.graph import verify
-from engines.ops.reference import run
-from engines.passes.pipeline import optimise, simplify
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ir.graph import verify
+from infer_server.engines.ops.reference import run
+from infer_server.engines.passes.pipeline import optimise, simplify
 from tests.engines.compiler.zoo_engines import relative_error
 from tests.zoo import TINY, images_for, run_onnx
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibration.accuracy.measures import sqnr_db
-from engines.plan.plan import writes_border
+from infer_server.calibration.accuracy.measures import sqnr_db
+from infer_server.engines.plan.plan import writes_border
 from tests.engines.compiler.zoo_engines import MAX_BATCH, compiled, engine_of, fallbacks
 from tests.zoo import TINY, images_for, run_onnx
 

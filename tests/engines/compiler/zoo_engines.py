@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from calibration.workflow import Calibration
-from engines.compiler.build import EngineBuild, build_engine
-from engines.plan.plan import Step
-from engines.runtime.engine import Engine
+from infer_server.calibration.workflow import Calibration
+from infer_server.engines.compiler.build import EngineBuild, build_engine
+from infer_server.engines.plan.plan import Step
+from infer_server.engines.runtime.engine import Engine
 from tests.zoo import images_for
 
 MAX_BATCH = 4

@@ -7,8 +7,8 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ops.reference import run
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ops.reference import run
 
 OPSETS = [helper.make_opsetid("com.microsoft", 1), helper.make_opsetid("ai.onnx.ml", 3)]
 NEWEST_ML = helper.make_opsetid("ai.onnx.ml", 5)

@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from engines.errors import ModelError, UnknownValueError
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ops.reference import run
+from infer_server.engines.errors import ModelError, UnknownValueError
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ops.reference import run
 
 
 def node(op, inputs, outputs, **attrs):

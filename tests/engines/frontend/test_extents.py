@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 
-from engines.errors import ModelError
-from engines.frontend.extents import likely_extents, open_extents, open_types, shapes_for, without_batch
-from engines.frontend.inputs import Declared
+from infer_server.engines.errors import ModelError
+from infer_server.engines.frontend.extents import likely_extents, open_extents, open_types, shapes_for, without_batch
+from infer_server.engines.frontend.inputs import Declared
 
 FLOAT = np.dtype(np.float32)
 

@@ -9,9 +9,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from engines.errors import ModelError
-from engines.frontend.onnx_file import read_model
-from engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.errors import ModelError
+from infer_server.engines.frontend.onnx_file import read_model
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
 
 RELU = ("Relu", ["x"], ["y"], {})
 

@@ -10,14 +10,14 @@ import pytest
 
 from benchmarks.zoo.pictures import feeds_for
 from benchmarks.zoo.workloads import WORKLOADS
-from calibration.accuracy.measures import sqnr_db
-from engines.frontend.onnx_export import onnx_from_graph
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ir.graph import Graph, Node, QParams, TensorType, type_of, verify
-from engines.machine.cpu import detect
-from engines.ops.reference import run
-from engines.passes.pipeline import optimise, simplify
-from engines.passes.quantization.quantize import edges_to_calibrate, quantize
+from infer_server.calibration.accuracy.measures import sqnr_db
+from infer_server.engines.frontend.onnx_export import onnx_from_graph
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ir.graph import Graph, Node, QParams, TensorType, type_of, verify
+from infer_server.engines.machine.cpu import detect
+from infer_server.engines.ops.reference import run
+from infer_server.engines.passes.pipeline import optimise, simplify
+from infer_server.engines.passes.quantization.quantize import edges_to_calibrate, quantize
 from tests.zoo import TINY, images_for, run_onnx
 
 RANDOM = np.random.default_rng(0)

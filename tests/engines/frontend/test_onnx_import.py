@@ -7,11 +7,11 @@ import pytest
 from onnx import helper, numpy_helper
 from onnxruntime import InferenceSession
 
-from engines.errors import ModelError
-from engines.frontend.onnx_export import onnx_from_graph
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ops.reference import run
 from infer_server.cli.common import parse_shape
+from infer_server.engines.errors import ModelError
+from infer_server.engines.frontend.onnx_export import onnx_from_graph
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ops.reference import run
 
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 

@@ -4,9 +4,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from engines.errors import ModelError
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ops.reference import run
+from infer_server.engines.errors import ModelError
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ops.reference import run
 
 X = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
 CHANNELS = np.array([1, 2, 3], np.float32)

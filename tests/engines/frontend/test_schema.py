@@ -4,8 +4,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from engines.errors import ModelError
-from engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.errors import ModelError
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
 
 SHAPE = [1, 4, 6, 6]
 

@@ -8,9 +8,9 @@ import pytest
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
-from engines.errors import ModelError
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ops.reference import run
+from infer_server.engines.errors import ModelError
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ops.reference import run
 from tests.engines.compiler.small_models import feeds_of, node, small_model
 
 I64 = np.int64

@@ -3,8 +3,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engines.ir.content import LEAST, content_of, remembering
-from engines.ir.graph import Array
+from infer_server.engines.ir.content import LEAST, content_of, remembering
+from infer_server.engines.ir.graph import Array
 
 
 def test_content_tells_elements_order_shape_and_dtype() -> None:

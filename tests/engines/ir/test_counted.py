@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.ir.counted import Counting, Pinned, as_int, is_counted, plain, structure
-from engines.ir.deferred import Deferred, LateBytes, array_of, numbers
-from engines.ir.polynomials import Polynomial
-from engines.ir.shapes import Extent, broadcast, dim, extent
+from infer_server.engines.ir.counted import Counting, Pinned, as_int, is_counted, plain, structure
+from infer_server.engines.ir.deferred import Deferred, LateBytes, array_of, numbers
+from infer_server.engines.ir.polynomials import Polynomial
+from infer_server.engines.ir.shapes import Extent, broadcast, dim, extent
 
 
 def value_at(counting: Counting, polynomial: Polynomial, extents: list[int]) -> int:

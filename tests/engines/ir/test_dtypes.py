@@ -3,7 +3,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engines.ir.dtypes import (
+from infer_server.engines.ir.dtypes import (
     BITS,
     as_in_memory,
     as_named,
@@ -17,7 +17,7 @@ from engines.ir.dtypes import (
     name_in_file,
     to_bfloat16,
 )
-from engines.ir.graph import TensorType
+from infer_server.engines.ir.graph import TensorType
 
 NUMBERS = np.concatenate([
     np.random.default_rng(0).standard_normal(1000).astype(np.float32) * np.float32(10) ** np.arange(-20, 20).repeat(25),

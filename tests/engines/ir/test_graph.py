@@ -1,5 +1,5 @@
 """Node.with_body: a Fused node's inputs are the inputs of its body that no part produces."""
-from engines.ir.graph import Node
+from infer_server.engines.ir.graph import Node
 
 CONV = Node("Conv", ("x", "w", ""), ("t",), {"group": 1}, "conv", ("a",))
 ADD = Node("Add", ("t", "r"), ("u",), {}, "add", ("b",))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines.ir.grid import block_params, grid_params
+from infer_server.engines.ir.grid import block_params, grid_params
 
 Floats = NDArray[np.float32]
 

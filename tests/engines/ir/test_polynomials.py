@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import itertools
 
-from engines.ir.polynomials import Polynomial, atom, constant, least, plus, product, quotient, reduced
+from infer_server.engines.ir.polynomials import Polynomial, atom, constant, least, plus, product, quotient, reduced
 
 N, M = atom(0), atom(1)
 

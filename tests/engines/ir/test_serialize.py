@@ -4,9 +4,9 @@ import json
 import numpy as np
 import pytest
 
-from engines.errors import PlanCorruptError
-from engines.ir.graph import Node
-from engines.ir.serialize import graph_from_json, graph_to_json, node_from_json, node_to_json
+from infer_server.engines.errors import PlanCorruptError
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.serialize import graph_from_json, graph_to_json, node_from_json, node_to_json
 from tests.engines.frontend.test_onnx_export import channels_last_graph
 
 

@@ -2,10 +2,10 @@
 import numpy as np
 import pytest
 
-from engines.ir.graph import Node
-from engines.lowering.epilogue.affine import Affine, AffineWriter
-from engines.lowering.epilogue.from_onnx import write_node
-from engines.lowering.epilogue.program import ProgramBuilder
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.lowering.epilogue.affine import Affine, AffineWriter
+from infer_server.engines.lowering.epilogue.from_onnx import write_node
+from infer_server.engines.lowering.epilogue.program import ProgramBuilder
 from tests.engines.compiler.small_models import engine_of, small_model
 from tests.engines.compiler.small_models import node as model_node
 

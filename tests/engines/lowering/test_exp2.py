@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 
-from engines.lowering.epilogue.program import NUMPY
-from engines.lowering.problems.exp2 import COEFFICIENTS, LOWEST, exp2
+from infer_server.engines.lowering.epilogue.program import NUMPY
+from infer_server.engines.lowering.problems.exp2 import COEFFICIENTS, LOWEST, exp2
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 2.5e-7), ("bfloat16", 1.1e-4), ("uint8", 1.1e-4)])

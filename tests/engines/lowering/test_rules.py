@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX512_VNNI, PORTABLE
-from engines.ir.graph import BATCH, Graph, Node, QParams, TensorType, type_of
-from engines.lowering.calls.calls import FallbackCall, ProblemCall, Refused
-from engines.lowering.calls.placement import buffer_bytes, strided
-from engines.lowering.lower import lower
-from engines.lowering.problems.matmul import IntegerProduct
-from engines.lowering.problems.nest import Nest
-from engines.lowering.problems.view import dense_view
-from engines.lowering.rules.copies import refined
-from engines.ops import OPS, Stored
+from infer_server.engines.backends.llvm.codegen.isa import AVX512_VNNI, PORTABLE
+from infer_server.engines.ir.graph import BATCH, Graph, Node, QParams, TensorType, type_of
+from infer_server.engines.lowering.calls.calls import FallbackCall, ProblemCall, Refused
+from infer_server.engines.lowering.calls.placement import buffer_bytes, strided
+from infer_server.engines.lowering.lower import lower
+from infer_server.engines.lowering.problems.matmul import IntegerProduct
+from infer_server.engines.lowering.problems.nest import Nest
+from infer_server.engines.lowering.problems.view import dense_view
+from infer_server.engines.lowering.rules.copies import refined
+from infer_server.engines.ops import OPS, Stored
 from tests.engines.backends.llvm.runner import CpuRunner
 from tests.engines.backends.runners import CPU, OTHERS
 from tests.engines.backends.suite import Runner, guarded

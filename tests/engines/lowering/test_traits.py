@@ -1,11 +1,11 @@
 """Lowering has a rule for each trait that an operator declares."""
 import pytest
 
-from engines.lowering import lower  # noqa: F401  (fills RULES)
-from engines.lowering.calls.aliasing import VIEWS
-from engines.lowering.calls.calls import RULES
-from engines.lowering.epilogue.from_onnx import WRITERS
-from engines.ops import OPS, Stored
+from infer_server.engines.lowering import lower  # noqa: F401  (fills RULES)
+from infer_server.engines.lowering.calls.aliasing import VIEWS
+from infer_server.engines.lowering.calls.calls import RULES
+from infer_server.engines.lowering.epilogue.from_onnx import WRITERS
+from infer_server.engines.ops import OPS, Stored
 
 
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.epilogue])

@@ -1,7 +1,7 @@
 """Tests of CPU detection."""
 from __future__ import annotations
 
-from engines.machine.cpu import detect, parse_cpuinfo
+from infer_server.engines.machine.cpu import detect, parse_cpuinfo
 
 
 def test_x86_and_arm_say_the_same_in_other_words() -> None:

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from engines.machine import cpu, cpuid
-from engines.machine.cpuid import Registers, unlisted_features
+from infer_server.engines.machine import cpu, cpuid
+from infer_server.engines.machine.cpuid import Registers, unlisted_features
 
 HERE = pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="Linux on x86-64 only")
 # Feature in /proc/cpuinfo -> leaf, subleaf, register, bit
@@ -48,7 +48,7 @@ def test_they_count_only_where_linux_saves_tiles(listed: str, features: set[str]
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "unlisted_features", lambda: frozenset({"amx_fp16"}))
     monkeypatch.setattr(cpu, "parse_cpuinfo", lambda text: ("Xeon", frozenset(listed.split())))
-    monkeypatch.setattr("engines.machine.tiles.tile_refusal", lambda: "")
+    monkeypatch.setattr("infer_server.engines.machine.tiles.tile_refusal", lambda: "")
     assert cpu.detect.__wrapped__().features == features
 
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from engines.machine import object_cache
-from engines.machine.object_cache import VARIABLE, ObjectCache, current, digest, using
+from infer_server.engines.machine import object_cache
+from infer_server.engines.machine.object_cache import VARIABLE, ObjectCache, current, digest, using
 
 KEYS = A, B, C, D = tuple(digest(name) for name in "abcd")
 CODE = bytes(range(256)) * 4
 
 WRITER = """
 import sys
-from engines.machine.object_cache import ObjectCache, digest
+from infer_server.engines.machine.object_cache import ObjectCache, digest
 cache = ObjectCache(sys.argv[1], 24 << 10)
 for i in range(200):
     key = digest(str(i % 40))

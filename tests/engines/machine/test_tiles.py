@@ -5,8 +5,8 @@ import errno
 
 import pytest
 
-from engines.machine.cpu import CpuInfo, detect
-from engines.machine.tiles import permitted, refusal_by
+from infer_server.engines.machine.cpu import CpuInfo, detect
+from infer_server.engines.machine.tiles import permitted, refusal_by
 
 LISTED = frozenset({"avx512f", "amx_tile", "amx_int8", "amx_bf16"})
 BOTH = 3 << 17

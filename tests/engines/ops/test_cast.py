@@ -5,8 +5,8 @@ import pytest
 from onnx import helper
 from onnx.reference.ops.op_cast import cast_to
 
-from engines.ir.dtypes import RARE, dtype_named
-from engines.ops.cast import Cast
+from infer_server.engines.ir.dtypes import RARE, dtype_named
+from infer_server.engines.ops.cast import Cast
 
 TARGETS = [name for name in RARE if not name.startswith("float6")]      # of which older onnx packages know nothing
 NUMBERS = np.concatenate([

@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 
-from engines.ir.graph import Node, type_of
-from engines.ops import OPS
+from infer_server.engines.ir.graph import Node, type_of
+from infer_server.engines.ops import OPS
 
 WINDOW = {"kernel_shape": (3, 3), "pads": (1, 0, 1, 1), "strides": (2, 1), "dilations": (1, 1)}
 CASES = {

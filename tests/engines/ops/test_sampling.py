@@ -5,9 +5,9 @@ import numpy as np
 import onnx
 import pytest
 
-from engines.errors import ModelError
-from engines.ir.graph import Node
-from engines.ops import OPS
+from infer_server.engines.errors import ModelError
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ops import OPS
 from tests.engines.frontend.one_node import check, imported, normal
 
 

@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 
-from engines.ir.graph import Node
-from engines.ops import OPS
-from engines.ops.selection import BLOCK
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ops import OPS
+from infer_server.engines.ops.selection import BLOCK
 
 
 def overlap(a, b):

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.ir.graph import Node
-from engines.ops import OPS, Stored, op_of
-from engines.ops.pointwise import Pointwise
-from engines.ops.reduction import Reduction
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ops import OPS, Stored, op_of
+from infer_server.engines.ops.pointwise import Pointwise
+from infer_server.engines.ops.reduction import Reduction
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.permutation(24).reshape(2, 3, 4).astype(np.float32)

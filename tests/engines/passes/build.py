@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import BATCH, Array, Graph, Node, TensorType, type_of, verify
-from engines.ops import op_of, reference
+from infer_server.engines.ir.graph import BATCH, Array, Graph, Node, TensorType, type_of, verify
+from infer_server.engines.ops import op_of, reference
 
 FLOAT = np.dtype(np.float32)
 SAME = {"rtol": 2e-5, "atol": 2e-5}         # float32, sums in another order

@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 
-from engines.errors import ModelError
-from engines.passes.dependence import with_dependence
-from engines.passes.layout.separate_batch import check_batch
+from infer_server.engines.errors import ModelError
+from infer_server.engines.passes.dependence import with_dependence
+from infer_server.engines.passes.layout.separate_batch import check_batch
 from tests.engines.passes.build import Build
 
 

@@ -16,16 +16,16 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-import engines.passes.pipeline as pipeline
-from calibration.data.generated import index_bound
-from engines.frontend.onnx_file import in_order
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ir.graph import Graph
-from engines.lowering.lower import Lowered, lower
-from engines.passes.pipeline import optimise, simplify
-from engines.passes.quantization.quantize import edges_to_calibrate, quantize
-from engines.passes.rewriting.dataflow import Walk, dataflow
-from engines.passes.rewriting.rewrite import Rule
+import infer_server.engines.passes.pipeline as pipeline
+from infer_server.calibration.data.generated import index_bound
+from infer_server.engines.frontend.onnx_file import in_order
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ir.graph import Graph
+from infer_server.engines.lowering.lower import Lowered, lower
+from infer_server.engines.passes.pipeline import optimise, simplify
+from infer_server.engines.passes.quantization.quantize import edges_to_calibrate, quantize
+from infer_server.engines.passes.rewriting.dataflow import Walk, dataflow
+from infer_server.engines.passes.rewriting.rewrite import Rule
 
 LEVELS = 200
 STEPS = 5000            # calls of functions for each node of a model; 1,000 to 2,500 are usual

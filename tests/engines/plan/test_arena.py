@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines.errors import PlanError
-from engines.plan.arena import Layout, Memory, MemoryPool, array_at, plan_memory, rounded_up, write_halo
-from engines.plan.plan import Buffer, Fill, TensorView
+from infer_server.engines.errors import PlanError
+from infer_server.engines.plan.arena import Layout, Memory, MemoryPool, array_at, plan_memory, rounded_up, write_halo
+from infer_server.engines.plan.plan import Buffer, Fill, TensorView
 
 
 def random_buffers(rng: np.random.Generator) -> tuple[list[Buffer], list[Fill]]:

@@ -5,9 +5,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.plan.coverage import ESTIMATED, PARTLY, TIMED, coverage_of
-from engines.plan.plan import Fallback, MachinePart, OpenOptions, OpenPart, Plan, ProgramPart, Step, TensorView
-from engines.plan.program import Instruction, Region
+from infer_server.engines.plan.coverage import ESTIMATED, PARTLY, TIMED, coverage_of
+from infer_server.engines.plan.plan import (
+    Fallback,
+    MachinePart,
+    OpenOptions,
+    OpenPart,
+    Plan,
+    ProgramPart,
+    Step,
+    TensorView,
+)
+from infer_server.engines.plan.program import Instruction, Region
 
 
 def kernel(name: str, **facts: object) -> Step:

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.errors import PlanCorruptError, PlanError, PlanVersionError
-from engines.ir.graph import QParams
-from engines.loading import load_engine
-from engines.plan.checksums import PAGE, page_sums
-from engines.plan.file import MAGIC, VERSION, fingerprint_of, read_outline, read_plan, write_plan
-from engines.plan.plan import Buffer, Fallback, Fill, Operand, Plan, Step
-from engines.plan.sections import INFLATED
+from infer_server.engines.errors import PlanCorruptError, PlanError, PlanVersionError
+from infer_server.engines.ir.graph import QParams
+from infer_server.engines.loading import load_engine
+from infer_server.engines.plan.checksums import PAGE, page_sums
+from infer_server.engines.plan.file import MAGIC, VERSION, fingerprint_of, read_outline, read_plan, write_plan
+from infer_server.engines.plan.plan import Buffer, Fallback, Fill, Operand, Plan, Step
+from infer_server.engines.plan.sections import INFLATED
 from tests.engines.tiny import halo_plan, with_weights
 from tests.fuzz.plans import File
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from engines.errors import PlanCorruptError
-from engines.ir.graph import QParams
-from engines.plan.plan import Buffer, Fallback, Fill, ItemMajorRun, Operand, Plan, TensorView
-from engines.plan.verification import verify
-from engines.runtime.engine import Engine
+from infer_server.engines.errors import PlanCorruptError
+from infer_server.engines.ir.graph import QParams
+from infer_server.engines.plan.plan import Buffer, Fallback, Fill, ItemMajorRun, Operand, Plan, TensorView
+from infer_server.engines.plan.verification import verify
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.tiny import halo_plan, mix_plan
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines import load_engine
-from engines.errors import PlanCorruptError
-from engines.plan import checksums
-from engines.plan.checksums import BLOCK
-from engines.plan.file import read_plan, write_plan
-from engines.plan.plan import Plan
-from engines.runtime import engine
+from infer_server.engines import load_engine
+from infer_server.engines.errors import PlanCorruptError
+from infer_server.engines.plan import checksums
+from infer_server.engines.plan.checksums import BLOCK
+from infer_server.engines.plan.file import read_plan, write_plan
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.runtime import engine
 from tests.engines.tiny import halo_plan
 
 LARGE = 64 << 20
@@ -36,7 +36,7 @@ def plan_of(constant: int, size: int = 4 * BLOCK) -> Plan:
 def run_python(program: str, *arguments: object) -> str:
     """Run a program in a new process and return its output."""
     result = subprocess.run([sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True,
-                            check=False, timeout=120, cwd=Path(engine.__file__).parents[2])
+                            check=False, timeout=120, cwd=Path(engine.__file__).parents[3])
     assert result.returncode == 0, f"exit status {result.returncode}\n{result.stderr}"
     return result.stdout
 
@@ -44,7 +44,7 @@ def run_python(program: str, *arguments: object) -> str:
 UNDER_LOAD = """
 import shutil, sys, threading
 import numpy as np
-from engines import load_engine
+from infer_server.engines import load_engine
 path, other = sys.argv[1:]
 engine = load_engine(path)
 answers, done = set(), threading.Event()
@@ -146,7 +146,7 @@ def test_a_dropped_engine_is_gone_at_once_without_the_collector(tmp_path: Path, 
 ROUNDS = """
 import gc, sys
 import numpy as np
-from engines import load_engine
+from infer_server.engines import load_engine
 gc.disable()
 
 def resident():

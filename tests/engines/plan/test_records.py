@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engines.plan.records import FieldError, from_plain, read_record
+from infer_server.engines.plan.records import FieldError, from_plain, read_record
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from engines.plan.plan import MachinePart, Plan, Step
-from engines.plan.roofline import Level, Peaks, bound
+from infer_server.engines.plan.plan import MachinePart, Plan, Step
+from infer_server.engines.plan.roofline import Level, Peaks, bound
 
 PEAKS = Peaks("a core", "a target", {"int8": 100.0, "fp32": 10.0},
               (Level("L1", 100, 50.0), Level("L2", 1000, 20.0), Level("DRAM", math.inf, 1.0)))

@@ -11,12 +11,12 @@ import pytest
 import tritonclient.grpc as triton
 from onnx import TensorProto, helper
 
-from calibration.accuracy.verify import verify
-from engines import build_engine
-from engines.loading import engine_of
-from engines.runtime.program_engine import ProgramEngine
 from infer_server.backend import load_plan
+from infer_server.calibration.accuracy.verify import verify
 from infer_server.cli import run_engine
+from infer_server.engines import build_engine
+from infer_server.engines.loading import engine_of
+from infer_server.engines.runtime.program_engine import ProgramEngine
 from tests.engines.runtime.string_models import COLOURS, SIZES, columns, joined
 from tests.infer_server.serving import serving
 

@@ -14,14 +14,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engines import load_engine
-from engines.errors import ConfigError, InputError, PlanCorruptError, PlanError, PlanTargetError
-from engines.ir.graph import Array, Graph, Node, TensorType
-from engines.ir.serialize import graph_to_json
-from engines.plan.file import write_plan
-from engines.plan.plan import Operand
-from engines.runtime import engine
-from engines.runtime.engine import Engine
+from infer_server.engines import load_engine
+from infer_server.engines.errors import ConfigError, InputError, PlanCorruptError, PlanError, PlanTargetError
+from infer_server.engines.ir.graph import Array, Graph, Node, TensorType
+from infer_server.engines.ir.serialize import graph_to_json
+from infer_server.engines.plan.file import write_plan
+from infer_server.engines.plan.plan import Operand
+from infer_server.engines.runtime import engine
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.tiny import halo_plan, mix_plan, mix_reference
 
 READS = [(0, 0), (0, 1), (2, 1), (1, 3), (4, 0)]
@@ -202,7 +202,7 @@ def test_a_plan_for_another_cpu_is_refused_or_compiled_again(tmp_path: Path, mon
         load_engine(tmp_path / "m.plan", on_target_mismatch="refuse")
 
     builder = SimpleNamespace(relower=lambda plan: mix_plan(READS, OUTPUTS))
-    monkeypatch.setitem(sys.modules, "engines.compiler.specialise", builder)
+    monkeypatch.setitem(sys.modules, "infer_server.engines.compiler.specialise", builder)
     x = some_input(2)
     assert_equal(load_engine(tmp_path / "m.plan").run({"x": x}), mix_reference(READS, OUTPUTS, x))
     assert "lacks amx_int4096; compiling its graph again" in caplog.text
@@ -245,10 +245,10 @@ def test_serving_a_ready_plan_loads_neither_onnx_nor_llvm(tmp_path: Path) -> Non
     program = """
 import sys
 import numpy as np
-from engines import load_engine
+from infer_server.engines import load_engine
 for threads in (1, 2):
     print(load_engine(sys.argv[1], threads=threads).run({"x": np.ones((2, 6, 10), np.int32)})["t5"].sum())
-compiling = ("onnx", "llvmlite", *(f"engines.{room}" for room in (
+compiling = ("onnx", "llvmlite", *(f"infer_server.engines.{room}" for room in (
     "ops", "frontend", "passes", "lowering", "compiler", "backends.base", "backends.llvm.backend",
     "backends.llvm.codegen", "backends.llvm.kernels", "backends.numpy")))
 heavy = [name for name in sys.modules if name.startswith(compiling)]
@@ -256,7 +256,7 @@ print("loaded:", heavy)
 """
     result = subprocess.run([sys.executable, "-W", "error", "-c", program, str(tmp_path / "m.plan")],
                             capture_output=True, text=True, check=False, timeout=120,
-                            cwd=Path(engine.__file__).parents[2])
+                            cwd=Path(engine.__file__).parents[3])
     want = mix_reference(READS, OUTPUTS, np.ones((2, 6, 10), np.int32))["t5"].sum()
     assert result.stdout.splitlines() == [str(want), str(want), "loaded: []"], result.stderr
 

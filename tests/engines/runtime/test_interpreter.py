@@ -1,10 +1,10 @@
 """Tests of handwritten programs."""
 import numpy as np
 
-from engines.ir.graph import Node
-from engines.ir.serialize import node_to_json
-from engines.plan.program import Instruction, Region
-from engines.runtime.interpreter import Runner
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.serialize import node_to_json
+from infer_server.engines.plan.program import Instruction, Region
+from infer_server.engines.runtime.interpreter import Runner
 
 
 def instruction(op, inputs, outputs, **attrs):

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.backends.llvm.runtime.lending import VOLATILE_SAFE, ZeroCopyBuffers, address_of
-from engines.backends.llvm.runtime.loaded import LoadedPlan
-from engines.errors import InputError
-from engines.ir.graph import Array
-from engines.lowering import problems
-from engines.lowering.problems.problem import Problem
-from engines.plan.arena import PAGE, ChangingArray
-from engines.plan.plan import SLACK, IoTensor, Plan
-from engines.runtime import context
-from engines.runtime.context import ExecutionContext
-from engines.runtime.engine import Engine
-from engines.runtime.results import MOST_BYTES, Results
+from infer_server.engines.backends.llvm.runtime.lending import VOLATILE_SAFE, ZeroCopyBuffers, address_of
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.errors import InputError
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.lowering import problems
+from infer_server.engines.lowering.problems.problem import Problem
+from infer_server.engines.plan.arena import PAGE, ChangingArray
+from infer_server.engines.plan.plan import SLACK, IoTensor, Plan
+from infer_server.engines.runtime import context
+from infer_server.engines.runtime.context import ExecutionContext
+from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.results import MOST_BYTES, Results
 from tests.engines.tiny import halo_plan, mix_plan, mix_reference
 
 READS, OUTPUTS = [(0, 0), (0, 1), (2, 1)], [2, 3]
@@ -220,7 +220,7 @@ def test_a_results_memory_is_used_again_when_its_last_view_is_gone_and_not_befor
 
 def test_a_debugger_that_holds_what_it_looks_at_frees_no_memory() -> None:
     """Tracing is on while the module is imported and while it runs."""
-    found = importlib.util.find_spec("engines.runtime.results")
+    found = importlib.util.find_spec("infer_server.engines.runtime.results")
     assert found is not None and found.loader is not None
     module, before = importlib.util.module_from_spec(found), sys.gettrace()
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engines.runtime.policy import IDLE_BYTES, ONCE, REMEMBERED, Demand, IdleMemory, Kept
+from infer_server.engines.runtime.policy import IDLE_BYTES, ONCE, REMEMBERED, Demand, IdleMemory, Kept
 
 
 def test_shapes_come_once_where_none_of_the_last_was_asked_for_again() -> None:

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from engines.runtime.host.selection import OPERATORS
+from infer_server.engines.runtime.host.selection import OPERATORS
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bool", "int64"])

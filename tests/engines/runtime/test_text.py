@@ -3,10 +3,10 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from engines import build_engine
-from engines.errors import PlanError
-from engines.loading import engine_of
-from engines.runtime.host.text import tokenizer
+from infer_server.engines import build_engine
+from infer_server.engines.errors import PlanError
+from infer_server.engines.loading import engine_of
+from infer_server.engines.runtime.host.text import tokenizer
 from tests.engines.frontend.one_node import feeds_of, model_of, onnx_runtime
 
 TEXTS = np.array([["hello wor ld", "a b,c  dé"], ["", ",abab."], [" ab a.b ", "xbxx yBy aab abab"]], object)

@@ -6,7 +6,7 @@ from ctypes import c_float, c_int, c_uint, c_ulonglong, c_void_p
 from functools import partial
 from typing import Any
 
-from engines.backends.cuda.codegen.gpu import GPUS
+from infer_server.engines.backends.cuda.codegen.gpu import GPUS
 from tests.gpu.libcuda.library import (
     BAD_PTX,
     CAPTURE_OVER,

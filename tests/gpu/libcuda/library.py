@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Array
+from infer_server.engines.ir.graph import Array
 from tests.gpu.ptx.machine import Machine
 from tests.gpu.ptx.memory import BASE, Memory
 from tests.gpu.ptx.text import Kernel

@@ -5,8 +5,8 @@ from ctypes import c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
 
 import numpy as np
 
-from engines.backends.cuda.runtime.structures import Handle, RowCopy
-from engines.ir.graph import Array
+from infer_server.engines.backends.cuda.runtime.structures import Handle, RowCopy
+from infer_server.engines.ir.graph import Array
 from tests.gpu.libcuda.library import CAPTURING, HANDLE, INVALID, MEMORY, Libcuda, Out, Refused, Stream, call
 from tests.gpu.ptx.memory import BASE
 

@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 import pytest
 
-from engines.ir.graph import Array
-from engines.loading import load_engine
-from engines.runtime.engine import Engine
 from infer_server.cli import build_engine
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.loading import load_engine
+from infer_server.engines.runtime.engine import Engine
 from tests.zoo import TINY, images_for, run_onnx
 
 MODEL = TINY["explicit_pads"]

@@ -18,13 +18,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from calibration.accuracy.measures import sqnr_db
-from engines.backends.llvm.tuning import candidate_times
-from engines.errors import PlanTargetError
-from engines.loading import load_engine
-from engines.lowering.calls.calls import FALLBACK_RULES, RULES
-from engines.plan.file import read_plan
+from infer_server.calibration.accuracy.measures import sqnr_db
 from infer_server.cli.build_engine import Bar, parse_constant, parse_shape
+from infer_server.engines.backends.llvm.tuning import candidate_times
+from infer_server.engines.errors import PlanTargetError
+from infer_server.engines.loading import load_engine
+from infer_server.engines.lowering.calls.calls import FALLBACK_RULES, RULES
+from infer_server.engines.plan.file import read_plan
 from tests.engines.compiler.program_models import chosen_patches
 from tests.engines.compiler.small_models import node, small_model
 from tests.engines.compiler.zoo_engines import relative_error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.backends.llvm.tuning import candidate_times, timing
+from infer_server.engines.backends.llvm.tuning import candidate_times, timing
 from tests.infer_server.cli.commands import UNTIMED, Workshop
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from calibration.accuracy.measures import sqnr_db
-from calibration.table import read_table
+from infer_server.calibration.accuracy.measures import sqnr_db
+from infer_server.calibration.table import read_table
 from tests.infer_server.cli.commands import UNTIMED, Workshop
 from tests.zoo import images_for
 

@@ -9,9 +9,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from engines.plan.file import read_plan
 from infer_server.cli import build_engine
 from infer_server.cli.dims import parse_dims, shapes_of_dims
+from infer_server.engines.plan.file import read_plan
 
 
 def added(path: Path, *shapes: tuple[str | int | None, ...] | None) -> str:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engines.lowering.calls.calls import RULES
 from infer_server.cli import inspect_engine
+from infer_server.engines.lowering.calls.calls import RULES
 from tests.infer_server.cli.commands import UNTIMED, Workshop
 
 

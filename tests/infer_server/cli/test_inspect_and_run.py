@@ -14,8 +14,8 @@ import numpy as np
 import onnx
 import pytest
 
-from engines import load_engine
 from infer_server.cli import inspect_engine, relower_plan, run_engine
+from infer_server.engines import load_engine
 from tests.infer_server.cli.commands import MODEL, UNTIMED, Workshop
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import onnx
 import pytest
 
-from engines import load_engine
-from engines.plan.file import read_plan
 from infer_server.cli import inspect_engine, run_engine
+from infer_server.engines import load_engine
+from infer_server.engines.plan.file import read_plan
 from tests.engines.compiler.open_models import attention_net, picture_net, random
 from tests.infer_server.cli.commands import Workshop
 

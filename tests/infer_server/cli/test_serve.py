@@ -260,10 +260,12 @@ def test_http_listens_on_both_families_as_grpc_does(tmp_path: Path) -> None:
 
 
 def test_serving_needs_neither_compiler_nor_calibration() -> None:
-    script = "import sys, infer_server.cli.serve, engines.runtime.engine; print(*sys.modules)"
+    script = "import sys, infer_server.cli.serve, infer_server.engines.runtime.engine; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert "engines.runtime.engine" in loaded
-    assert not {"onnx", "llvmlite", "calibration", "engines.passes", "engines.compiler.builder"} & set(loaded)
+    assert "infer_server.engines.runtime.engine" in loaded
+    assert not set(loaded) & {
+        "onnx", "llvmlite", "infer_server.calibration",
+        "infer_server.engines.passes", "infer_server.engines.compiler.builder"}
 
 
 def test_it_serves_on_asyncio_where_uvloop_is_missing(

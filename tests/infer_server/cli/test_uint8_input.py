@@ -4,10 +4,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from calibration.accuracy.measures import sqnr_db
-from engines.ir.graph import Array
-from engines.plan.plan import writes_border
-from engines.preprocess import IMAGENET
+from infer_server.calibration.accuracy.measures import sqnr_db
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.plan import writes_border
+from infer_server.engines.preprocess import IMAGENET
 from tests.infer_server.cli.commands import UNTIMED, Workshop
 from tests.infer_server.cli.test_calibration_options import folder_of_images
 from tests.zoo import run_onnx

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines.plan.file import write_plan
+from infer_server.engines.plan.file import write_plan
 from tests.infer_server.cli.commands import UNTIMED, Workshop
 
 
@@ -33,7 +33,7 @@ def test_a_build_that_is_not_verified_exits_with_1_and_says_what_to_do(
     def damaged(plan: Any, path: str) -> None:
         right(replace(plan.with_machine(constants=bytes(len(plan.machine.constants))), fingerprint=""), path)
 
-    monkeypatch.setattr("engines.compiler.build.write_plan", damaged)
+    monkeypatch.setattr("infer_server.engines.compiler.build.write_plan", damaged)
     assert workshop.build("--verify", "--quiet", *UNTIMED) == 1
     for words in ("NOT verified", "output 'output'", "a fault of the compiler"):
         assert words in workshop.said

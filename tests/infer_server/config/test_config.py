@@ -18,10 +18,10 @@ from infer_server.config.fields import LIMITS, TREATMENTS, Verdict, treatment
 from infer_server.config.pbtxt import read_config
 from infer_server.config.steps import EnsembleStep, called_models
 from infer_server.errors import ModelConfigError, RepositoryError, UnknownModelError
+from infer_server.protos import model_config
 from infer_server.repository.building import build_command
 from infer_server.repository.folders import read_model
 from infer_server.repository.roots import LocalFolder, root_of
-from protos import model_config
 from tests.infer_server.numpy_engine import NumpyEngine, NumpyTensor, write_model
 
 

@@ -8,11 +8,11 @@ import grpc
 import numpy as np
 import pytest
 
-import protos
+from infer_server import protos
 from infer_server.errors import MalformedMessageError, TooLargeError
 from infer_server.protocol.compression import coding_of
 from infer_server.protocol.wire import byte_strings, split_request
-from protos import health, inference
+from infer_server.protos import health, inference
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.mute_client import MuteClient
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model

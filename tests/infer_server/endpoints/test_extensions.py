@@ -161,8 +161,8 @@ def test_the_memory_of_gpus_tracing_and_the_log_answer_as_without_them(
 
 
 @pytest.mark.parametrize(("name", "level", "least"), [
-    ("infer_server.server", logging.INFO, 0), ("__main__", logging.INFO, 0), ("engines.plan", logging.INFO, 0),
-    ("engines.plan", logging.DEBUG, 1),
+    ("infer_server.server", logging.INFO, 0), ("__main__", logging.INFO, 0),
+    ("infer_server.engines.plan", logging.INFO, 0), ("infer_server.engines.plan", logging.DEBUG, 1),
     ("azure.core.pipeline", logging.INFO, 1), ("azure.core.pipeline", logging.WARNING, 0)])
 def test_what_libraries_tell_beside_their_warnings_is_written_where_the_log_is_verbose(
         name: str, level: int, least: int) -> None:

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.bus_guard import GuardRow, ProcessAddresses, bus_guard_object
-from engines.backends.llvm.codegen.isa import isa_named
-from engines.errors import ConfigError
 from infer_server.endpoints import shared_memory
 from infer_server.endpoints.mapped_memory import Guard, Mapping, guard, mapped
 from infer_server.endpoints.shared_memory import Regions
+from infer_server.engines.backends.llvm.codegen.bus_guard import GuardRow, ProcessAddresses, bus_guard_object
+from infer_server.engines.backends.llvm.codegen.isa import isa_named
+from infer_server.engines.errors import ConfigError
 from infer_server.errors import InvalidRequestError
 from infer_server.protocol.parameters import MemoryReference
 

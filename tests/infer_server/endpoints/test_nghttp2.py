@@ -19,8 +19,8 @@ import pytest
 from infer_server.endpoints.http2 import connection, limits
 from infer_server.endpoints.http2.settings import settings_of
 from infer_server.grpc_ports import NGHTTP2
-from protos import http2, inference
-from protos.grpc_framing import prefix_of
+from infer_server.protos import http2, inference
+from infer_server.protos.grpc_framing import prefix_of
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.http2_client import INFER, LIVE, Http2Client, headers
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model

@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-import protos
+from infer_server import protos
 from tests.infer_server.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.serving import serving
 

@@ -23,7 +23,7 @@ import tritonclient.grpc as triton
 import uvloop
 from tritonclient.utils import InferenceServerException
 
-import protos
+from infer_server import protos
 from infer_server.endpoints.http import connection
 from infer_server.endpoints.restrictions import CATEGORIES, parsed
 from infer_server.endpoints.tls import ServerTls

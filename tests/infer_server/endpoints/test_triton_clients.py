@@ -17,7 +17,7 @@ import tritonclient.http.aio
 from tritonclient.utils import InferenceServerException
 from tritonclient.utils import shared_memory as shm
 
-import protos
+from infer_server import protos
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 

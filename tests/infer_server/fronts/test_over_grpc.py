@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-import protos
+from infer_server import protos
 from infer_server.endpoints.http.reading import PortLimits
 from infer_server.fronts import link
 from infer_server.fronts.front_end import HeldElsewhere, WorkerEnd

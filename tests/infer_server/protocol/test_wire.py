@@ -10,7 +10,7 @@ from infer_server.errors import InvalidRequestError
 from infer_server.protocol import wire
 from infer_server.protocol.codec import DATATYPES, declared_inputs, decode_inputs, encode_raw
 from infer_server.protocol.wire import InferRequest, RequestForm, join_response, split_request
-from protos import inference
+from infer_server.protos import inference
 
 
 def message(raw: tuple[bytes, ...] = (b"\1\2\3\4",), id: str = "") -> inference.ModelInferRequest:

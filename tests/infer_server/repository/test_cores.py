@@ -7,8 +7,8 @@ from google.protobuf import text_format
 from infer_server.batching.policy import BatchPolicy, Send, decide, share
 from infer_server.config.autocomplete import complete
 from infer_server.errors import ModelConfigError
+from infer_server.protos import model_config
 from infer_server.repository.cores import ARENA_BUDGET_BYTES, CpuDealer, default_instances
-from protos import model_config
 from tests.infer_server.batching.test_paying_batch import ones
 from tests.infer_server.numpy_engine import NumpyEngine
 

@@ -8,10 +8,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from engines import build_engine
-from engines.loading import describe, load_engine
 from infer_server.backend import load_plan
 from infer_server.cli import build_engine as build_engine_cli
+from infer_server.engines import build_engine
+from infer_server.engines.loading import describe, load_engine
 from infer_server.repository.building import build_command
 from infer_server.repository.checking import check
 from infer_server.repository.folders import read_model

@@ -19,8 +19,8 @@ import tritonclient.http
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from engines.preprocess import IMAGENET, PRESETS
 from infer_server.batching.statistics import Failure
+from infer_server.engines.preprocess import IMAGENET, PRESETS
 from infer_server.errors import ModelConfigError
 from infer_server.repository.folders import read_model
 from infer_server.repository.kinds.image_model import ImageInput, image_input

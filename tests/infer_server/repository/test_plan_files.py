@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from engines.plan.file import write_plan
+from infer_server.engines.plan.file import write_plan
 from tests.engines.plan.test_private_copy import plan_of
 from tests.infer_server.cli.test_serve import process
 from tests.infer_server.endpoints.test_serving import eventually

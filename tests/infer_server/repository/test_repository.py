@@ -17,13 +17,13 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-import protos
+from infer_server import protos
 from infer_server.errors import RepositoryError
+from infer_server.protos import health
 from infer_server.repository.folders import Source
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
 from infer_server.repository.roots import LocalFolder
-from protos import health
 from tests.infer_server.endpoints.test_serving import eventually, infer, page
 from tests.infer_server.numpy_engine import CONTEXTS, GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import llvmlite.binding as llvm
 
-from engines.backends.cuda.codegen.gpu import Gpu, gpu_named
-from engines.codegen.compiler_pool import CompilerPool, serve
-from engines.errors import CompilerFault
+from infer_server.engines.backends.cuda.codegen.gpu import Gpu, gpu_named
+from infer_server.engines.codegen.compiler_pool import CompilerPool, serve
+from infer_server.engines.errors import CompilerFault
 
 _TRIPLE = "nvptx64-nvidia-cuda"
 _IS_PTX = 2             # NVJITLINK_INPUT_PTX

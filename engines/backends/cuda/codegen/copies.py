@@ -1,9 +1,9 @@
 """Copies from global to shared memory, asynchronous where the GPU has cp.async."""
 from __future__ import annotations
 
-from engines.backends.cuda.codegen.gpu import Gpu
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import I32, vector
+from infer_server.engines.backends.cuda.codegen.gpu import Gpu
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import I32, vector
 
 CHUNK = 16              # bytes per thread and copy
 

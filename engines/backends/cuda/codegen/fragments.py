@@ -13,10 +13,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.codegen.module import shuffle_xor
-from engines.backends.cuda.codegen.products import STEP, multiply, multiply_quads, quad_rows, sums_of
-from engines.codegen.ir_builder import Value
+from infer_server.engines.backends.cuda.codegen.gpu import Gpu
+from infer_server.engines.backends.cuda.codegen.module import shuffle_xor
+from infer_server.engines.backends.cuda.codegen.products import STEP, multiply, multiply_quads, quad_rows, sums_of
+from infer_server.engines.codegen.ir_builder import Value
 
 TILE, COUTS = 16, 8             # rows and columns of a product; columns per n
 WORD = 4                        # bytes

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import FLOAT, I32, vector
-from engines.codegen.words import Primitives
-from engines.errors import ConfigError, did_you_mean
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import FLOAT, I32, vector
+from infer_server.engines.codegen.words import Primitives
+from infer_server.engines.errors import ConfigError, did_you_mean
 
 WARP = 32
 

@@ -1,8 +1,8 @@
 """IR builder for GPUs: kernels, thread indices, shared memory, barriers and warp shuffles."""
 from __future__ import annotations
 
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import DOUBLE, I1, I32, I64, pointer, vector
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import DOUBLE, I1, I32, I64, pointer, vector
 
 GLOBAL, SHARED = pointer(1), pointer(3)
 ALL_LANES = -1      # mask of all lanes of a warp

@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.codegen.module import fields, struct, wide
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import FLOAT, I1, I32, vector
+from infer_server.engines.backends.cuda.codegen.gpu import Gpu
+from infer_server.engines.backends.cuda.codegen.module import fields, struct, wide
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import FLOAT, I1, I32, vector
 
 STEP = 32       # bytes of K
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import add
 
-from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.codegen.module import elements, pick_bytes, vector_of, wide
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import ELEMENTS, FLOAT, I8, I16, I32, vector
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.codegen.gpu import Gpu
+from infer_server.engines.backends.cuda.codegen.module import elements, pick_bytes, vector_of, wide
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import ELEMENTS, FLOAT, I8, I16, I32, vector
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.view import View
 
 WIDEST = 16             # bytes per load or store
 MAGIC = 12582912.0      # 1.5 * 2**23: added to |x| < 2**22 it leaves x, rounded half to even, in the low bits

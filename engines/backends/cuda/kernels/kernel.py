@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.codegen.module import GpuModule
-from engines.backends.cuda.cost import Card
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.codegen.gpu import Gpu
+from infer_server.engines.backends.cuda.codegen.module import GpuModule
+from infer_server.engines.backends.cuda.cost import Card
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.view import View
 
 P = TypeVar("P", bound=Problem)
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.problem import Array, ImageProblem
-from engines.lowering.problems.view import FLOATS, dense_view
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.problem import Array, ImageProblem
+from infer_server.engines.lowering.problems.view import FLOATS, dense_view
 
 SUMS = "int32"
 

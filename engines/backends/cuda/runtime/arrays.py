@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engines.ir.dtypes import memory_dtype
-from engines.plan.plan import TensorView
+from infer_server.engines.ir.dtypes import memory_dtype
+from infer_server.engines.plan.plan import TensorView
 
 _VERSION, _READ_ONLY = (1, 0), 1        # DLPack's version, and its flag for read-only arrays
 _ON_CUDA = (2, 13)                      # kDLCUDA, kDLCUDAManaged

@@ -9,11 +9,11 @@ import re
 from functools import partial
 from typing import Any
 
-from engines.backends.cuda.runtime.driver import ELF, GpuDriver
-from engines.backends.cuda.runtime.holdings import GpuResources
-from engines.backends.cuda.runtime.library import CudaCodeError
-from engines.errors import PlanCorruptError, PlanTargetError
-from engines.plan.plan import Plan
+from infer_server.engines.backends.cuda.runtime.driver import ELF, GpuDriver
+from infer_server.engines.backends.cuda.runtime.holdings import GpuResources
+from infer_server.engines.backends.cuda.runtime.library import CudaCodeError
+from infer_server.engines.errors import PlanCorruptError, PlanTargetError
+from infer_server.engines.plan.plan import Plan
 
 # PTX version -> first CUDA whose driver accepts it, if newer than the oldest driver: PTX ISA, "Release Notes".
 CUDA_OF_PTX = {"7.8": "11.8", "8.4": "12.4", "8.6": "12.7", "8.7": "12.8"}

@@ -3,12 +3,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engines.backends.cuda.runtime.driver import GpuDriver, open_gpu
-from engines.backends.cuda.runtime.execution import CudaPlan
-from engines.backends.cuda.runtime.library import CudaError, list_gpus
-from engines.backends.device import GpuInfo, Loaded
-from engines.errors import ConfigError, PlanError, PlanTargetError
-from engines.plan.plan import Plan
+from infer_server.engines.backends.cuda.runtime.driver import GpuDriver, open_gpu
+from infer_server.engines.backends.cuda.runtime.execution import CudaPlan
+from infer_server.engines.backends.cuda.runtime.library import CudaError, list_gpus
+from infer_server.engines.backends.device import GpuInfo, Loaded
+from infer_server.engines.errors import ConfigError, PlanError, PlanTargetError
+from infer_server.engines.plan.plan import Plan
 
 
 class CudaDevice:

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engines.backends.cuda.runtime.library import OLDEST, CudaError, Library, info_of
-from engines.backends.cuda.runtime.structures import Handle, RowCopy
-from engines.ir.graph import Array
+from infer_server.engines.backends.cuda.runtime.library import OLDEST, CudaError, Library, info_of
+from infer_server.engines.backends.cuda.runtime.structures import Handle, RowCopy
+from infer_server.engines.ir.graph import Array
 
 ELF = b"\x7fELF"                        # first bytes of machine code
 _MAX_DYNAMIC_SHARED = 8                 # function attribute

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.cuda.runtime.arrays import DeviceTensor, NotOnDevice, device_tensor, misfit, rows_of
-from engines.backends.cuda.runtime.code import functions_of
-from engines.backends.cuda.runtime.driver import GpuDriver, Recorded, Stream
-from engines.backends.cuda.runtime.holdings import GpuResources
-from engines.backends.cuda.runtime.library import CudaError, CudaMemoryError
-from engines.errors import InputError, PlanError
-from engines.ir.graph import Array
-from engines.plan.arena import array_at, plan_memory, write_halo
-from engines.plan.plan import Operand, Plan, Step, TensorView
-from engines.plan.verification import verify
+from infer_server.engines.backends.cuda.runtime.arrays import DeviceTensor, NotOnDevice, device_tensor, misfit, rows_of
+from infer_server.engines.backends.cuda.runtime.code import functions_of
+from infer_server.engines.backends.cuda.runtime.driver import GpuDriver, Recorded, Stream
+from infer_server.engines.backends.cuda.runtime.holdings import GpuResources
+from infer_server.engines.backends.cuda.runtime.library import CudaError, CudaMemoryError
+from infer_server.engines.errors import InputError, PlanError
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.arena import array_at, plan_memory, write_halo
+from infer_server.engines.plan.plan import Operand, Plan, Step, TensorView
+from infer_server.engines.plan.verification import verify
 
 MOST_GRAPHS = 32        # per context: one per bucket and set of bound arrays
 

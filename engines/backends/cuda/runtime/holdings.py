@@ -8,9 +8,9 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from engines.backends.cuda.runtime.driver import GpuDriver
-from engines.backends.cuda.runtime.library import CudaError
-from engines.ir.graph import Array
+from infer_server.engines.backends.cuda.runtime.driver import GpuDriver
+from infer_server.engines.backends.cuda.runtime.library import CudaError
+from infer_server.engines.ir.graph import Array
 
 
 class GpuResources:

@@ -10,7 +10,7 @@ from ctypes import byref, c_char_p, c_int, c_size_t, c_uint
 from typing import Any
 from uuid import UUID
 
-from engines.backends.device import GpuInfo
+from infer_server.engines.backends.device import GpuInfo
 
 LIBRARY = "libcuda.so.1"
 OLDEST = 11, 4                          # first CUDA with cuGraphInstantiateWithFlags and all other calls

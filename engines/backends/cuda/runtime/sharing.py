@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from engines.backends.cuda.runtime.device import DEVICE
-from engines.backends.cuda.runtime.driver import GpuDriver
-from engines.backends.cuda.runtime.library import CudaError
-from engines.errors import InputError, PlanError
+from infer_server.engines.backends.cuda.runtime.device import DEVICE
+from infer_server.engines.backends.cuda.runtime.driver import GpuDriver
+from infer_server.engines.backends.cuda.runtime.library import CudaError
+from infer_server.engines.errors import InputError, PlanError
 
 HANDLE_BYTES = 64
 

@@ -26,9 +26,9 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from string import Template
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.codegen.compiler_pool import compile_in_subprocess
-from engines.errors import ConfigError
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.codegen.compiler_pool import compile_in_subprocess
+from infer_server.engines.errors import ConfigError
 
 ROWS = 8192             # rows of the table
 NOWHERE = (-1, 0)       # begin (the highest address) and end of an unused row
@@ -75,7 +75,7 @@ def bus_guard_object(process: ProcessAddresses, isa: Isa, architecture: str) -> 
     addresses = {field.name: f"inttoptr (i64 {getattr(process, field.name)} to ptr)" for field in fields(process)}
     text = _CODE.substitute(addresses, mmap=_MMAP[architecture], read=_PROT_READ, zeros=_MAP_FIXED_ZEROS, rows=ROWS,
                             end=int(GuardRow.END), lost=int(GuardRow.LOST))
-    return compile_in_subprocess(text, ("engines.backends.llvm.codegen.compile", isa.name))
+    return compile_in_subprocess(text, ("infer_server.engines.backends.llvm.codegen.compile", isa.name))
 
 
 _CODE = Template("""\

@@ -8,9 +8,9 @@ from functools import partial
 import llvmlite
 import llvmlite.binding as llvm
 
-from engines.backends.llvm.codegen.isa import Isa, isa_named
-from engines.codegen.compiler_pool import CompilerPool, serve
-from engines.machine import object_cache
+from infer_server.engines.backends.llvm.codegen.isa import Isa, isa_named
+from infer_server.engines.codegen.compiler_pool import CompilerPool, serve
+from infer_server.engines.machine import object_cache
 
 # Kernels emit instructions in the order in which they should run; LLVM's schedulers hoist loads until tiles spill.
 _GLOBAL_OPTIONS = ("--pre-RA-sched=source", "--enable-misched=false")

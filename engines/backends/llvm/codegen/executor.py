@@ -35,8 +35,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.runtime.abi import (
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.runtime.abi import (
     CHUNK_WORDS,
     CONTROL_WORDS,
     STATUS_WORDS,
@@ -51,9 +51,9 @@ from engines.backends.llvm.runtime.abi import (
     StepRow,
     WorkerRow,
 )
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I32, I64, PTR
-from engines.errors import ConfigError
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import I32, I64, PTR
+from infer_server.engines.errors import ConfigError
 
 _CLOCK = "llvm.readcyclecounter"
 # User programs cannot read aarch64's cycle counter, and LLVM has no intrinsic for the timer that they can read.
@@ -84,7 +84,7 @@ _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
 @cache
 def scheduler_object(isa: Isa) -> bytes:
     """Return the executor as an ELF object for the machine of `isa`; Plan.code holds it like any kernel."""
-    from engines.backends.llvm.codegen.compile import compile_object
+    from infer_server.engines.backends.llvm.codegen.compile import compile_object
     return compile_object(scheduler_text(isa), isa)
 
 

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.codegen.tiles import AMX, AMX_FP16, MatrixUnit
-from engines.codegen.ir_builder import Number, Value
-from engines.codegen.types import I8, I16, I32, overload, vector
-from engines.codegen.words import Primitives
-from engines.errors import ConfigError
+from infer_server.engines.backends.llvm.codegen.tiles import AMX, AMX_FP16, MatrixUnit
+from infer_server.engines.codegen.ir_builder import Number, Value
+from infer_server.engines.codegen.types import I8, I16, I32, overload, vector
+from infer_server.engines.codegen.words import Primitives
+from infer_server.engines.errors import ConfigError
 
 Pixel = tuple[Value, ...]       # four bytes in every lane, in the form of the machine's dot4 operand
 Weights = tuple[Value, ...]

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import ELEMENTS, I8, vector
-from engines.lowering.problems.view import SIZES
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import ELEMENTS, I8, vector
+from infer_server.engines.lowering.problems.view import SIZES
 
 
 @dataclass(frozen=True)

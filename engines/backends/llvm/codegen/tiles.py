@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from engines.codegen.ir_builder import Function, Module, Number, Value
-from engines.codegen.types import FLOAT, I8, I16, I32, I64, PTR, vector
+from infer_server.engines.codegen.ir_builder import Function, Module, Number, Value
+from infer_server.engines.codegen.types import FLOAT, I8, I16, I32, I64, PTR, vector
 
 Shapes = Mapping[int, tuple[int, int]]      # register -> (rows, bytes of a row)
 

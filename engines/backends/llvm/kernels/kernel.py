@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I64, PTR
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import I64, PTR
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.view import View
 
 ALIGNMENT = 64                  # bytes, of packed constants: a cache line, and the widest vector
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.runtime.abi import StepRow
-from engines.backends.llvm.runtime.lending import ZeroCopyBuffers
-from engines.plan.plan import TensorView
+from infer_server.engines.backends.llvm.runtime.abi import StepRow
+from infer_server.engines.backends.llvm.runtime.lending import ZeroCopyBuffers
+from infer_server.engines.plan.plan import TensorView
 
 Words = NDArray[np.int64]
 

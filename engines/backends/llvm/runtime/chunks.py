@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.backends.llvm.runtime.abi import CHUNK_WORDS, LINE_WORDS, ChunkRow, StageRow, StepRow
-from engines.backends.llvm.runtime.loaded import LoadedPlan, Words, words
-from engines.backends.llvm.runtime.segments import Segment
-from engines.plan.plan import Footprint, Plan, Step
+from infer_server.engines.backends.llvm.runtime.abi import CHUNK_WORDS, LINE_WORDS, ChunkRow, StageRow, StepRow
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan, Words, words
+from infer_server.engines.backends.llvm.runtime.segments import Segment
+from infer_server.engines.plan.plan import Footprint, Plan, Step
 
 CHUNK_US = 25.0                 # target duration: long compared with a claim (0.1 us), short compared with a late chunk
 SHORTEST_US = 2.5               # least duration of a chunk; sharing shorter ones costs more than it gains

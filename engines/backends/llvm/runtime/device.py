@@ -3,11 +3,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.backends.device import Device, Execution, Loaded
-from engines.backends.llvm.runtime.execution import SerialExecution
-from engines.backends.llvm.runtime.loaded import LoadedPlan
-from engines.machine import cpu
-from engines.plan.plan import Plan
+from infer_server.engines.backends.device import Device, Execution, Loaded
+from infer_server.engines.backends.llvm.runtime.execution import SerialExecution
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.machine import cpu
+from infer_server.engines.plan.plan import Plan
 
 
 class LoadedCpuEngine:
@@ -17,7 +17,7 @@ class LoadedCpuEngine:
         self.program, self._threads = LoadedPlan(plan, threads, beside), threads
         if threads > 1:
             # Imported here because single-threaded serving starts faster without it.
-            from engines.backends.llvm.runtime.workers import ParallelProgram
+            from infer_server.engines.backends.llvm.runtime.workers import ParallelProgram
             self._shared = ParallelProgram(self.program, threads)
 
     @property
@@ -28,7 +28,7 @@ class LoadedCpuEngine:
     def execution(self, cpus: Sequence[int] | None) -> Execution:
         if self._threads == 1:
             return SerialExecution(self.program)
-        from engines.backends.llvm.runtime.workers import ParallelExecution
+        from infer_server.engines.backends.llvm.runtime.workers import ParallelExecution
         return ParallelExecution(self._shared, cpus)
 
 

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engines.errors import PlanCorruptError, PlanTargetError
+from infer_server.engines.errors import PlanCorruptError, PlanTargetError
 
 _MACHINES = {62: "x86_64", 183: "aarch64"}
 _ALIASES = {"AMD64": "x86_64", "arm64": "aarch64"}

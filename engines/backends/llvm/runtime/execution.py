@@ -11,15 +11,15 @@ from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
 
-from engines.backends.device import Show, final_before
-from engines.backends.llvm.runtime.by_item import ItemTables
-from engines.backends.llvm.runtime.lending import address_of
-from engines.backends.llvm.runtime.loaded import LoadedPlan
-from engines.backends.llvm.runtime.segments import Segment, cut_before
-from engines.ir.graph import Array
-from engines.machine.clock import thread_seconds
-from engines.plan.arena import Layout, array_at, write_halo
-from engines.plan.plan import TensorView
+from infer_server.engines.backends.device import Show, final_before
+from infer_server.engines.backends.llvm.runtime.by_item import ItemTables
+from infer_server.engines.backends.llvm.runtime.lending import address_of
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.backends.llvm.runtime.segments import Segment, cut_before
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.machine.clock import thread_seconds
+from infer_server.engines.plan.arena import Layout, array_at, write_halo
+from infer_server.engines.plan.plan import TensorView
 
 
 class Arena:

@@ -10,8 +10,8 @@ from functools import partial
 
 import numpy as np
 
-from engines.plan.arena import Memory
-from engines.plan.plan import ExpandedConstant, MachinePart
+from infer_server.engines.plan.arena import Memory
+from infer_server.engines.plan.plan import ExpandedConstant, MachinePart
 
 PIECE = 1 << 20         # bytes of a work item
 

@@ -12,11 +12,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.ir.counted import identical
-from engines.ir.dtypes import memory_dtype
-from engines.ir.graph import Array
-from engines.plan.arena import PAGE, ChangingArray
-from engines.plan.plan import SLACK, MachinePart, Operand, Plan, Step, TensorView, runs_by_item
+from infer_server.engines.ir.counted import identical
+from infer_server.engines.ir.dtypes import memory_dtype
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.arena import PAGE, ChangingArray
+from infer_server.engines.plan.plan import SLACK, MachinePart, Operand, Plan, Step, TensorView, runs_by_item
 
 Words = NDArray[np.int64]
 OperandNumbers = tuple[int, ...]

@@ -18,14 +18,14 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.runtime.abi import STEP_WORDS, WORD, StepRow
-from engines.backends.llvm.runtime.elf import LoadedCode
-from engines.backends.llvm.runtime.expansion import expand
-from engines.backends.llvm.runtime.lending import ZeroCopyBuffers
-from engines.backends.llvm.runtime.segments import Segment, cut_at_item_major_runs, cut_before, segments_of
-from engines.errors import PlanCorruptError, PlanTargetError
-from engines.ir.counted import SymbolicInt
-from engines.plan.arena import (
+from infer_server.engines.backends.llvm.runtime.abi import STEP_WORDS, WORD, StepRow
+from infer_server.engines.backends.llvm.runtime.elf import LoadedCode
+from infer_server.engines.backends.llvm.runtime.expansion import expand
+from infer_server.engines.backends.llvm.runtime.lending import ZeroCopyBuffers
+from infer_server.engines.backends.llvm.runtime.segments import Segment, cut_at_item_major_runs, cut_before, segments_of
+from infer_server.engines.errors import PlanCorruptError, PlanTargetError
+from infer_server.engines.ir.counted import SymbolicInt
+from infer_server.engines.plan.arena import (
     CACHE_LINE,
     HUGE_PAGE,
     Layout,
@@ -36,7 +36,7 @@ from engines.plan.arena import (
     on_cache_line,
     plan_memory,
 )
-from engines.plan.plan import (
+from infer_server.engines.plan.plan import (
     EXPANDED,
     SHARED,
     SHARED_EXPANDED,
@@ -46,8 +46,8 @@ from engines.plan.plan import (
     Step,
     item_strides,
 )
-from engines.plan.template import LateMachine, Template
-from engines.plan.verification import verify
+from infer_server.engines.plan.template import LateMachine, Template
+from infer_server.engines.plan.verification import verify
 
 Words = NDArray[np.int64]
 EmittedFunction = Callable[..., None]

@@ -24,7 +24,7 @@ from itertools import count
 
 import numpy as np
 
-from engines.backends.llvm.runtime.abi import (
+from infer_server.engines.backends.llvm.runtime.abi import (
     CONTROL_WORDS,
     RUN_WORDS,
     STATUS_WORDS,
@@ -34,12 +34,12 @@ from engines.backends.llvm.runtime.abi import (
     RunRow,
     WorkerRow,
 )
-from engines.backends.llvm.runtime.chunks import Schedule, make_schedule, most_chunks
-from engines.backends.llvm.runtime.execution import Arena, SerialExecution, call_of, libc, time_steps
-from engines.backends.llvm.runtime.loaded import EmittedFunction, LoadedPlan, Words, words
-from engines.errors import ConfigError
-from engines.ir.graph import Array
-from engines.plan.plan import TensorView
+from infer_server.engines.backends.llvm.runtime.chunks import Schedule, make_schedule, most_chunks
+from infer_server.engines.backends.llvm.runtime.execution import Arena, SerialExecution, call_of, libc, time_steps
+from infer_server.engines.backends.llvm.runtime.loaded import EmittedFunction, LoadedPlan, Words, words
+from infer_server.engines.errors import ConfigError
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.plan import TensorView
 
 _log = logging.getLogger(__name__)
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engines.backends.base import Progress
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.runtime.abi import KERNEL
-from engines.backends.llvm.runtime.elf import LoadedCode
-from engines.backends.llvm.tuning.candidates import Candidate, CandidateCode
-from engines.backends.llvm.tuning.timing import Part, Times, aligned, call_of, measure, memory_of, parts_of
-from engines.codegen.compiler_pool import CompilerPool
-from engines.lowering.problems.problem import Array, Problem
-from engines.machine.timing_cache import TimingCache
+from infer_server.engines.backends.base import Progress
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.runtime.abi import KERNEL
+from infer_server.engines.backends.llvm.runtime.elf import LoadedCode
+from infer_server.engines.backends.llvm.tuning.candidates import Candidate, CandidateCode
+from infer_server.engines.backends.llvm.tuning.timing import Part, Times, aligned, call_of, measure, memory_of, parts_of
+from infer_server.engines.codegen.compiler_pool import CompilerPool
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.machine.timing_cache import TimingCache
 
 # How far candidates are tried, by the least share of all problems' time that a problem takes: times the best time that
 # the estimate of one may be, and the most of a kernel.

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.kernel import Kernel
-from engines.backends.llvm.runtime.elf import functions_of
-from engines.codegen.compiler_pool import CompilerPool
-from engines.codegen.ir_builder import Module
-from engines.version import COMPILER_VERSION
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.kernel import Kernel
+from infer_server.engines.backends.llvm.runtime.elf import functions_of
+from infer_server.engines.codegen.compiler_pool import CompilerPool
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.version import COMPILER_VERSION
 
 
 @dataclass(frozen=True)

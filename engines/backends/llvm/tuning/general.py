@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.kernel import Kernel
-from engines.codegen.compiler_pool import CompilerPool
-from engines.codegen.extents import Extent, Trace, leaf, value_of
-from engines.codegen.ir_builder import Module
-from engines.ir.counted import Pinned, is_counted
-from engines.lowering.problems.problem import Problem
-from engines.plan.plan import GeneralKernel
-from engines.version import COMPILER_VERSION
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.kernel import Kernel
+from infer_server.engines.codegen.compiler_pool import CompilerPool
+from infer_server.engines.codegen.extents import Extent, Trace, leaf, value_of
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.ir.counted import Pinned, is_counted
+from infer_server.engines.lowering.problems.problem import Problem
+from infer_server.engines.plan.plan import GeneralKernel
+from infer_server.engines.version import COMPILER_VERSION
 
 Numbers = tuple[int, ...]
 

@@ -22,16 +22,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from engines.backends.base import Progress
-from engines.backends.llvm.runtime.execution import Arena, call_of
-from engines.backends.llvm.runtime.loaded import LoadedPlan
-from engines.backends.llvm.runtime.segments import Segment
-from engines.backends.llvm.tuning.candidates import Candidate, Choice, packing
-from engines.backends.llvm.tuning.tuner import Estimate, Tuner
-from engines.lowering.problems.problem import Problem
-from engines.machine.clock import thread_seconds
-from engines.plan.plan import Buffer, Plan
-from engines.version import COMPILER_VERSION
+from infer_server.engines.backends.base import Progress
+from infer_server.engines.backends.llvm.runtime.execution import Arena, call_of
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.backends.llvm.runtime.segments import Segment
+from infer_server.engines.backends.llvm.tuning.candidates import Candidate, Choice, packing
+from infer_server.engines.backends.llvm.tuning.tuner import Estimate, Tuner
+from infer_server.engines.lowering.problems.problem import Problem
+from infer_server.engines.machine.clock import thread_seconds
+from infer_server.engines.plan.plan import Buffer, Plan
+from infer_server.engines.version import COMPILER_VERSION
 
 LEAST_SHARE = 0.002         # least share of all kernels' time that is worth a trial
 MOST_RUN = 1.0              # seconds of a run above which times alone suffice

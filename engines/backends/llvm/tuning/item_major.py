@@ -16,13 +16,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
-from engines.backends.llvm.runtime.execution import Arena, run_segment
-from engines.backends.llvm.runtime.loaded import LoadedPlan
-from engines.backends.llvm.runtime.segments import Segment
-from engines.backends.llvm.tuning.timing import seconds_of
-from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import Buffer, ItemMajorRun, MachinePart, Plan, Step, runs_by_item
-from engines.version import COMPILER_VERSION
+from infer_server.engines.backends.llvm.runtime.execution import Arena, run_segment
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.backends.llvm.runtime.segments import Segment
+from infer_server.engines.backends.llvm.tuning.timing import seconds_of
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.plan import Buffer, ItemMajorRun, MachinePart, Plan, Step, runs_by_item
+from infer_server.engines.version import COMPILER_VERSION
 
 ITEMS = 8                       # batch size for timing
 WINDOW = 6                      # steps in a window of a run; adjacent windows are joined if both gain

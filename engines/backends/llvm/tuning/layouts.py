@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.tuning.candidates import Candidate
-from engines.ir.content import EqualArrays
-from engines.lowering.problems.problem import Problem
+from infer_server.engines.backends.llvm.tuning.candidates import Candidate
+from infer_server.engines.ir.content import EqualArrays
+from infer_server.engines.lowering.problems.problem import Problem
 
 LEAST_BYTES = 1 << 12       # weights below this size may be stored in any number of layouts
 TOLERANCE = 1.03            # most time with a common layout, relative to the least time of a problem

@@ -20,22 +20,22 @@ from functools import partial
 
 import numpy as np
 
-from engines.backends.llvm.codegen.compile import compile_object
-from engines.backends.llvm.codegen.isa import Isa, best_isa
-from engines.backends.llvm.codegen.tiles import MatrixUnit, Tiles
-from engines.backends.llvm.kernels.common.access import hidden
-from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Int8, Operand, arithmetic_for
-from engines.backends.llvm.kernels.kernel import begin_kernel
-from engines.backends.llvm.runtime.abi import KERNEL
-from engines.backends.llvm.runtime.elf import LoadedCode
-from engines.backends.llvm.tuning.timing import aligned
-from engines.codegen.ir_builder import Module, Value
-from engines.codegen.types import I8, I64, vector
-from engines.ir.graph import Array
-from engines.lowering.problems.view import SIZES
-from engines.machine.clock import thread_seconds
-from engines.machine.cpu import CpuInfo, detect
-from engines.plan.roofline import Level, Peaks
+from infer_server.engines.backends.llvm.codegen.compile import compile_object
+from infer_server.engines.backends.llvm.codegen.isa import Isa, best_isa
+from infer_server.engines.backends.llvm.codegen.tiles import MatrixUnit, Tiles
+from infer_server.engines.backends.llvm.kernels.common.access import hidden
+from infer_server.engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Int8, Operand, arithmetic_for
+from infer_server.engines.backends.llvm.kernels.kernel import begin_kernel
+from infer_server.engines.backends.llvm.runtime.abi import KERNEL
+from infer_server.engines.backends.llvm.runtime.elf import LoadedCode
+from infer_server.engines.backends.llvm.tuning.timing import aligned
+from infer_server.engines.codegen.ir_builder import Module, Value
+from infer_server.engines.codegen.types import I8, I64, vector
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.lowering.problems.view import SIZES
+from infer_server.engines.machine.clock import thread_seconds
+from infer_server.engines.machine.cpu import CpuInfo, detect
+from infer_server.engines.plan.roofline import Level, Peaks
 
 PRECISIONS = ("int8", "int16", "fp32", "bf16", "fp16")
 CHAINS = 10                 # independent sums: more than latency times throughput of an instruction on current cores

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.backends.llvm.runtime.execution import Arena, call_of
-from engines.backends.llvm.runtime.loaded import LoadedPlan
-from engines.backends.llvm.runtime.segments import Segment
-from engines.errors import PlanError
-from engines.machine.clock import thread_seconds
-from engines.plan.plan import Plan, Step
+from infer_server.engines.backends.llvm.runtime.execution import Arena, call_of
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.backends.llvm.runtime.segments import Segment
+from infer_server.engines.errors import PlanError
+from infer_server.engines.machine.clock import thread_seconds
+from infer_server.engines.plan.plan import Plan, Step
 
 SECONDS = 5.0       # limit for all steps together; the remaining steps are not timed
 AGAIN = 0.05        # seconds; shorter steps are timed twice, because the first run also imports and allocates

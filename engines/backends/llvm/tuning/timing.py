@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from engines.backends.llvm.kernels.kernel import Grid
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import View
-from engines.machine.clock import thread_seconds
+from infer_server.engines.backends.llvm.kernels.kernel import Grid
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.view import View
+from infer_server.engines.machine.clock import thread_seconds
 
 TIMING_SECONDS = 0.004      # time for one tactic, in rounds with the others
 ROUNDS = 3

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from engines.backends.base import Progress
-from engines.backends.llvm.codegen.compile import compiler_pool
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.kernel import Kernel, kernels_for
-from engines.backends.llvm.tuning.candidate_times import (
+from infer_server.engines.backends.base import Progress
+from infer_server.engines.backends.llvm.codegen.compile import compiler_pool
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.kernel import Kernel, kernels_for
+from infer_server.engines.backends.llvm.tuning.candidate_times import (
     REFINED,
     CandidateTimes,
     Constants,
@@ -23,16 +23,16 @@ from engines.backends.llvm.tuning.candidate_times import (
     joined,
     promising,
 )
-from engines.backends.llvm.tuning.candidates import Candidate, CandidateCode, Choice, packing
-from engines.backends.llvm.tuning.general import Found, GeneralKernels, counted_numbers, told
-from engines.backends.llvm.tuning.layouts import COST_TOLERANCE, TOLERANCE, with_common_layouts
-from engines.backends.llvm.tuning.nearest import Timed, correction
-from engines.backends.llvm.tuning.timing import CLOCK_US, Times, mean_ratios
-from engines.codegen.compiler_pool import CompilerPool
-from engines.ir.counted import Pinned, plain, structure
-from engines.lowering.problems.problem import Problem
-from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import GeneralKernel
+from infer_server.engines.backends.llvm.tuning.candidates import Candidate, CandidateCode, Choice, packing
+from infer_server.engines.backends.llvm.tuning.general import Found, GeneralKernels, counted_numbers, told
+from infer_server.engines.backends.llvm.tuning.layouts import COST_TOLERANCE, TOLERANCE, with_common_layouts
+from infer_server.engines.backends.llvm.tuning.nearest import Timed, correction
+from infer_server.engines.backends.llvm.tuning.timing import CLOCK_US, Times, mean_ratios
+from infer_server.engines.codegen.compiler_pool import CompilerPool
+from infer_server.engines.ir.counted import Pinned, plain, structure
+from infer_server.engines.lowering.problems.problem import Problem
+from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.plan.plan import GeneralKernel
 
 MAX_COST_RATIO = 1.3        # tactics above this multiple of the least cost are not timed
 NEAR = 1.1                  # times within this multiple of the least are close: noise, and inputs from outer caches

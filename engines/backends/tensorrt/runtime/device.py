@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from engines.backends.cuda.runtime.driver import GpuDriver, open_gpu
-from engines.backends.cuda.runtime.holdings import GpuResources
-from engines.backends.cuda.runtime.library import CudaError, list_gpus
-from engines.backends.device import GpuInfo, Loaded
-from engines.backends.tensorrt.runtime.library import LibraryMissing, library, logged_errors, logger_of
-from engines.errors import ConfigError, PlanError, PlanTargetError
-from engines.ir.graph import Array
-from engines.plan.arena import array_at
-from engines.plan.plan import Plan, TensorView
-from engines.plan.verification import verify
+from infer_server.engines.backends.cuda.runtime.driver import GpuDriver, open_gpu
+from infer_server.engines.backends.cuda.runtime.holdings import GpuResources
+from infer_server.engines.backends.cuda.runtime.library import CudaError, list_gpus
+from infer_server.engines.backends.device import GpuInfo, Loaded
+from infer_server.engines.backends.tensorrt.runtime.library import LibraryMissing, library, logged_errors, logger_of
+from infer_server.engines.errors import ConfigError, PlanError, PlanTargetError
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.arena import array_at
+from infer_server.engines.plan.plan import Plan, TensorView
+from infer_server.engines.plan.verification import verify
 
 
 class TensorRtDevice:

@@ -1,11 +1,11 @@
 """Lower contrib activations, activations with a bias, and those that fused operators name."""
 from __future__ import annotations
 
-from engines.errors import GraphError
-from engines.frontend.operators.extension import StandardNodeBuilder, contrib
-from engines.frontend.operators.normalise import OperatorCall
-from engines.ir.graph import Node
-from engines.ir.shapes import fixed
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.extension import StandardNodeBuilder, contrib
+from infer_server.engines.frontend.operators.normalise import OperatorCall
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.shapes import fixed
 
 # Activations of fused operators, with the attributes for their parameters, in order.
 _PARAMETERS: dict[str, tuple[str, ...]] = {

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.contrib.quantised import product
-from engines.frontend.operators.extension import StandardNodeBuilder, contrib
-from engines.frontend.operators.normalise import OperatorCall
-from engines.ir.graph import Dim, Node
-from engines.ir.shapes import extent, fixed, text
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.contrib.quantised import product
+from infer_server.engines.frontend.operators.extension import StandardNodeBuilder, contrib
+from infer_server.engines.frontend.operators.normalise import OperatorCall
+from infer_server.engines.ir.graph import Dim, Node
+from infer_server.engines.ir.shapes import extent, fixed, text
 
 _ATTRIBUTES = "mask_filter_value=-10000.0 num_heads:int! scale=0.0 unidirectional=0"
 _WITH_WEIGHTS = f"do_rotary=0 past_present_share_buffer=0 {_ATTRIBUTES}"

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.frontend.operators.extension import StandardNodeBuilder, extension
-from engines.frontend.operators.normalise import OperatorCall
-from engines.ir.graph import Node
-from engines.ir.shapes import fixed
+from infer_server.engines.frontend.operators.extension import StandardNodeBuilder, extension
+from infer_server.engines.frontend.operators.normalise import OperatorCall
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.shapes import fixed
 
 DOMAIN = "engines"
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.contrib.attention import heads_first, scaled, side_by_side
-from engines.frontend.operators.extension import StandardNodeBuilder, contrib
-from engines.frontend.operators.normalise import OperatorCall
-from engines.ir.deferred import array_of
-from engines.ir.graph import Node
-from engines.ir.shapes import fixed
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.contrib.attention import heads_first, scaled, side_by_side
+from infer_server.engines.frontend.operators.extension import StandardNodeBuilder, contrib
+from infer_server.engines.frontend.operators.normalise import OperatorCall
+from infer_server.engines.ir.deferred import array_of
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.shapes import fixed
 
 _INT64 = 7          # TensorProto.INT64
 QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, POSITIONS, BIAS, SINK = range(12)

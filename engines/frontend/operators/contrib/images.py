@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.extension import StandardNodeBuilder, contrib
-from engines.frontend.operators.normalise import OperatorCall
-from engines.ir.graph import Node
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.extension import StandardNodeBuilder, contrib
+from infer_server.engines.frontend.operators.normalise import OperatorCall
+from infer_server.engines.ir.graph import Node
 
 _MODES = {"bilinear": "linear", "nearest": "nearest", "bicubic": "cubic"}
 

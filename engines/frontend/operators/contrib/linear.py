@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.contrib.activations import activated
-from engines.frontend.operators.extension import StandardNodeBuilder, contrib
-from engines.frontend.operators.normalise import OperatorCall
-from engines.ir.graph import Node
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.contrib.activations import activated
+from infer_server.engines.frontend.operators.extension import StandardNodeBuilder, contrib
+from infer_server.engines.frontend.operators.normalise import OperatorCall
+from infer_server.engines.ir.graph import Node
 
 _CONV = "auto_pad=NOTSET dilations:ints group=1 kernel_shape:ints pads:ints strides:ints"
 _OF_CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")

@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.contrib.linear import blocks_of_bits
-from engines.frontend.operators.extension import StandardNodeBuilder, contrib
-from engines.frontend.operators.normalise import OperatorCall
-from engines.ir.graph import Node
-from engines.ir.shapes import fixed, normal_axis
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.contrib.linear import blocks_of_bits
+from infer_server.engines.frontend.operators.extension import StandardNodeBuilder, contrib
+from infer_server.engines.frontend.operators.normalise import OperatorCall
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.shapes import fixed, normal_axis
 
 _INT64 = 7          # TensorProto.INT64
 

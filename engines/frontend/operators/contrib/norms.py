@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.extension import StandardNodeBuilder, contrib, extension
-from engines.frontend.operators.normalise import OperatorCall
-from engines.ir.graph import Node
-from engines.ir.shapes import fixed
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.extension import StandardNodeBuilder, contrib, extension
+from infer_server.engines.frontend.operators.normalise import OperatorCall
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.shapes import fixed
 
 _EPSILON = 1e-12
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.extension import StandardNodeBuilder, contrib
-from engines.frontend.operators.normalise import RULES, OperatorCall
-from engines.ir.graph import Node, TensorType
-from engines.ir.shapes import fixed
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.extension import StandardNodeBuilder, contrib
+from infer_server.engines.frontend.operators.normalise import RULES, OperatorCall
+from infer_server.engines.ir.graph import Node, TensorType
+from infer_server.engines.ir.shapes import fixed
 
 _FLOAT = 1          # TensorProto.FLOAT
 _UNARY = "X:Q x_scale:F x_zero_point:Q? y_scale:F y_zero_point:Q?"

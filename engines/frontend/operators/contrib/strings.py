@@ -1,10 +1,10 @@
 """Schemas of operators on strings, which the host evaluates (engines/runtime/host/text.py)."""
 from __future__ import annotations
 
-from engines.errors import GraphError
-from engines.frontend.operators.extension import contrib
-from engines.frontend.operators.normalise import OperatorCall
-from engines.ir.graph import Node
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.extension import contrib
+from infer_server.engines.frontend.operators.normalise import OperatorCall
+from infer_server.engines.ir.graph import Node
 
 
 @contrib("Tokenizer", "X:S", "mark:int! mincharnum:int! pad_value:string! separators:strings tokenexp:string")

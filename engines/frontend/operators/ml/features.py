@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.extension import StandardNodeBuilder, ml
-from engines.frontend.operators.normalise import OperatorCall
-from engines.ir.graph import Node
-from engines.ir.shapes import fixed
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.extension import StandardNodeBuilder, ml
+from infer_server.engines.frontend.operators.normalise import OperatorCall
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.shapes import fixed
 
 FLOAT = 1           # as TensorProto.DataType has it
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.extension import StandardNodeBuilder, ml
-from engines.frontend.operators.ml.features import as_float, floats
-from engines.frontend.operators.normalise import OperatorCall
-from engines.ir.graph import Node
-from engines.ir.shapes import fixed
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.extension import StandardNodeBuilder, ml
+from infer_server.engines.frontend.operators.ml.features import as_float, floats
+from infer_server.engines.frontend.operators.normalise import OperatorCall
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.shapes import fixed
 
 FLOAT32 = np.dtype(np.float32)
 

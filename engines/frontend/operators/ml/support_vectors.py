@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.extension import StandardNodeBuilder, ml
-from engines.frontend.operators.ml.features import FLOAT, as_float, floats
-from engines.frontend.operators.ml.linear import checked, classified, labels_of
-from engines.frontend.operators.normalise import OperatorCall
-from engines.ir.graph import Node
-from engines.ir.shapes import fixed
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.extension import StandardNodeBuilder, ml
+from infer_server.engines.frontend.operators.ml.features import FLOAT, as_float, floats
+from infer_server.engines.frontend.operators.ml.linear import checked, classified, labels_of
+from infer_server.engines.frontend.operators.normalise import OperatorCall
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.shapes import fixed
 
 LEAST = 1e-7                # probability of a class against another, as libsvm bounds it
 

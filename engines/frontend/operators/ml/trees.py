@@ -1,4 +1,4 @@
-"""Lower ensembles of decision trees, in all forms of ONNX, to Forest nodes with one table (engines.ops.trees)."""
+"""Lower ensembles of decision trees, in all forms of ONNX, to Forest nodes with one table (engines/ops/trees.py)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import GraphError
-from engines.frontend.operators.extension import StandardNodeBuilder, ml
-from engines.frontend.operators.ml.features import as_float, floats
-from engines.frontend.operators.ml.linear import checked, classified, labels_of, transformed
-from engines.frontend.operators.normalise import Beyond, OperatorCall
-from engines.ir.graph import Array, Node
-from engines.ir.shapes import fixed
-from engines.ops.trees import FLAGS, LEFT_IF_EQUAL, LEFT_IF_MISSING
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.operators.extension import StandardNodeBuilder, ml
+from infer_server.engines.frontend.operators.ml.features import as_float, floats
+from infer_server.engines.frontend.operators.ml.linear import checked, classified, labels_of, transformed
+from infer_server.engines.frontend.operators.normalise import Beyond, OperatorCall
+from infer_server.engines.ir.graph import Array, Node
+from infer_server.engines.ir.shapes import fixed
+from infer_server.engines.ops.trees import FLAGS, LEFT_IF_EQUAL, LEFT_IF_MISSING
 
 _MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ")     # numbered from 0
 _MEMBER, _LEAF = "BRANCH_MEMBER", "LEAF"

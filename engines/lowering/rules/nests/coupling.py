@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import add
 
-from engines.ir.graph import Node
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
-from engines.lowering.calls.nesting import NestWriter
-from engines.lowering.nest.program import KINDS, Term
-from engines.ops.coupling import ERROR
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
+from infer_server.engines.lowering.calls.nesting import NestWriter
+from infer_server.engines.lowering.nest.program import KINDS, Term
+from infer_server.engines.ops.coupling import ERROR
 
 MOST_CLASSES = 5        # the unrolled code grows with their cube
 SWEEPS = 6              # 360,000 random rows of up to MOST_CLASSES classes converged after four
@@ -44,7 +44,7 @@ def lower_coupling(ctx: Context, node: Node) -> Sequence[ProblemCall]:
 
 
 def _swept(gradient: list[list[Term]], p: list[Term], slope: list[Term], whole: Term) -> list[Term]:
-    """Do one sweep of engines.ops.coupling."""
+    """Do one sweep of infer_server.engines.ops.coupling."""
     for one in range(len(p)):
         step = (whole - slope[one]) / gradient[one][one]
         scale = step + 1

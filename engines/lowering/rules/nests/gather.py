@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Context, ProblemCall, fallback_rule
-from engines.lowering.calls.nesting import NestWriter
+from infer_server.engines.ir.graph import BATCH, Node
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, fallback_rule
+from infer_server.engines.lowering.calls.nesting import NestWriter
 
 
 @fallback_rule("Gather")

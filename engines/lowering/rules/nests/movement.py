@@ -7,12 +7,12 @@ from itertools import accumulate
 
 import numpy as np
 
-from engines.ir.counted import as_int
-from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
-from engines.lowering.calls.nesting import NestWriter
-from engines.lowering.nest.program import FLOATING, KINDS
-from engines.ops.movement import Slice
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import BATCH, Node
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
+from infer_server.engines.lowering.calls.nesting import NestWriter
+from infer_server.engines.lowering.nest.program import FLOATING, KINDS
+from infer_server.engines.ops.movement import Slice
 
 
 @fallback_rule("Slice")

@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from engines.ir.counted import as_int
-from engines.ir.graph import BATCH, Dim, Node
-from engines.lowering.calls.calls import Context, ProblemCall, fallback_rule
-from engines.lowering.calls.nesting import NestWriter
-from engines.lowering.calls.placement import Placement, as_one_item
-from engines.lowering.nest.program import FLOATING, KINDS, Number, Term
-from engines.lowering.problems.view import dense_view
-from engines.ops.movement import Pad
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import BATCH, Dim, Node
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, fallback_rule
+from infer_server.engines.lowering.calls.nesting import NestWriter
+from infer_server.engines.lowering.calls.placement import Placement, as_one_item
+from infer_server.engines.lowering.nest.program import FLOATING, KINDS, Number, Term
+from infer_server.engines.lowering.problems.view import dense_view
+from infer_server.engines.ops.movement import Pad
 
 Ranges = list[tuple[int, int]]      # [start, stop) along each axis
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.ir.counted import as_int
-from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
-from engines.lowering.calls.nesting import NestWriter
-from engines.lowering.nest.program import FLOATING, Term
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import BATCH, Node
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
+from infer_server.engines.lowering.calls.nesting import NestWriter
+from infer_server.engines.lowering.nest.program import FLOATING, Term
 
 
 def _depth(ctx: Context, name: str, axis: int) -> int:

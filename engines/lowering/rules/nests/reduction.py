@@ -5,14 +5,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from engines.ir.counted import as_int
-from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
-from engines.lowering.calls.nesting import NestWriter
-from engines.lowering.calls.placement import Placement
-from engines.lowering.nest.pointwise import EXP, LOG
-from engines.lowering.nest.program import FLOATING, Term
-from engines.ops import op_of
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import BATCH, Node
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
+from infer_server.engines.lowering.calls.nesting import NestWriter
+from infer_server.engines.lowering.calls.placement import Placement
+from infer_server.engines.lowering.nest.pointwise import EXP, LOG
+from infer_server.engines.lowering.nest.program import FLOATING, Term
+from infer_server.engines.ops import op_of
 
 
 class Along:

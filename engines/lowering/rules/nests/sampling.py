@@ -7,13 +7,13 @@ from itertools import product
 
 import numpy as np
 
-from engines.ir.counted import as_int
-from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
-from engines.lowering.calls.nesting import NestWriter
-from engines.lowering.nest.program import FLOATING, KINDS, Term
-from engines.ops import resize
-from engines.ops.resize_integers import BLEND_BITS, blend_axes
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import BATCH, Node
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
+from infer_server.engines.lowering.calls.nesting import NestWriter
+from infer_server.engines.lowering.nest.program import FLOATING, KINDS, Term
+from infer_server.engines.ops import resize
+from infer_server.engines.ops.resize_integers import BLEND_BITS, blend_axes
 
 Taps = list[tuple[Term, Term]]      # (index, weight) of the pixels of a sample along an axis
 _CUBIC = -0.75

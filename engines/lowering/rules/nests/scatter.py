@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.ir.graph import Node
-from engines.lowering.calls.calls import Context, ProblemCall, fallback_rule
-from engines.lowering.calls.nesting import NestWriter
+from infer_server.engines.ir.graph import Node
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, fallback_rule
+from infer_server.engines.lowering.calls.nesting import NestWriter
 
 COMBINED = {"none": "", "add": "add", "mul": "mul", "max": "max", "min": "min"}
 

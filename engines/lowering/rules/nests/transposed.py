@@ -11,15 +11,15 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import product
 
-from engines.ir.counted import as_int
-from engines.ir.graph import Dim, Node
-from engines.lowering.calls.calls import Context, ProblemCall, fallback_rule
-from engines.lowering.calls.nesting import NestWriter
-from engines.lowering.calls.phases import Phase, phases_of
-from engines.lowering.nest.program import KINDS, Term
-from engines.lowering.rules.nests.padding import number_of, padded
-from engines.lowering.rules.nests.windows import in_group
-from engines.ops.window import Window
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import Dim, Node
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, fallback_rule
+from infer_server.engines.lowering.calls.nesting import NestWriter
+from infer_server.engines.lowering.calls.phases import Phase, phases_of
+from infer_server.engines.lowering.nest.program import KINDS, Term
+from infer_server.engines.lowering.rules.nests.padding import number_of, padded
+from infer_server.engines.lowering.rules.nests.windows import in_group
+from infer_server.engines.ops.window import Window
 
 Element = Callable[["Transposed", Term, Sequence[Term]], Term]      # (nest, channel, tap along each axis) -> summand
 MOST = 64           # most phases with a nest each

@@ -11,11 +11,20 @@ from operator import add
 
 import numpy as np
 
-from engines.ir.graph import Array, Node
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
-from engines.lowering.calls.nesting import NestWriter
-from engines.lowering.nest.program import KINDS, Linear, Term
-from engines.ops.trees import COLUMN, FLAGS, LEFT, LEFT_IF_EQUAL, LEFT_IF_MISSING, RIGHT, THRESHOLD, threshold_type
+from infer_server.engines.ir.graph import Array, Node
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
+from infer_server.engines.lowering.calls.nesting import NestWriter
+from infer_server.engines.lowering.nest.program import KINDS, Linear, Term
+from infer_server.engines.ops.trees import (
+    COLUMN,
+    FLAGS,
+    LEFT,
+    LEFT_IF_EQUAL,
+    LEFT_IF_MISSING,
+    RIGHT,
+    THRESHOLD,
+    threshold_type,
+)
 
 DEEPEST = 64        # most unrolled steps
 WRITTEN = 256       # unrolled steps of all trees of a group, about

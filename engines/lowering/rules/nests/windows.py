@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.ir.counted import as_int
-from engines.ir.graph import Dim, Node
-from engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
-from engines.lowering.calls.nesting import NestWriter
-from engines.lowering.calls.placement import Placement
-from engines.lowering.nest import functions
-from engines.lowering.nest.program import FLOATING, KINDS, Number, Term
-from engines.lowering.problems.view import dense_view
-from engines.lowering.rules.nests.padding import padded
-from engines.ops.window import Window
+from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.graph import Dim, Node
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
+from infer_server.engines.lowering.calls.nesting import NestWriter
+from infer_server.engines.lowering.calls.placement import Placement
+from infer_server.engines.lowering.nest import functions
+from infer_server.engines.lowering.nest.program import FLOATING, KINDS, Number, Term
+from infer_server.engines.lowering.problems.view import dense_view
+from infer_server.engines.lowering.rules.nests.padding import padded
+from infer_server.engines.ops.window import Window
 
 
 def lowest(dtype: str) -> Number:

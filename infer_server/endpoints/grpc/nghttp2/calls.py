@@ -15,7 +15,7 @@ from infer_server.endpoints.grpc.methods import TakesInfer
 from infer_server.endpoints.grpc.nghttp2.head import INTERNAL, RequestHead
 from infer_server.endpoints.inflight import Inflight, OpenCall
 from infer_server.errors import DeadlineExceededError, MemoryLimitError
-from protos.grpc_framing import PREFIX_BYTES, MessageReader, MessageTooLargeError
+from infer_server.protos.grpc_framing import PREFIX_BYTES, MessageReader, MessageTooLargeError
 
 
 class Carrier(Protocol):

@@ -22,8 +22,8 @@ from infer_server.endpoints.grpc.nghttp2.head import (
     status_headers,
 )
 from infer_server.endpoints.http2.connection import WRITE_BYTES, Http2Connection, Sending, Shared
-from protos.grpc_framing import prefix_of
-from protos.http2 import Header, NGH2Error
+from infer_server.protos.grpc_framing import prefix_of
+from infer_server.protos.http2 import Header, NGH2Error
 
 
 class GrpcConnection(Http2Connection):

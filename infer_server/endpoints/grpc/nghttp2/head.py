@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from protos.grpc_framing import binary_value, percent_encoded, timeout_secs
-from protos.http2 import Header
+from infer_server.protos.grpc_framing import binary_value, percent_encoded, timeout_secs
+from infer_server.protos.http2 import Header
 
 _CONTENT_TYPE = b"application/grpc"
 _CODINGS = (b"", b"identity", b"gzip", b"deflate")

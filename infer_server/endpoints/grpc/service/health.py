@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import protos
+from infer_server import protos
 from infer_server.endpoints.grpc.context import CallContext, Check, Serve, unary
 from infer_server.endpoints.grpc.errors import parsed
 from infer_server.errors import MalformedMessageError, UnknownServiceError
 from infer_server.lifecycle import Lifecycle
-from protos import health
+from infer_server.protos import health
 
 _SERVICES = ("", protos.INFERENCE_SERVICE)      # "" is the server as a whole
 

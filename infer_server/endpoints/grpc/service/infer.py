@@ -22,8 +22,8 @@ from infer_server.errors import ServeError
 from infer_server.protocol.codec import InputTensor, declared_inputs, decode_inputs, encode_raw, object_bytes
 from infer_server.protocol.parameters import NONE, Parameters, from_messages, set_parameter
 from infer_server.protocol.wire import InferRequest, join_response, response_prefix
+from infer_server.protos import inference
 from infer_server.serving import InferenceCall, Served
-from protos import inference
 
 _FEW_BYTES = 64 << 10       # size of a batch's output up to which one copy is split into responses
 

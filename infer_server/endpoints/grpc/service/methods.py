@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-import protos
+from infer_server import protos
 from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.context import CallContext, Serve, unary
 from infer_server.endpoints.grpc.errors import parsed

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import protos
+from infer_server import protos
 from infer_server.endpoints.grpc.context import CallContext, Serve
 from infer_server.endpoints.grpc.errors import parsed
 

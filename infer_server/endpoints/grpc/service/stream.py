@@ -21,8 +21,8 @@ from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import ServeError, UnavailableError
 from infer_server.protocol.redaction import public_text
 from infer_server.protocol.wire import length_delimited, split_request
+from infer_server.protos import inference
 from infer_server.serving import Submitted
-from protos import inference
 
 log = logging.getLogger(__name__)
 

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.backends.cuda import kernels  # noqa: F401  (fills KERNELS)
-from engines.backends.cuda.backend import BACKEND
-from engines.backends.cuda.codegen.assemble import ptx_of
-from engines.backends.cuda.codegen.gpu import GPUS, Gpu
-from engines.backends.cuda.codegen.module import GpuModule
-from engines.backends.cuda.cost import CARDS
-from engines.backends.cuda.kernels.kernel import GpuKernel, cheapest, kernel_for
-from engines.backends.cuda.runtime.device import DEVICE
-from engines.backends.cuda.runtime.driver import GpuDriver
-from engines.backends.cuda.runtime.holdings import ScopedResources
-from engines.lowering.problems.problem import Array, Problem
-from engines.machine.timing_cache import TimingCache
+from infer_server.engines.backends.cuda import kernels  # noqa: F401  (fills KERNELS)
+from infer_server.engines.backends.cuda.backend import BACKEND
+from infer_server.engines.backends.cuda.codegen.assemble import ptx_of
+from infer_server.engines.backends.cuda.codegen.gpu import GPUS, Gpu
+from infer_server.engines.backends.cuda.codegen.module import GpuModule
+from infer_server.engines.backends.cuda.cost import CARDS
+from infer_server.engines.backends.cuda.kernels.kernel import GpuKernel, cheapest, kernel_for
+from infer_server.engines.backends.cuda.runtime.device import DEVICE
+from infer_server.engines.backends.cuda.runtime.driver import GpuDriver
+from infer_server.engines.backends.cuda.runtime.holdings import ScopedResources
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.machine.timing_cache import TimingCache
 from tests.gpu.emulated import EmulatedGpu
 
 ALIGNED = 256       # default alignment of every tensor

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engines.backends.llvm.codegen.tiles import STATE_BYTES, meanings
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import FLOAT, I8, I16, I32, vector
+from infer_server.engines.backends.llvm.codegen.tiles import STATE_BYTES, meanings
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import FLOAT, I8, I16, I32, vector
 
 
 class _Definition:

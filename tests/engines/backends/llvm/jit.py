@@ -10,11 +10,11 @@ import llvmlite.binding as llvm
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.codegen.compile import OPT, compile_cached, target_machine
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.runtime.abi import KERNEL
-from engines.backends.llvm.runtime.elf import LoadedCode
-from engines.machine.tiles import permitted
+from infer_server.engines.backends.llvm.codegen.compile import OPT, compile_cached, target_machine
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.runtime.abi import KERNEL
+from infer_server.engines.backends.llvm.runtime.elf import LoadedCode
+from infer_server.engines.machine.tiles import permitted
 
 # LLVM's name of a feature -> the name in /proc/cpuinfo, where they differ
 _CPUINFO = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "avxvnni": "avx_vnni",

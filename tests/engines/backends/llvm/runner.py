@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm import kernels  # noqa: F401  (fills KERNELS)
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel, Window, kernels_for
-from engines.backends.llvm.tuning.general import spelling, told_kernel
-from engines.codegen.extents import Trace, value_of
-from engines.codegen.ir_builder import Module
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import View
-from engines.plan.plan import SLACK
+from infer_server.engines.backends.llvm import kernels  # noqa: F401  (fills KERNELS)
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel, Window, kernels_for
+from infer_server.engines.backends.llvm.tuning.general import spelling, told_kernel
+from infer_server.engines.codegen.extents import Trace, value_of
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.view import View
+from infer_server.engines.plan.plan import SLACK
 from tests.engines.backends.llvm.emulation import EMULATION
 from tests.engines.backends.llvm.jit import LoadedKernel, runs_here
 from tests.engines.backends.suite import UNTOUCHED, guarded, random_array

@@ -4,16 +4,16 @@ from inspect import signature
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.compile import compile_object
-from engines.backends.llvm.codegen.isa import ALL, PORTABLE
-from engines.codegen.ir_builder import Module
-from engines.lowering.epilogue.program import COPY, INSTRUCTIONS, EpilogueProgram, ProgramBuilder
-from engines.lowering.problems.convolution import Depthwise
-from engines.lowering.problems.elementwise import Pointwise
-from engines.lowering.problems.images import Pool
-from engines.lowering.problems.movement import Lookup, Permute
-from engines.lowering.problems.rows import Norm, Softmax
-from engines.lowering.problems.view import dense_view
+from infer_server.engines.backends.llvm.codegen.compile import compile_object
+from infer_server.engines.backends.llvm.codegen.isa import ALL, PORTABLE
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.lowering.epilogue.program import COPY, INSTRUCTIONS, EpilogueProgram, ProgramBuilder
+from infer_server.engines.lowering.problems.convolution import Depthwise
+from infer_server.engines.lowering.problems.elementwise import Pointwise
+from infer_server.engines.lowering.problems.images import Pool
+from infer_server.engines.lowering.problems.movement import Lookup, Permute
+from infer_server.engines.lowering.problems.rows import Norm, Softmax
+from infer_server.engines.lowering.problems.view import dense_view
 from tests.engines.backends.llvm.jit import assembly
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_ISA

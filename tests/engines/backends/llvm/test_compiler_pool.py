@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from engines.backends.llvm.codegen.compile import compile_object
-from engines.backends.llvm.codegen.compile import compiler_pool as pool_of
-from engines.backends.llvm.codegen.isa import PORTABLE
-from engines.codegen import compiler_pool
-from engines.codegen.compiler_pool import CompilerPool
-from engines.machine.object_cache import VARIABLE, ObjectCache, using
+from infer_server.engines.backends.llvm.codegen.compile import compile_object
+from infer_server.engines.backends.llvm.codegen.compile import compiler_pool as pool_of
+from infer_server.engines.backends.llvm.codegen.isa import PORTABLE
+from infer_server.engines.codegen import compiler_pool
+from infer_server.engines.codegen.compiler_pool import CompilerPool
+from infer_server.engines.machine.object_cache import VARIABLE, ObjectCache, using
 
 TEXTS = [f"define i64 @f{n}(i64 %x) {{\n  %y = add i64 %x, {n}\n  ret i64 %y\n}}\n" for n in range(7)]
 INVALID = "define i64 @f(i64 %x) {\n  ret i64 %y\n}\n"

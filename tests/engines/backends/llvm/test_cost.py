@@ -6,16 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, Isa
-from engines.backends.llvm.kernels.contraction.direct import DirectContraction
-from engines.backends.llvm.kernels.contraction.paired import PairedContraction
-from engines.backends.llvm.kernels.contraction.pairing import pair
-from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
-from engines.backends.llvm.kernels.depthwise.depthwise import DepthwiseKernel, DepthwiseTile
-from engines.backends.llvm.tuning.cost import Work, first_reading, reading
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.convolution import Contraction, Depthwise
-from engines.lowering.problems.view import dense_view
+from infer_server.engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, Isa
+from infer_server.engines.backends.llvm.kernels.contraction.direct import DirectContraction
+from infer_server.engines.backends.llvm.kernels.contraction.paired import PairedContraction
+from infer_server.engines.backends.llvm.kernels.contraction.pairing import pair
+from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from infer_server.engines.backends.llvm.kernels.depthwise.depthwise import DepthwiseKernel, DepthwiseTile
+from infer_server.engines.backends.llvm.tuning.cost import Work, first_reading, reading
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.convolution import Contraction, Depthwise
+from infer_server.engines.lowering.problems.view import dense_view
 
 
 def product(rows: int, k: int, couts: int) -> Contraction:

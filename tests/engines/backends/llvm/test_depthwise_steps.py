@@ -4,8 +4,14 @@ from itertools import product
 
 import pytest
 
-from engines.backends.llvm.kernels.depthwise.steps import groups_of, last_column, products_of, rows_read, steps_of
-from engines.lowering.problems.convolution import Depthwise
+from infer_server.engines.backends.llvm.kernels.depthwise.steps import (
+    groups_of,
+    last_column,
+    products_of,
+    rows_read,
+    steps_of,
+)
+from infer_server.engines.lowering.problems.convolution import Depthwise
 from tests.engines.backends.test_depthwise import depthwise
 
 WINDOWS = [((3, 3), (1, 1), (1, 1)), ((3, 3), (2, 2), (1, 1)), ((5, 5), (1, 1), (1, 1)), ((5, 5), (2, 1), (1, 1)),

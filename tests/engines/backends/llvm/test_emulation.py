@@ -3,11 +3,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX2, AVX512_AMX, PORTABLE
-from engines.backends.llvm.kernels.matrix_unit.softmax import Scaling
-from engines.codegen.ir_builder import Module
-from engines.codegen.types import I64, PTR
-from engines.lowering.epilogue.program import NUMPY
+from infer_server.engines.backends.llvm.codegen.isa import AVX2, AVX512_AMX, PORTABLE
+from infer_server.engines.backends.llvm.kernels.matrix_unit.softmax import Scaling
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.codegen.types import I64, PTR
+from infer_server.engines.lowering.epilogue.program import NUMPY
 from tests.engines.backends.llvm.emulation import EMULATION
 from tests.engines.backends.llvm.jit import LoadedKernel, assembly, runs_here, spills
 from tests.engines.backends.suite import random_array

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.backends.llvm.codegen.executor import scheduler_text
-from engines.backends.llvm.codegen.isa import AARCH64, AVX2
-from engines.errors import ConfigError
+from infer_server.engines.backends.llvm.codegen.executor import scheduler_text
+from infer_server.engines.backends.llvm.codegen.isa import AARCH64, AVX2
+from infer_server.engines.errors import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden" / "run_steps.ll"
 X86 = replace(AVX2, triple="x86_64-unknown-linux-gnu")

@@ -6,16 +6,16 @@ from functools import cache
 
 import pytest
 
-from engines.backends.llvm.codegen.compile import compiler_pool
-from engines.backends.llvm.codegen.isa import PORTABLE
-from engines.backends.llvm.kernels.kernel import kernels_for
-from engines.backends.llvm.tuning.general import GeneralKernels
-from engines.codegen.extents import Extent, Trace, leaf, value_of
-from engines.codegen.ir_builder import Module
-from engines.codegen.types import I64, PTR
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.images import Pool
-from engines.lowering.problems.view import dense_view
+from infer_server.engines.backends.llvm.codegen.compile import compiler_pool
+from infer_server.engines.backends.llvm.codegen.isa import PORTABLE
+from infer_server.engines.backends.llvm.kernels.kernel import kernels_for
+from infer_server.engines.backends.llvm.tuning.general import GeneralKernels
+from infer_server.engines.codegen.extents import Extent, Trace, leaf, value_of
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.codegen.types import I64, PTR
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.images import Pool
+from infer_server.engines.lowering.problems.view import dense_view
 
 
 def extent(number: int) -> tuple[Trace, Extent]:

@@ -8,13 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_BF16, AVX512_VNNI
-from engines.backends.llvm.kernels.kernel import kernels_for
-from engines.backends.llvm.kernels.recurrent import matrix_tiling
-from engines.backends.llvm.kernels.recurrent.matrix_tiling import FEWEST_ITEMS, FEWEST_OF_PLANES, MatrixPanels
-from engines.backends.llvm.kernels.recurrent.matrix_unit import MatrixUnitRecurrence
-from engines.backends.llvm.kernels.recurrent.recurrence import RecurrenceKernel
-from engines.backends.llvm.kernels.recurrent.tiling import Panels
+from infer_server.engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_BF16, AVX512_VNNI
+from infer_server.engines.backends.llvm.kernels.kernel import kernels_for
+from infer_server.engines.backends.llvm.kernels.recurrent import matrix_tiling
+from infer_server.engines.backends.llvm.kernels.recurrent.matrix_tiling import (
+    FEWEST_ITEMS,
+    FEWEST_OF_PLANES,
+    MatrixPanels,
+)
+from infer_server.engines.backends.llvm.kernels.recurrent.matrix_unit import MatrixUnitRecurrence
+from infer_server.engines.backends.llvm.kernels.recurrent.recurrence import RecurrenceKernel
+from infer_server.engines.backends.llvm.kernels.recurrent.tiling import Panels
 from tests.engines.backends.llvm.emulation import EMULATION
 from tests.engines.backends.llvm.jit import runs_here
 from tests.engines.backends.llvm.runner import CpuRunner

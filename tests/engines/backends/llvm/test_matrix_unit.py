@@ -9,14 +9,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_AMX_FP16, AVX512_BF16, AVX512_VNNI, Isa
-from engines.backends.llvm.codegen.tiles import AMX, AMX_FP16, Tiles, configuration, meanings, product_of_bytes
-from engines.backends.llvm.kernels.contraction.direct import DirectContraction
-from engines.backends.llvm.kernels.kernel import kernels_for
-from engines.backends.llvm.kernels.matrix_unit.contraction import AmxTile, MatrixUnitContraction
-from engines.codegen.ir_builder import Module
-from engines.codegen.types import I64, PTR
-from engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_AMX_FP16, AVX512_BF16, AVX512_VNNI, Isa
+from infer_server.engines.backends.llvm.codegen.tiles import (
+    AMX,
+    AMX_FP16,
+    Tiles,
+    configuration,
+    meanings,
+    product_of_bytes,
+)
+from infer_server.engines.backends.llvm.kernels.contraction.direct import DirectContraction
+from infer_server.engines.backends.llvm.kernels.kernel import kernels_for
+from infer_server.engines.backends.llvm.kernels.matrix_unit.contraction import AmxTile, MatrixUnitContraction
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.codegen.types import I64, PTR
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
 from tests.engines.backends.llvm.emulation import EMULATION
 from tests.engines.backends.llvm.jit import LoadedKernel, assembly, runs_here, spills
 from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner
@@ -96,9 +103,9 @@ def test_kernels_that_read_their_extents_at_run_time_equal_the_reference(name: s
 
 @pytest.mark.parametrize("name", ["3x3, 7 pixels a row", "1x1, 49 pixels", "a narrow last panel"])
 def test_a_panel_of_weights_meets_several_items(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engines.backends.llvm.kernels.matrix_unit.contraction.FAR_WEIGHTS", 0)
+    monkeypatch.setattr("infer_server.engines.backends.llvm.kernels.matrix_unit.contraction.FAR_WEIGHTS", 0)
     kernel, inputs, constants = kernel_of(name, "int8")
-    monkeypatch.setattr("engines.backends.llvm.kernels.matrix_unit.contraction.TOGETHER_BYTES",
+    monkeypatch.setattr("infer_server.engines.backends.llvm.kernels.matrix_unit.contraction.TOGETHER_BYTES",
                         2 * int(np.prod(kernel.problem.x.shape)))
     assert kernel.items_together == 2
     more = [np.concatenate([array, array[::-1], array[:1]]) for array in inputs]

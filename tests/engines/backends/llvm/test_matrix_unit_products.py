@@ -4,10 +4,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_BF16, AVX512_VNNI
-from engines.backends.llvm.kernels.kernel import kernels_for
-from engines.backends.llvm.kernels.matrix_unit.attention import AmxTiles, MatrixUnitAttention
-from engines.backends.llvm.kernels.matrix_unit.product import (
+from infer_server.engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_BF16, AVX512_VNNI
+from infer_server.engines.backends.llvm.kernels.kernel import kernels_for
+from infer_server.engines.backends.llvm.kernels.matrix_unit.attention import AmxTiles, MatrixUnitAttention
+from infer_server.engines.backends.llvm.kernels.matrix_unit.product import (
     AmxProductTile,
     MatrixUnitIntegerProduct,
     MatrixUnitProduct,

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from engines.backends.llvm.kernels.contraction.pairing import LARGEST, STEP, WINDOW, pair, window_starts
+from infer_server.engines.backends.llvm.kernels.contraction.pairing import LARGEST, STEP, WINDOW, pair, window_starts
 
 LANES = 16
 

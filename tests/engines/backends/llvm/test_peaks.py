@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import (
+from infer_server.engines.backends.llvm.codegen.isa import (
     AARCH64_DOTPROD,
     AVX2,
     AVX512_AMX_FP16,
@@ -18,11 +18,11 @@ from engines.backends.llvm.codegen.isa import (
     Isa,
     best_isa,
 )
-from engines.backends.llvm.codegen.tiles import AMX, AMX_FP16
-from engines.backends.llvm.kernels.common.arithmetic import arithmetic_for
-from engines.backends.llvm.tuning import peaks
-from engines.backends.llvm.tuning.timing import aligned
-from engines.codegen.ir_builder import Module
+from infer_server.engines.backends.llvm.codegen.tiles import AMX, AMX_FP16
+from infer_server.engines.backends.llvm.kernels.common.arithmetic import arithmetic_for
+from infer_server.engines.backends.llvm.tuning import peaks
+from infer_server.engines.backends.llvm.tuning.timing import aligned
+from infer_server.engines.codegen.ir_builder import Module
 from tests.engines.backends.llvm.jit import LoadedKernel, assembly, host_features, spills
 
 # The instructions of CHAINS products

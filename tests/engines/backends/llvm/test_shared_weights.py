@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibration.workflow import Calibration
-from engines import build_engine
-from engines.backends.llvm.constants import TAIL, PackedConstants
-from engines.backends.llvm.tuning.candidates import Candidate
-from engines.backends.llvm.tuning.layouts import layout, with_common_layouts
-from engines.ir.content import EqualArrays
-from engines.plan.plan import Plan
-from engines.runtime.engine import Engine
+from infer_server.calibration.workflow import Calibration
+from infer_server.engines import build_engine
+from infer_server.engines.backends.llvm.constants import TAIL, PackedConstants
+from infer_server.engines.backends.llvm.tuning.candidates import Candidate
+from infer_server.engines.backends.llvm.tuning.layouts import layout, with_common_layouts
+from infer_server.engines.ir.content import EqualArrays
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.open_models import node, random
 from tests.engines.compiler.small_models import small_model
 

@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 
-from engines import build_engine
-from engines.backends.llvm.constants import TAIL, PackedConstants
-from engines.compiler.specialise import Specialiser
+from infer_server.engines import build_engine
+from infer_server.engines.backends.llvm.constants import TAIL, PackedConstants
+from infer_server.engines.compiler.specialise import Specialiser
 from tests.engines.compiler.open_models import node, random
 from tests.engines.compiler.small_models import small_model
 

@@ -4,23 +4,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, best_isa
-from engines.backends.llvm.kernels.contraction.direct import DirectContraction
-from engines.backends.llvm.kernels.contraction.tiled import Tile
-from engines.backends.llvm.kernels.depthwise.depthwise import DepthwiseKernel
-from engines.backends.llvm.kernels.kernel import Grid, Window
-from engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
-from engines.backends.llvm.tuning import candidate_times, timing
-from engines.backends.llvm.tuning.candidate_times import cheapest_of_each_kernel, promising
-from engines.backends.llvm.tuning.candidates import Candidate
-from engines.backends.llvm.tuning.nearest import correction
-from engines.backends.llvm.tuning.timing import measure
-from engines.backends.llvm.tuning.tuner import Tuner, mean_ratios
-from engines.lowering.epilogue.program import EpilogueProgram, Instruction
-from engines.lowering.problems.convolution import Contraction, Depthwise
-from engines.lowering.problems.view import Halo, View, dense_view
-from engines.machine.cpu import detect
-from engines.machine.timing_cache import TimingCache
+from infer_server.engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, best_isa
+from infer_server.engines.backends.llvm.kernels.contraction.direct import DirectContraction
+from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile
+from infer_server.engines.backends.llvm.kernels.depthwise.depthwise import DepthwiseKernel
+from infer_server.engines.backends.llvm.kernels.kernel import Grid, Window
+from infer_server.engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
+from infer_server.engines.backends.llvm.tuning import candidate_times, timing
+from infer_server.engines.backends.llvm.tuning.candidate_times import cheapest_of_each_kernel, promising
+from infer_server.engines.backends.llvm.tuning.candidates import Candidate
+from infer_server.engines.backends.llvm.tuning.nearest import correction
+from infer_server.engines.backends.llvm.tuning.timing import measure
+from infer_server.engines.backends.llvm.tuning.tuner import Tuner, mean_ratios
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram, Instruction
+from infer_server.engines.lowering.problems.convolution import Contraction, Depthwise
+from infer_server.engines.lowering.problems.view import Halo, View, dense_view
+from infer_server.engines.machine.cpu import detect
+from infer_server.engines.machine.timing_cache import TimingCache
 
 PROGRAM = EpilogueProgram()
 

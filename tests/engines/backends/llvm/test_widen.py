@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, PORTABLE
-from engines.backends.llvm.kernels.contraction.widen import Widen, widened
-from engines.backends.llvm.kernels.kernel import ALIGNMENT
+from infer_server.engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, PORTABLE
+from infer_server.engines.backends.llvm.kernels.contraction.widen import Widen, widened
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT
 from tests.engines.backends.runners import EVERY_WIDTH
 from tests.engines.backends.suite import check
 

@@ -4,15 +4,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_VNNI
-from engines.backends.llvm.kernels.contraction.panels import cout_panels
-from engines.backends.llvm.kernels.winograd.tiling import SCALE, transform_input, transform_output
-from engines.backends.llvm.kernels.winograd.weights import WinogradWeights, transform_weights
-from engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
-from engines.codegen.ir_builder import Module
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.view import dense_view
-from engines.lowering.rules.contraction import bounded
+from infer_server.engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_VNNI
+from infer_server.engines.backends.llvm.kernels.contraction.panels import cout_panels
+from infer_server.engines.backends.llvm.kernels.winograd.tiling import SCALE, transform_input, transform_output
+from infer_server.engines.backends.llvm.kernels.winograd.weights import WinogradWeights, transform_weights
+from infer_server.engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.view import dense_view
+from infer_server.engines.lowering.rules.contraction import bounded
 from tests.engines.backends.llvm.runner import CpuRunner
 from tests.engines.backends.suite import check, gapped, random_array, requantise
 

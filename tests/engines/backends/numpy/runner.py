@@ -3,11 +3,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from engines.backends.numpy.device import solve
-from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.calls import ProblemCall
-from engines.lowering.calls.placement import Placement
-from engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.backends.numpy.device import solve
+from infer_server.engines.ir.graph import BATCH, Node
+from infer_server.engines.lowering.calls.calls import ProblemCall
+from infer_server.engines.lowering.calls.placement import Placement
+from infer_server.engines.lowering.problems.problem import Array, Problem
 
 
 class NumpyRunner:

@@ -11,13 +11,13 @@ import numpy as np
 import onnx
 import pytest
 
-from engines.compiler.build import build_engine
-from engines.compiler.specialise import relower
-from engines.errors import ConfigError, PlanVersionError
-from engines.loading import load_engine
-from engines.runtime.engine import Engine
 from infer_server.backend import load_plan, warm_up
 from infer_server.cli import inspect_engine, run_engine
+from infer_server.engines.compiler.build import build_engine
+from infer_server.engines.compiler.specialise import relower
+from infer_server.engines.errors import ConfigError, PlanVersionError
+from infer_server.engines.loading import load_engine
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import feeds_of, node, small_model
 from tests.engines.compiler.zoo_engines import compiled, relative_error
 from tests.zoo import TINY, images_for, run_onnx
@@ -85,7 +85,7 @@ def test_neither_building_nor_running_loads_llvm(tmp_path: Path) -> None:
     script = """if True:
         import sys
         sys.modules["llvmlite"] = None              # an import of it raises
-        from engines import load_engine
+        from infer_server.engines import load_engine
         from infer_server.cli import build_engine, run_engine
         assert build_engine.main(["m.onnx", "-o", "m.plan", "--target", "numpy", "-q", "--no-cache"]) == 0
         assert run_engine.main(["m.plan", "--seconds", "0.01", "--profile"]) == 0"""

@@ -19,17 +19,17 @@ from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks import gpu
 from benchmarks.measure.findings import Findings
-from engines.backends.tensorrt.build import Layer, layers_of
-from engines.backends.tensorrt.model import halved, symmetric
-from engines.backends.tensorrt.runtime.device import DEVICE
-from engines.backends.tensorrt.runtime.library import TARGETS, Message
-from engines.compiler.builder import BuildConfig, Builder
-from engines.errors import ConfigError, PlanTargetError
-from engines.ir.graph import Array
-from engines.plan.file import read_plan, write_plan
-from engines.plan.plan import Plan, Step
-from engines.runtime.engine import Engine
 from infer_server.cli import inspect_engine
+from infer_server.engines.backends.tensorrt.build import Layer, layers_of
+from infer_server.engines.backends.tensorrt.model import halved, symmetric
+from infer_server.engines.backends.tensorrt.runtime.device import DEVICE
+from infer_server.engines.backends.tensorrt.runtime.library import TARGETS, Message
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.errors import ConfigError, PlanTargetError
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.file import read_plan, write_plan
+from infer_server.engines.plan.plan import Plan, Step
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import node, small_model
 from tests.engines.compiler.zoo_engines import compiled
 from tests.gpu.emulated import EmulatedGpu

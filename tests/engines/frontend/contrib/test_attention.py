@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from engines.errors import ModelError
+from infer_server.engines.errors import ModelError
 from tests.engines.frontend.contrib.test_quantised import f32, seven_bits, stored
 from tests.engines.frontend.one_node import check, imported, normal
 

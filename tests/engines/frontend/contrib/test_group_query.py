@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from engines.errors import ModelError, UnknownValueError
+from infer_server.engines.errors import ModelError, UnknownValueError
 from tests.engines.frontend.one_node import check, feeds_of, imported, model_of, normal, onnx_runtime
 
 DEPTH, HEADS, SHARED = 16, 4, 2

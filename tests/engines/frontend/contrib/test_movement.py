@@ -2,10 +2,10 @@
 import numpy as np
 import pytest
 
-from engines.errors import ModelError, UnknownValueError
-from engines.frontend.onnx_export import onnx_from_graph
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ops.reference import run
+from infer_server.engines.errors import ModelError, UnknownValueError
+from infer_server.engines.frontend.onnx_export import onnx_from_graph
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ops.reference import run
 from tests.engines.frontend.one_node import check, feeds_of, imported, model_of, normal, onnx_runtime
 
 

@@ -6,7 +6,7 @@ Weights are of seven bits: on CPUs without VNNI its sums of products of more sat
 import numpy as np
 import pytest
 
-from engines.errors import ModelError
+from infer_server.engines.errors import ModelError
 from tests.engines.frontend.one_node import RNG, check, feeds_of, imported, model_of, normal, onnx_runtime
 
 

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from engines.errors import ModelError
+from infer_server.engines.errors import ModelError
 from tests.engines.frontend.one_node import check, imported, normal
 
 ML = {"domain": "ai.onnx.ml"}

@@ -8,10 +8,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from engines.errors import GraphError
-from engines.frontend.onnx_file import read_model
-from engines.frontend.onnx_import import node_of
-from engines.frontend.operators.ml.trees import _NodeIndex
+from infer_server.engines.errors import GraphError
+from infer_server.engines.frontend.onnx_file import read_model
+from infer_server.engines.frontend.onnx_import import node_of
+from infer_server.engines.frontend.operators.ml.trees import _NodeIndex
 
 
 def classifier(trees: int) -> onnx.NodeProto:

@@ -4,9 +4,9 @@ import onnx
 import pytest
 from onnx import helper
 
-from engines import build_engine
-from engines.errors import ModelError
-from engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines import build_engine
+from infer_server.engines.errors import ModelError
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
 from tests.engines.frontend.one_node import check, imported, model_of, normal
 
 ML = {"domain": "ai.onnx.ml"}

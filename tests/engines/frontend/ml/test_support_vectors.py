@@ -4,9 +4,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from engines import build_engine
-from engines.errors import ModelError
-from engines.runtime.engine import Engine
+from infer_server.engines import build_engine
+from infer_server.engines.errors import ModelError
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.frontend.one_node import check, feeds_of, imported, model_of, normal, onnx_runtime
 
 ML = {"domain": "ai.onnx.ml"}

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from onnx import numpy_helper
 
-from engines.backends.llvm.codegen.isa import AVX2
-from engines.backends.llvm.kernels.nest.nest import NestKernel
-from engines.codegen.nest.order import NONE
-from engines.errors import ModelError
-from engines.frontend.onnx_export import onnx_from_graph
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.lowering.lower import lower
-from engines.lowering.problems.nest import Nest
-from engines.onnx_backend import EngineBackend
+from infer_server.engines.backends.llvm.codegen.isa import AVX2
+from infer_server.engines.backends.llvm.kernels.nest.nest import NestKernel
+from infer_server.engines.codegen.nest.order import NONE
+from infer_server.engines.errors import ModelError
+from infer_server.engines.frontend.onnx_export import onnx_from_graph
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.lowering.lower import lower
+from infer_server.engines.lowering.problems.nest import Nest
+from infer_server.engines.onnx_backend import EngineBackend
 from tests.engines.frontend.one_node import check, feeds_of, imported, model_of, normal, onnx_runtime
 
 ML = {"domain": "ai.onnx.ml"}
@@ -190,7 +190,7 @@ def test_an_engine_runs_trees_on_many_rows(height):
 @pytest.mark.parametrize(("trees", "written"), [(23, 256), (32, 256), (1, 256), (23, 15)])
 def test_an_engine_steps_through_trees_some_at_once(aggregate, trees, written, monkeypatch):
     """The last group of trees may be smaller, also for trees of many steps."""
-    monkeypatch.setattr("engines.lowering.rules.nests.trees.WRITTEN", written)
+    monkeypatch.setattr("infer_server.engines.lowering.rules.nests.trees.WRITTEN", written)
     x = normal(5, COLUMNS)
     attrs = forest(targets=2, trees=trees, ids=[0, 1], positive=True, seed=8)
     model = model_of("TreeEnsembleRegressor", [x], n_targets=2, aggregate_function=aggregate, **attrs, **ML)

@@ -1,5 +1,5 @@
 """Layers that read one tensor become one wide layer and a Split."""
-from engines.passes.fusion.siblings import MAX_CHANNELS, merge_siblings
+from infer_server.engines.passes.fusion.siblings import MAX_CHANNELS, merge_siblings
 from tests.engines.passes.build import Build, keeps, ops
 
 

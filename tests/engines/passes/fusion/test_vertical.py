@@ -1,7 +1,7 @@
 """A layer and the pointwise nodes after it become one Fused node."""
 import pytest
 
-from engines.passes.fusion.vertical import fuse_pointwise
+from infer_server.engines.passes.fusion.vertical import fuse_pointwise
 from tests.engines.passes.build import Build, keeps, ops
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engines.passes.layout.channels_last import to_channels_last
+from infer_server.engines.passes.layout.channels_last import to_channels_last
 from tests.engines.passes.build import Build, keeps, ops
 
 CHANNELS, SIZE = 4, 24

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.frontend.onnx_export import onnx_from_graph
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.passes.layout.channels_last import to_channels_last
+from infer_server.engines.frontend.onnx_export import onnx_from_graph
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.passes.layout.channels_last import to_channels_last
 from tests.engines.passes.build import Build, keeps, ops
 
 FOLLOWING: dict[str, dict[str, Any]] = {

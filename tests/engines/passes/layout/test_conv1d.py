@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 
-from engines.passes.layout.conv1d import conv1d_to_conv2d
-from engines.passes.pipeline import optimise, simplify
+from infer_server.engines.passes.layout.conv1d import conv1d_to_conv2d
+from infer_server.engines.passes.pipeline import optimise, simplify
 from tests.engines.passes.build import Build, keeps, ops
 
 WINDOW = {"strides": (2,), "dilations": (1,), "pads": (1, 0)}

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.ir.graph import BATCH, Graph
-from engines.passes.layout.separate_batch import separate_batch
-from engines.passes.pipeline import simplify
-from engines.passes.rewriting.notes import Note
+from infer_server.engines.ir.graph import BATCH, Graph
+from infer_server.engines.passes.layout.separate_batch import separate_batch
+from infer_server.engines.passes.pipeline import simplify
+from infer_server.engines.passes.rewriting.notes import Note
 from tests.engines.passes.build import Build, keeps, ops
 
 

@@ -6,12 +6,12 @@ import onnx
 import onnx.parser
 import pytest
 
-from engines.errors import ConfigError
-from engines.frontend.onnx_import import graph_from_onnx
-from engines.ir.graph import Graph, verify
-from engines.passes.pipeline import optimise, simplify
-from engines.passes.quantization.kept import check_kept, check_names, kept_nodes
-from engines.passes.quantization.quantize import edges_to_calibrate, quantize
+from infer_server.engines.errors import ConfigError
+from infer_server.engines.frontend.onnx_import import graph_from_onnx
+from infer_server.engines.ir.graph import Graph, verify
+from infer_server.engines.passes.pipeline import optimise, simplify
+from infer_server.engines.passes.quantization.kept import check_kept, check_names, kept_nodes
+from infer_server.engines.passes.quantization.quantize import edges_to_calibrate, quantize
 
 RANDOM = np.random.default_rng(0)
 TWO_READERS = """s = Conv(x, w8)  b = Conv(s, w8)  cc = Concat<axis = 1>(s, b)  z = Conv(cc, w16)

@@ -1,7 +1,7 @@
 """Equal constants are merged, whatever their memory layout; different ones are not."""
 import numpy as np
 
-from engines.passes.rewriting.common import merge_common
+from infer_server.engines.passes.rewriting.common import merge_common
 from tests.engines.passes.build import Build, keeps
 
 

@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 
-from engines.errors import GraphError
-from engines.ir.graph import Graph, Node, QParams, TensorType, verify
-from engines.passes.rewriting.editor import GraphEditor, merged_origin, renamed
+from infer_server.engines.errors import GraphError
+from infer_server.engines.ir.graph import Graph, Node, QParams, TensorType, verify
+from infer_server.engines.passes.rewriting.editor import GraphEditor, merged_origin, renamed
 from tests.engines.passes.build import Build, keeps, ops
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.ir.graph import BATCH
-from engines.passes import fold_constants
-from engines.passes.pipeline import simplify
+from infer_server.engines.ir.graph import BATCH
+from infer_server.engines.passes import fold_constants
+from infer_server.engines.passes.pipeline import simplify
 from tests.engines.passes.build import Build, keeps, ops
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.ir.graph import Graph
-from engines.passes.pipeline import optimise, simplify
+from infer_server.engines.ir.graph import Graph
+from infer_server.engines.passes.pipeline import optimise, simplify
 from tests.engines.passes.build import Build, keeps, ops
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.ir.graph import Graph
-from engines.passes.pipeline import simplify
+from infer_server.engines.ir.graph import Graph
+from infer_server.engines.passes.pipeline import simplify
 from tests.engines.passes.build import Build, keeps, ops
 
 EXACT = {"rtol": 0, "atol": 1e-6}

@@ -1,7 +1,7 @@
 """Images that are channels last in the model are resized as images."""
 import pytest
 
-from engines.passes.pipeline import optimise, simplify
+from infer_server.engines.passes.pipeline import optimise, simplify
 from tests.engines.passes.build import Build, keeps, ops
 
 ROI = (0.0, 0.1, 0.2, 0.0, 1.0, 0.9, 0.7, 1.0)      # the first and the last place of each axis

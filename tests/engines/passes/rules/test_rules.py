@@ -4,12 +4,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.ir.graph import Graph, TensorType
-from engines.ops import reference
-from engines.passes.layout.permutations import reshaped
-from engines.passes.pipeline import optimise, simplify
-from engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
-from engines.passes.rewriting.notes import Note
+from infer_server.engines.ir.graph import Graph, TensorType
+from infer_server.engines.ops import reference
+from infer_server.engines.passes.layout.permutations import reshaped
+from infer_server.engines.passes.pipeline import optimise, simplify
+from infer_server.engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
+from infer_server.engines.passes.rewriting.notes import Note
 from tests.engines.passes.build import FLOAT, Build, feeds, keeps, ops
 
 

@@ -1,7 +1,7 @@
 """Operators along one axis are moved to the innermost axis."""
 import pytest
 
-from engines.passes.pipeline import optimise, simplify
+from infer_server.engines.passes.pipeline import optimise, simplify
 from tests.engines.passes.build import Build, keeps, ops
 
 

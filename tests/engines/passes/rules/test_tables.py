@@ -4,10 +4,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.ir.graph import BATCH, Graph, TensorType
-from engines.ops import reference
-from engines.passes.pipeline import optimise
-from engines.passes.rules.tables import LARGEST
+from infer_server.engines.ir.graph import BATCH, Graph, TensorType
+from infer_server.engines.ops import reference
+from infer_server.engines.passes.pipeline import optimise
+from infer_server.engines.passes.rules.tables import LARGEST
 from tests.engines.passes.build import SAME, Build, ops
 
 ROWS, WIDTH = 7, 6

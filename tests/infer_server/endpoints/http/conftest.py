@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import tritonclient.http as triton
 
-from protos import http2
+from infer_server.protos import http2
 from tests.infer_server.endpoints.http import plain
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import WORKERS, RunningServer, serving

@@ -11,7 +11,7 @@ import pytest
 
 from infer_server.endpoints.http import messages
 from infer_server.protocol.json_values import parsed
-from protos import http2
+from infer_server.protos import http2
 from tests.infer_server.endpoints.http import plain
 from tests.infer_server.endpoints.http.plain import CLOSE, ask, post
 from tests.infer_server.endpoints.test_serving import eventually

@@ -20,8 +20,8 @@ import uvloop
 from infer_server.endpoints.http import http2 as http2_requests
 from infer_server.endpoints.http2 import connection
 from infer_server.endpoints.tls import ServerTls
-from protos import http2
-from protos.http2 import DataReceived, Header, ResponseReceived, StreamClosed
+from infer_server.protos import http2
+from infer_server.protos.http2 import DataReceived, Header, ResponseReceived, StreamClosed
 from tests.infer_server.endpoints.http.plain import body_of
 from tests.infer_server.endpoints.test_security import certificates  # noqa: F401
 from tests.infer_server.endpoints.test_serving import eventually

@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from engines.backends.cuda.codegen.copies import wait
-from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, special_register, wide
-from engines.backends.cuda.codegen.products import fence_grouped, sums_of
-from engines.backends.cuda.cost import BlockTraffic, Card, contraction_seconds
-from engines.backends.cuda.kernels.access import (
+from infer_server.engines.backends.cuda.codegen.copies import wait
+from infer_server.engines.backends.cuda.codegen.gpu import WARP
+from infer_server.engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, special_register, wide
+from infer_server.engines.backends.cuda.codegen.products import fence_grouped, sums_of
+from infer_server.engines.backends.cuda.cost import BlockTraffic, Card, contraction_seconds
+from infer_server.engines.backends.cuda.kernels.access import (
     load_channels,
     load_constants,
     offset_in,
@@ -31,16 +31,16 @@ from engines.backends.cuda.kernels.access import (
     store_stored,
     vector_width,
 )
-from engines.backends.cuda.kernels.contraction.copies import Copies
-from engines.backends.cuda.kernels.contraction.multiply import Sums, multiplier
-from engines.backends.cuda.kernels.contraction.packing import Depth, columns, pack
-from engines.backends.cuda.kernels.contraction.tile import Tile, tiles
-from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, solves
-from engines.backends.cuda.kernels.partial import PartialSums
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import FLOAT, I32
-from engines.lowering.problems.convolution import BlockedProduct, Contraction
-from engines.lowering.problems.problem import Array
+from infer_server.engines.backends.cuda.kernels.contraction.copies import Copies
+from infer_server.engines.backends.cuda.kernels.contraction.multiply import Sums, multiplier
+from infer_server.engines.backends.cuda.kernels.contraction.packing import Depth, columns, pack
+from infer_server.engines.backends.cuda.kernels.contraction.tile import Tile, tiles
+from infer_server.engines.backends.cuda.kernels.kernel import GpuKernel, Grid, solves
+from infer_server.engines.backends.cuda.kernels.partial import PartialSums
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import FLOAT, I32
+from infer_server.engines.lowering.problems.convolution import BlockedProduct, Contraction
+from infer_server.engines.lowering.problems.problem import Array
 
 REGISTERS = 1 << 16     # per multiprocessor
 MOST = 16               # channels per thread that go through the program at once

@@ -5,14 +5,14 @@ swizzled within rows, so that one column of eight rows covers eight groups of ba
 """
 from __future__ import annotations
 
-from engines.backends.cuda.codegen.copies import CHUNK, commit, copy_async, copy_by_register, copy_chunk
-from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.codegen.module import elements, number_if, shared, vector_of, wide
-from engines.backends.cuda.kernels.access import pixel_offset
-from engines.backends.cuda.kernels.contraction.packing import Depth
-from engines.backends.cuda.kernels.contraction.tile import Tile
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import I32, I64, vector
+from infer_server.engines.backends.cuda.codegen.copies import CHUNK, commit, copy_async, copy_by_register, copy_chunk
+from infer_server.engines.backends.cuda.codegen.gpu import Gpu
+from infer_server.engines.backends.cuda.codegen.module import elements, number_if, shared, vector_of, wide
+from infer_server.engines.backends.cuda.kernels.access import pixel_offset
+from infer_server.engines.backends.cuda.kernels.contraction.packing import Depth
+from infer_server.engines.backends.cuda.kernels.contraction.tile import Tile
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import I32, I64, vector
 
 
 def swizzled(chunk: Value, row: Value, depth: int) -> Value:

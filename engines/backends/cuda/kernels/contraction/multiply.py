@@ -4,10 +4,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engines.backends.cuda.codegen.copies import CHUNK
-from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.codegen.module import elements, shared
-from engines.backends.cuda.codegen.products import (
+from infer_server.engines.backends.cuda.codegen.copies import CHUNK
+from infer_server.engines.backends.cuda.codegen.gpu import Gpu
+from infer_server.engines.backends.cuda.codegen.module import elements, shared
+from infer_server.engines.backends.cuda.codegen.products import (
     STEP,
     descriptor,
     dot,
@@ -17,10 +17,10 @@ from engines.backends.cuda.codegen.products import (
     multiply_quads,
     quad_rows,
 )
-from engines.backends.cuda.kernels.contraction.copies import swizzled
-from engines.backends.cuda.kernels.contraction.tile import Tile
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import I32, vector
+from infer_server.engines.backends.cuda.kernels.contraction.copies import swizzled
+from infer_server.engines.backends.cuda.kernels.contraction.tile import Tile
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import I32, vector
 
 # Sums of a warp tile by (16 pixels, 8 couts, element of products.multiply's sums); see products.sums_of.
 Sums = dict[tuple[int, int, int], Value]

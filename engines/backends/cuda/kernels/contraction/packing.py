@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.cuda.codegen.copies import CHUNK
-from engines.backends.cuda.kernels.contraction.tile import Tile
-from engines.lowering.epilogue.program import store_meaning
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.problem import STORED, Array
+from infer_server.engines.backends.cuda.codegen.copies import CHUNK
+from infer_server.engines.backends.cuda.kernels.contraction.tile import Tile
+from infer_server.engines.lowering.epilogue.program import store_meaning
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.problem import STORED, Array
 
 
 @dataclass(frozen=True)

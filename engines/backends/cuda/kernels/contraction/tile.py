@@ -4,9 +4,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engines.backends.cuda.codegen.copies import CHUNK
-from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.kernels.kernel import Tactic
+from infer_server.engines.backends.cuda.codegen.copies import CHUNK
+from infer_server.engines.backends.cuda.codegen.gpu import WARP, Gpu
+from infer_server.engines.backends.cuda.kernels.kernel import Tactic
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,16 @@ from __future__ import annotations
 
 import math
 
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
-from engines.backends.cuda.kernels.access import pixel_offset
-from engines.backends.cuda.kernels.elementwise.threads import THREADS
-from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
-from engines.codegen.ir_builder import Value
-from engines.codegen.nest.values import COMBINED, identity, load, store
-from engines.codegen.types import I64
-from engines.lowering.nest.program import KINDS
-from engines.lowering.problems.elementwise import CumulativeSum
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
+from infer_server.engines.backends.cuda.kernels.access import pixel_offset
+from infer_server.engines.backends.cuda.kernels.elementwise.threads import THREADS
+from infer_server.engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.nest.values import COMBINED, identity, load, store
+from infer_server.engines.codegen.types import I64
+from infer_server.engines.lowering.nest.program import KINDS
+from infer_server.engines.lowering.problems.elementwise import CumulativeSum
+from infer_server.engines.lowering.problems.view import View
 
 
 @solves(CumulativeSum)

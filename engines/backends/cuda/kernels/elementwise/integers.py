@@ -3,13 +3,13 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from engines.backends.cuda.kernels.elementwise.threads import ThreadKernel, row_of
-from engines.backends.cuda.kernels.kernel import solves
-from engines.codegen.integers import OPERATIONS, truth
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import ELEMENTS, I64
-from engines.lowering.problems.elementwise import UNSIGNED, Integers
-from engines.lowering.problems.view import View, joined
+from infer_server.engines.backends.cuda.kernels.elementwise.threads import ThreadKernel, row_of
+from infer_server.engines.backends.cuda.kernels.kernel import solves
+from infer_server.engines.codegen.integers import OPERATIONS, truth
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import ELEMENTS, I64
+from infer_server.engines.lowering.problems.elementwise import UNSIGNED, Integers
+from infer_server.engines.lowering.problems.view import View, joined
 
 
 @solves(Integers)

@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
-from engines.backends.cuda.kernels.access import load_stored, offset_in, pixel_offset, store_stored
-from engines.backends.cuda.kernels.elementwise.threads import THREADS, ThreadKernel
-from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import ELEMENTS, I8, I32, I64
-from engines.lowering.problems.movement import GatherElements, HaloFill, Lookup, Take
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
+from infer_server.engines.backends.cuda.kernels.access import load_stored, offset_in, pixel_offset, store_stored
+from infer_server.engines.backends.cuda.kernels.elementwise.threads import THREADS, ThreadKernel
+from infer_server.engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import ELEMENTS, I8, I32, I64
+from infer_server.engines.lowering.problems.movement import GatherElements, HaloFill, Lookup, Take
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.view import View
 
 
 @solves(Take)

@@ -1,13 +1,13 @@
 """Sum of the slices of a split-K contraction, in order: one thread for a few neighbouring couts."""
 from __future__ import annotations
 
-from engines.backends.cuda.kernels.access import load_stored
-from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
-from engines.backends.cuda.kernels.kernel import solves
-from engines.backends.cuda.kernels.partial import SumOfParts
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import I32
-from engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.backends.cuda.kernels.access import load_stored
+from infer_server.engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
+from infer_server.engines.backends.cuda.kernels.kernel import solves
+from infer_server.engines.backends.cuda.kernels.partial import SumOfParts
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import I32
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
 
 
 @solves(SumOfParts)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from engines.backends.cuda.kernels.access import load_stored, store_stored
-from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel, row_of
-from engines.backends.cuda.kernels.kernel import solves
-from engines.codegen.ir_builder import Function, Value
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.elementwise import Pointwise
-from engines.lowering.problems.movement import Permute
-from engines.lowering.problems.view import View, joined
+from infer_server.engines.backends.cuda.kernels.access import load_stored, store_stored
+from infer_server.engines.backends.cuda.kernels.elementwise.threads import ProgramKernel, row_of
+from infer_server.engines.backends.cuda.kernels.kernel import solves
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.elementwise import Pointwise
+from infer_server.engines.lowering.problems.movement import Permute
+from infer_server.engines.lowering.problems.view import View, joined
 
 
 @solves(Pointwise, Permute)

@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.cuda.codegen.module import wide
-from engines.backends.cuda.kernels.access import load_channels
-from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
-from engines.backends.cuda.kernels.kernel import Tactic, solves
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.loops import every_address
-from engines.codegen.types import FLOAT, I32, I64
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.images import GlobalPool, Pool
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.codegen.module import wide
+from infer_server.engines.backends.cuda.kernels.access import load_channels
+from infer_server.engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
+from infer_server.engines.backends.cuda.kernels.kernel import Tactic, solves
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.loops import every_address
+from infer_server.engines.codegen.types import FLOAT, I32, I64
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.images import GlobalPool, Pool
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.view import View
 
 Sums = dict[Any, Value]
 

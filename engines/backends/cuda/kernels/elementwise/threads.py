@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
-from engines.backends.cuda.kernels.access import (
+from infer_server.engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
+from infer_server.engines.backends.cuda.kernels.access import (
     WIDEST,
     load_channels,
     load_constants,
@@ -23,11 +23,11 @@ from engines.backends.cuda.kernels.access import (
     store_channels,
     vector_width,
 )
-from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic
-from engines.codegen.ir_builder import Function, Value
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.view import View
 
 THREADS = 128
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
-from engines.backends.cuda.cost import PLAIN, Card
-from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
-from engines.backends.cuda.kernels.matmul import one_query, query_tiles, shared_tiles
-from engines.backends.cuda.kernels.matmul.one_query import LanePartition, OneQuery, partition_of
-from engines.backends.cuda.kernels.matmul.query_tiles import QUERIES, QueryTile, tiles_of
-from engines.backends.cuda.kernels.matmul.shared_tiles import SharedTile
-from engines.lowering.problems.matmul import Attention
-from engines.lowering.problems.problem import Array
+from infer_server.engines.backends.cuda.codegen.gpu import WARP
+from infer_server.engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
+from infer_server.engines.backends.cuda.cost import PLAIN, Card
+from infer_server.engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
+from infer_server.engines.backends.cuda.kernels.matmul import one_query, query_tiles, shared_tiles
+from infer_server.engines.backends.cuda.kernels.matmul.one_query import LanePartition, OneQuery, partition_of
+from infer_server.engines.backends.cuda.kernels.matmul.query_tiles import QUERIES, QueryTile, tiles_of
+from infer_server.engines.backends.cuda.kernels.matmul.shared_tiles import SharedTile
+from infer_server.engines.lowering.problems.matmul import Attention
+from infer_server.engines.lowering.problems.problem import Array
 
 WARPS = 4               # per block
 MIN_BLOCKS = 2          # minimum of resident blocks; without it ptxas may spill to fit more

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import barrier, elements, pick_bytes, shared, shuffle_xor, wide
-from engines.backends.cuda.codegen.products import dot
-from engines.backends.cuda.cost import PLAIN, Card
-from engines.backends.cuda.kernels.access import (
+from infer_server.engines.backends.cuda.codegen.gpu import WARP, Gpu
+from infer_server.engines.backends.cuda.codegen.module import barrier, elements, pick_bytes, shared, shuffle_xor, wide
+from infer_server.engines.backends.cuda.codegen.products import dot
+from infer_server.engines.backends.cuda.cost import PLAIN, Card
+from infer_server.engines.backends.cuda.kernels.access import (
     load_channels,
     load_constants,
     load_stored,
@@ -33,13 +33,13 @@ from engines.backends.cuda.kernels.access import (
     vector_width,
     words_of_bytes,
 )
-from engines.backends.cuda.kernels.matmul.powers import power
-from engines.backends.cuda.kernels.matmul.query_tiles import FLIP, ONES, mean_of, words_of_column
-from engines.codegen.ir_builder import Value
-from engines.codegen.row_formulas import is_unmasked, softmax_scale, softmax_shift
-from engines.codegen.types import FLOAT, I32, vector
-from engines.lowering.problems.matmul import Attention
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.kernels.matmul.powers import power
+from infer_server.engines.backends.cuda.kernels.matmul.query_tiles import FLIP, ONES, mean_of, words_of_column
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.row_formulas import is_unmasked, softmax_scale, softmax_shift
+from infer_server.engines.codegen.types import FLOAT, I32, vector
+from infer_server.engines.lowering.problems.matmul import Attention
+from infer_server.engines.lowering.problems.view import View
 
 # INT8 or not, counted in SASS: a lane's instructions per key, and in addition per column of k or v.
 INSTRUCTIONS = {True: (43, 1), False: (19, 2)}

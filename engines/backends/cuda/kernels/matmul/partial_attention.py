@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from engines.lowering.epilogue.program import NUMPY, EpilogueProgram, Floats, load_meaning, store_meaning
-from engines.lowering.problems.exp2 import exp2
-from engines.lowering.problems.matmul import MIDDLE, Attention
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.rows import less_peak, reduced_rows, share_of
-from engines.lowering.problems.view import FLOATS, View, dense_view
+from infer_server.engines.lowering.epilogue.program import NUMPY, EpilogueProgram, Floats, load_meaning, store_meaning
+from infer_server.engines.lowering.problems.exp2 import exp2
+from infer_server.engines.lowering.problems.matmul import MIDDLE, Attention
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.rows import less_peak, reduced_rows, share_of
+from infer_server.engines.lowering.problems.view import FLOATS, View, dense_view
 
 
 @dataclass(frozen=True)

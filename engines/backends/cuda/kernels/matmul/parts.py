@@ -7,23 +7,27 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
-from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
-from engines.backends.cuda.cost import LAUNCH, Card
-from engines.backends.cuda.kernels.access import load_stored
-from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
-from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
-from engines.backends.cuda.kernels.matmul import one_query
-from engines.backends.cuda.kernels.matmul.one_query import LanePartition, OneQuery, partition_of
-from engines.backends.cuda.kernels.matmul.partial_attention import AttentionPeaks, AttentionSums, JoinedAttention
-from engines.backends.cuda.kernels.matmul.powers import power
-from engines.backends.cuda.kernels.matmul.query_tiles import mean_of
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.row_formulas import is_unmasked, softmax_scale, softmax_shift
-from engines.codegen.types import ELEMENTS, FLOAT
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.codegen.gpu import WARP, Gpu
+from infer_server.engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
+from infer_server.engines.backends.cuda.cost import LAUNCH, Card
+from infer_server.engines.backends.cuda.kernels.access import load_stored
+from infer_server.engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
+from infer_server.engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
+from infer_server.engines.backends.cuda.kernels.matmul import one_query
+from infer_server.engines.backends.cuda.kernels.matmul.one_query import LanePartition, OneQuery, partition_of
+from infer_server.engines.backends.cuda.kernels.matmul.partial_attention import (
+    AttentionPeaks,
+    AttentionSums,
+    JoinedAttention,
+)
+from infer_server.engines.backends.cuda.kernels.matmul.powers import power
+from infer_server.engines.backends.cuda.kernels.matmul.query_tiles import mean_of
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.row_formulas import is_unmasked, softmax_scale, softmax_shift
+from infer_server.engines.codegen.types import ELEMENTS, FLOAT
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.view import View
 
 WARPS = 4               # per block
 

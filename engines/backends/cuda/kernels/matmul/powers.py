@@ -6,11 +6,11 @@ integer thus comes from adding MAGIC (engines/backends/cuda/kernels/access.py), 
 """
 from __future__ import annotations
 
-from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.kernels.access import MAGIC
-from engines.codegen.ir_builder import Value
-from engines.lowering.problems.exp2 import COEFFICIENTS, LOWEST
-from engines.lowering.problems.matmul import MIDDLE, Attention
+from infer_server.engines.backends.cuda.codegen.gpu import Gpu
+from infer_server.engines.backends.cuda.kernels.access import MAGIC
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.lowering.problems.exp2 import COEFFICIENTS, LOWEST
+from infer_server.engines.lowering.problems.matmul import MIDDLE, Attention
 
 MAGIC_BITS = 0x4B400000         # bits of MAGIC; adding a small integer adds it to the float
 

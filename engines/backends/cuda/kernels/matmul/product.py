@@ -13,21 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
-from engines.backends.cuda.cost import PLAIN, Card
-from engines.backends.cuda.kernels.access import offset_in, pixel_offset, to_float
-from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
-from engines.backends.cuda.kernels.kernel import Grid, Tactic, solves
-from engines.backends.cuda.kernels.matmul import product_tiles, shared_products
-from engines.backends.cuda.kernels.matmul.product_tiles import ProductTile, tiles_of
-from engines.backends.cuda.kernels.matmul.shared_products import SharedProduct
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import ELEMENTS, FLOAT, I32
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.matmul import Product
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.codegen.gpu import WARP, Gpu
+from infer_server.engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
+from infer_server.engines.backends.cuda.cost import PLAIN, Card
+from infer_server.engines.backends.cuda.kernels.access import offset_in, pixel_offset, to_float
+from infer_server.engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
+from infer_server.engines.backends.cuda.kernels.kernel import Grid, Tactic, solves
+from infer_server.engines.backends.cuda.kernels.matmul import product_tiles, shared_products
+from infer_server.engines.backends.cuda.kernels.matmul.product_tiles import ProductTile, tiles_of
+from infer_server.engines.backends.cuda.kernels.matmul.shared_products import SharedProduct
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import ELEMENTS, FLOAT, I32
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.matmul import Product
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.view import View
 
 WARPS = 4               # per block
 MIN_BLOCKS = 3          # minimum of resident blocks; without it ptxas may spill to fit more

@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from engines.backends.cuda.codegen.fragments import COUTS, TILE, Words, fragments
-from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.codegen.module import wide
-from engines.backends.cuda.codegen.products import STEP
-from engines.backends.cuda.kernels.access import (
+from infer_server.engines.backends.cuda.codegen.fragments import COUTS, TILE, Words, fragments
+from infer_server.engines.backends.cuda.codegen.gpu import Gpu
+from infer_server.engines.backends.cuda.codegen.module import wide
+from infer_server.engines.backends.cuda.codegen.products import STEP
+from infer_server.engines.backends.cuda.kernels.access import (
     load_channels,
     load_constants,
     offset_in,
@@ -28,12 +28,12 @@ from engines.backends.cuda.kernels.access import (
     store_channels,
     vector_width,
 )
-from engines.backends.cuda.kernels.matmul.query_tiles import FLIP, ONES, Sums, words_of_column
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import FLOAT, I32
-from engines.lowering.problems.matmul import MIDDLE, Product
-from engines.lowering.problems.problem import STORED
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.kernels.matmul.query_tiles import FLIP, ONES, Sums, words_of_column
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import FLOAT, I32
+from infer_server.engines.lowering.problems.matmul import MIDDLE, Product
+from infer_server.engines.lowering.problems.problem import STORED
+from infer_server.engines.lowering.problems.view import View
 
 ROWS, COLUMNS = TILE, 32        # per warp
 

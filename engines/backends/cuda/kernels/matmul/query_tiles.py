@@ -17,11 +17,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from engines.backends.cuda.codegen.fragments import COUTS, TILE, Words, fragments
-from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.codegen.module import pick_bytes, shuffle_xor, wide
-from engines.backends.cuda.codegen.products import STEP, dot
-from engines.backends.cuda.kernels.access import (
+from infer_server.engines.backends.cuda.codegen.fragments import COUTS, TILE, Words, fragments
+from infer_server.engines.backends.cuda.codegen.gpu import Gpu
+from infer_server.engines.backends.cuda.codegen.module import pick_bytes, shuffle_xor, wide
+from infer_server.engines.backends.cuda.codegen.products import STEP, dot
+from infer_server.engines.backends.cuda.kernels.access import (
     MAGIC,
     alignment,
     load_channels,
@@ -33,13 +33,13 @@ from engines.backends.cuda.kernels.access import (
     store_channels,
     words_of_bytes,
 )
-from engines.backends.cuda.kernels.matmul.powers import MAGIC_BITS, converts_by_adding, power
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.row_formulas import is_unmasked, softmax_scale, softmax_shift
-from engines.codegen.types import ELEMENTS, FLOAT, I16, I32
-from engines.lowering.problems.matmul import MIDDLE, Attention
-from engines.lowering.problems.problem import STORED
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.kernels.matmul.powers import MAGIC_BITS, converts_by_adding, power
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.row_formulas import is_unmasked, softmax_scale, softmax_shift
+from infer_server.engines.codegen.types import ELEMENTS, FLOAT, I16, I32
+from infer_server.engines.lowering.problems.matmul import MIDDLE, Attention
+from infer_server.engines.lowering.problems.problem import STORED
+from infer_server.engines.lowering.problems.view import View
 
 Rows = dict[int, Value]                     # values by row of a lane: 0 or 1
 Scores = dict[tuple[int, int], Value]       # scores by row of a lane, and key

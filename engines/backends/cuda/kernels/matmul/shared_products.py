@@ -13,19 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from engines.backends.cuda.codegen.copies import CHUNK, commit, copy_chunk, wait
-from engines.backends.cuda.codegen.fragments import TILE, Words
-from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import barrier, number_if, pick_bytes, shared, wide
-from engines.backends.cuda.codegen.products import STEP, load_tiles
-from engines.backends.cuda.kernels.access import alignment
-from engines.backends.cuda.kernels.matmul.product_tiles import COLUMNS, ProductTile
-from engines.backends.cuda.kernels.matmul.query_tiles import FLIP
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import I32
-from engines.lowering.problems.matmul import Product
-from engines.lowering.problems.problem import STORED
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.codegen.copies import CHUNK, commit, copy_chunk, wait
+from infer_server.engines.backends.cuda.codegen.fragments import TILE, Words
+from infer_server.engines.backends.cuda.codegen.gpu import WARP, Gpu
+from infer_server.engines.backends.cuda.codegen.module import barrier, number_if, pick_bytes, shared, wide
+from infer_server.engines.backends.cuda.codegen.products import STEP, load_tiles
+from infer_server.engines.backends.cuda.kernels.access import alignment
+from infer_server.engines.backends.cuda.kernels.matmul.product_tiles import COLUMNS, ProductTile
+from infer_server.engines.backends.cuda.kernels.matmul.query_tiles import FLIP
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import I32
+from infer_server.engines.lowering.problems.matmul import Product
+from infer_server.engines.lowering.problems.problem import STORED
+from infer_server.engines.lowering.problems.view import View
 
 BLOCK = 64                      # rows and columns per block
 ROWS = 32                       # per warp

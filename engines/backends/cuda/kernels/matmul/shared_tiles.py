@@ -18,20 +18,28 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any
 
-from engines.backends.cuda.codegen.copies import CHUNK, commit, copy_chunk, wait
-from engines.backends.cuda.codegen.fragments import TILE, Words
-from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import barrier, number_if, pick_bytes, shared, wide
-from engines.backends.cuda.codegen.products import STEP, load_tiles
-from engines.backends.cuda.kernels.access import alignment
-from engines.backends.cuda.kernels.matmul import query_tiles
-from engines.backends.cuda.kernels.matmul.powers import power
-from engines.backends.cuda.kernels.matmul.query_tiles import FLIP, QUERIES, Block, QueryTile, Rows, Scores, Sums
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.row_formulas import softmax_shift
-from engines.codegen.types import I32
-from engines.lowering.problems.matmul import Attention
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.codegen.copies import CHUNK, commit, copy_chunk, wait
+from infer_server.engines.backends.cuda.codegen.fragments import TILE, Words
+from infer_server.engines.backends.cuda.codegen.gpu import WARP, Gpu
+from infer_server.engines.backends.cuda.codegen.module import barrier, number_if, pick_bytes, shared, wide
+from infer_server.engines.backends.cuda.codegen.products import STEP, load_tiles
+from infer_server.engines.backends.cuda.kernels.access import alignment
+from infer_server.engines.backends.cuda.kernels.matmul import query_tiles
+from infer_server.engines.backends.cuda.kernels.matmul.powers import power
+from infer_server.engines.backends.cuda.kernels.matmul.query_tiles import (
+    FLIP,
+    QUERIES,
+    Block,
+    QueryTile,
+    Rows,
+    Scores,
+    Sums,
+)
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.row_formulas import softmax_shift
+from infer_server.engines.codegen.types import I32
+from infer_server.engines.lowering.problems.matmul import Attention
+from infer_server.engines.lowering.problems.view import View
 
 WARPS, STAGES = 4, 2
 THREADS = WARPS * WARP

@@ -11,19 +11,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
-from engines.backends.cuda.cost import ISSUE, LAUNCH, THREADS, Card
-from engines.backends.cuda.kernels.elementwise.threads import THREADS as BLOCK
-from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
-from engines.backends.cuda.kernels.nest.together import SLOT, CodeTogether, Share
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.nest.loops import Code, LoopState
-from engines.codegen.nest.order import Cut, Loops
-from engines.codegen.nest.results import store_results, write_element
-from engines.lowering.nest.program import ITEM
-from engines.lowering.problems.nest import Nest
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.codegen.gpu import WARP
+from infer_server.engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
+from infer_server.engines.backends.cuda.cost import ISSUE, LAUNCH, THREADS, Card
+from infer_server.engines.backends.cuda.kernels.elementwise.threads import THREADS as BLOCK
+from infer_server.engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
+from infer_server.engines.backends.cuda.kernels.nest.together import SLOT, CodeTogether, Share
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.nest.loops import Code, LoopState
+from infer_server.engines.codegen.nest.order import Cut, Loops
+from infer_server.engines.codegen.nest.results import store_results, write_element
+from infer_server.engines.lowering.nest.program import ITEM
+from infer_server.engines.lowering.problems.nest import Nest
+from infer_server.engines.lowering.problems.view import View
 
 SEVERAL = (32, 512)             # threads per element other than one
 FEW = 8                         # at most this many threads share one iteration of the inner loops

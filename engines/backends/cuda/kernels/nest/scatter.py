@@ -10,19 +10,19 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
-from engines.backends.cuda.cost import Card
-from engines.backends.cuda.kernels.access import pixel_offset
-from engines.backends.cuda.kernels.elementwise.threads import THREADS
-from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
-from engines.backends.cuda.kernels.nest.nest import by_turns, unravelled
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.nest.loops import Code, LoopState
-from engines.codegen.nest.order import Cut, Loops
-from engines.codegen.nest.results import independent_loops, update
-from engines.codegen.types import I32, I64
-from engines.lowering.nest.program import ITEM
-from engines.lowering.problems.nest import Scatter
+from infer_server.engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
+from infer_server.engines.backends.cuda.cost import Card
+from infer_server.engines.backends.cuda.kernels.access import pixel_offset
+from infer_server.engines.backends.cuda.kernels.elementwise.threads import THREADS
+from infer_server.engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
+from infer_server.engines.backends.cuda.kernels.nest.nest import by_turns, unravelled
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.nest.loops import Code, LoopState
+from infer_server.engines.codegen.nest.order import Cut, Loops
+from infer_server.engines.codegen.nest.results import independent_loops, update
+from infer_server.engines.codegen.types import I32, I64
+from infer_server.engines.lowering.nest.program import ITEM
+from infer_server.engines.lowering.problems.nest import Scatter
 
 ENOUGH = 1 << 10        # threads per item that are worth using
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import barrier, shared, shuffle_xor
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.nest.loops import Code, Copy, Parts
-from engines.codegen.nest.order import Loops
-from engines.codegen.nest.values import LaneValue
-from engines.codegen.types import I1, I32, I64
-from engines.codegen.words import Primitives
+from infer_server.engines.backends.cuda.codegen.gpu import WARP
+from infer_server.engines.backends.cuda.codegen.module import barrier, shared, shuffle_xor
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.nest.loops import Code, Copy, Parts
+from infer_server.engines.codegen.nest.order import Loops
+from infer_server.engines.codegen.nest.values import LaneValue
+from infer_server.engines.codegen.types import I1, I32, I64
+from infer_server.engines.codegen.words import Primitives
 
 SLOT = 16               # bytes of shared memory for a warp's value and its index
 

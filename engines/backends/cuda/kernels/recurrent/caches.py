@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import elements, wide
-from engines.backends.cuda.cost import PLAIN
-from engines.backends.cuda.kernels.recurrent.sharing import (
+from infer_server.engines.backends.cuda.codegen.gpu import WARP
+from infer_server.engines.backends.cuda.codegen.module import elements, wide
+from infer_server.engines.backends.cuda.cost import PLAIN
+from infer_server.engines.backends.cuda.kernels.recurrent.sharing import (
     PIECE,
     SIZES,
     Assignment,
@@ -26,10 +26,10 @@ from engines.backends.cuda.kernels.recurrent.sharing import (
     update,
     whole,
 )
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import FLOAT, I8, I16, I32, vector
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.recurrence import Recurrence, Stage
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import FLOAT, I8, I16, I32, vector
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.recurrence import Recurrence, Stage
 
 BASE_REGISTERS = 48     # registers per thread in addition to those of its items
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import elements, shared, shuffle_xor, wide
-from engines.backends.cuda.codegen.products import dot, dot_pair, dot_signed
-from engines.backends.cuda.kernels.recurrent.sharing import (
+from infer_server.engines.backends.cuda.codegen.gpu import WARP
+from infer_server.engines.backends.cuda.codegen.module import elements, shared, shuffle_xor, wide
+from infer_server.engines.backends.cuda.codegen.products import dot, dot_pair, dot_signed
+from infer_server.engines.backends.cuda.kernels.recurrent.sharing import (
     PIECE,
     SIZES,
     Assignment,
@@ -26,10 +26,10 @@ from engines.backends.cuda.kernels.recurrent.sharing import (
     update,
     whole,
 )
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import I8, I16, I32, vector
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.recurrence import Recurrence, Stage
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import I8, I16, I32, vector
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.recurrence import Recurrence, Stage
 
 ONES = 0x01010101
 BASE_REGISTERS = 72     # registers per thread in addition to its weights

@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
-from engines.backends.cuda.cost import ISSUE, L2_PORT, LAUNCH, REGISTERS, SHARED_RATE, THREADS, Card
-from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, solves
-from engines.backends.cuda.kernels.recurrent.caches import ThroughCaches
-from engines.backends.cuda.kernels.recurrent.lanes import BASE_REGISTERS, Kept, Pieces
-from engines.backends.cuda.kernels.recurrent.sharing import Sharing
-from engines.backends.cuda.kernels.recurrent.steps import Direction, StateRows
-from engines.backends.cuda.kernels.recurrent.warps import tilings
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.recurrence import Recurrence
+from infer_server.engines.backends.cuda.codegen.gpu import WARP
+from infer_server.engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
+from infer_server.engines.backends.cuda.cost import ISSUE, L2_PORT, LAUNCH, REGISTERS, SHARED_RATE, THREADS, Card
+from infer_server.engines.backends.cuda.kernels.kernel import GpuKernel, Grid, solves
+from infer_server.engines.backends.cuda.kernels.recurrent.caches import ThroughCaches
+from infer_server.engines.backends.cuda.kernels.recurrent.lanes import BASE_REGISTERS, Kept, Pieces
+from infer_server.engines.backends.cuda.kernels.recurrent.sharing import Sharing
+from infer_server.engines.backends.cuda.kernels.recurrent.steps import Direction, StateRows
+from infer_server.engines.backends.cuda.kernels.recurrent.warps import tilings
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.recurrence import Recurrence
 
 MOST_UNITS = 1024       # maximum threads per block
 PARTS = (8, 4, 16, 2, 1)

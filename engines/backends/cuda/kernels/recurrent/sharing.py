@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.kernels.kernel import Tactic
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import FLOAT, I1, I32, vector
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.recurrence import QUANTIZED_STATES, Recurrence, Stage
+from infer_server.engines.backends.cuda.codegen.gpu import Gpu
+from infer_server.engines.backends.cuda.kernels.kernel import Tactic
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import FLOAT, I1, I32, vector
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.recurrence import QUANTIZED_STATES, Recurrence, Stage
 
 SIZES = {"int8": 1, "int16": 2, "fp32": 4}
 PIECE = 16              # bytes of weights or states per load

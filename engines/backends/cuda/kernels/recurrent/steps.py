@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import (
+from infer_server.engines.backends.cuda.codegen.gpu import WARP, Gpu
+from infer_server.engines.backends.cuda.codegen.module import (
     barrier,
     elements,
     shared,
@@ -21,13 +21,13 @@ from engines.backends.cuda.codegen.module import (
     vector_of,
     wide,
 )
-from engines.backends.cuda.kernels.access import load_channels, store_channels
-from engines.backends.cuda.kernels.recurrent.sharing import Seat, Sharing, whole
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import FLOAT, I32, I64, vector
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.recurrence import QUANTIZED_STATES, Cell, Recurrence, Stage
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.kernels.access import load_channels, store_channels
+from infer_server.engines.backends.cuda.kernels.recurrent.sharing import Seat, Sharing, whole
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import FLOAT, I32, I64, vector
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.recurrence import QUANTIZED_STATES, Cell, Recurrence, Stage
+from infer_server.engines.lowering.problems.view import View
 
 Key = tuple[int, int]           # (place of the thread, slot or gate)
 States = dict[Key, Value]

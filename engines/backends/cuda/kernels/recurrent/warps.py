@@ -18,10 +18,10 @@ from itertools import product
 
 import numpy as np
 
-from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import elements, opaque_address, shared, wide
-from engines.backends.cuda.codegen.products import STEP, load_tiles, multiply_bytes
-from engines.backends.cuda.kernels.recurrent.sharing import (
+from infer_server.engines.backends.cuda.codegen.gpu import WARP, Gpu
+from infer_server.engines.backends.cuda.codegen.module import elements, opaque_address, shared, wide
+from infer_server.engines.backends.cuda.codegen.products import STEP, load_tiles, multiply_bytes
+from infer_server.engines.backends.cuda.kernels.recurrent.sharing import (
     PIECE,
     SIZES,
     Assignment,
@@ -32,10 +32,10 @@ from engines.backends.cuda.kernels.recurrent.sharing import (
     Sums,
     update,
 )
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import I8, I32, vector
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.recurrence import Recurrence, Stage
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import I8, I32, vector
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.recurrence import Recurrence, Stage
 
 UNITS, ITEMS = 16, 8    # per product
 TURN = 2 * STEP         # bytes of k per iteration

@@ -4,8 +4,8 @@
 """
 from __future__ import annotations
 
-from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import (
+from infer_server.engines.backends.cuda.codegen.gpu import WARP
+from infer_server.engines.backends.cuda.codegen.module import (
     GpuModule,
     barrier,
     begin_kernel,
@@ -14,11 +14,11 @@ from engines.backends.cuda.codegen.module import (
     special_register,
     wide,
 )
-from engines.backends.cuda.kernels.kernel import Grid, Tactic, solves
-from engines.backends.cuda.kernels.rows.rows import OverRows, Row
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import FLOAT, I32
-from engines.lowering.problems.rows import NEUTRAL, Extreme
+from infer_server.engines.backends.cuda.kernels.kernel import Grid, Tactic, solves
+from infer_server.engines.backends.cuda.kernels.rows.rows import OverRows, Row
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import FLOAT, I32
+from infer_server.engines.lowering.problems.rows import NEUTRAL, Extreme
 
 WARPS = 32              # per block
 UNCUT = 1 << 30         # rows of a block: all there are

@@ -1,11 +1,11 @@
 """Softmax, norms, local response normalisation and reductions, each as passes over a row."""
 from __future__ import annotations
 
-from engines.backends.cuda.kernels.kernel import solves
-from engines.backends.cuda.kernels.rows.rows import At, Row, RowByWarp
-from engines.codegen.ir_builder import Value
-from engines.codegen.row_formulas import norm, response, softmax
-from engines.lowering.problems.rows import Lrn, Norm, Reduce, Softmax
+from infer_server.engines.backends.cuda.kernels.kernel import solves
+from infer_server.engines.backends.cuda.kernels.rows.rows import At, Row, RowByWarp
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.row_formulas import norm, response, softmax
+from infer_server.engines.lowering.problems.rows import Lrn, Norm, Reduce, Softmax
 
 
 @solves(Softmax)

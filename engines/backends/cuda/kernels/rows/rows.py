@@ -16,22 +16,28 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, shuffle_xor, special_register, wide
-from engines.backends.cuda.kernels.access import (
+from infer_server.engines.backends.cuda.codegen.gpu import WARP
+from infer_server.engines.backends.cuda.codegen.module import (
+    GpuModule,
+    begin_kernel,
+    shuffle_xor,
+    special_register,
+    wide,
+)
+from infer_server.engines.backends.cuda.kernels.access import (
     load_channels,
     load_constants,
     offset_in,
     run_program,
     store_channels,
 )
-from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import FLOAT, I1, I32
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import FLOAT, I1, I32
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem
+from infer_server.engines.lowering.problems.view import View
 
 WARPS = 4               # per block
 KEPT = 1 << 10          # elements per row: 32 registers per lane

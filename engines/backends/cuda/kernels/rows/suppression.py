@@ -13,15 +13,22 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, shared, special_register, wide
-from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
-from engines.backends.cuda.kernels.rows.top_k import NOWHERE, KeyedElement, before, chosen, first_of_warp
-from engines.codegen.boxes import Box, box_of, covers
-from engines.codegen.ir_builder import Value
-from engines.codegen.keys import key_of, lowest_of
-from engines.codegen.types import FLOAT, I32, I64
-from engines.lowering.problems.selection import Suppression
+from infer_server.engines.backends.cuda.codegen.gpu import WARP
+from infer_server.engines.backends.cuda.codegen.module import (
+    GpuModule,
+    barrier,
+    begin_kernel,
+    shared,
+    special_register,
+    wide,
+)
+from infer_server.engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
+from infer_server.engines.backends.cuda.kernels.rows.top_k import NOWHERE, KeyedElement, before, chosen, first_of_warp
+from infer_server.engines.codegen.boxes import Box, box_of, covers
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.keys import key_of, lowest_of
+from infer_server.engines.codegen.types import FLOAT, I32, I64
+from infer_server.engines.lowering.problems.selection import Suppression
 
 WARPS = 32              # per block
 THREADS = WARPS * WARP

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import math
 
-from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, shuffle_xor, special_register, wide
-from engines.backends.cuda.kernels.access import offset_in
-from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
-from engines.backends.cuda.kernels.rows.rows import WARPS
-from engines.codegen.ir_builder import Value
-from engines.codegen.keys import key_of, lowest_of
-from engines.codegen.nest.values import load
-from engines.codegen.types import ELEMENTS, I32
-from engines.lowering.problems.elementwise import TopK
+from infer_server.engines.backends.cuda.codegen.gpu import WARP
+from infer_server.engines.backends.cuda.codegen.module import (
+    GpuModule,
+    begin_kernel,
+    shuffle_xor,
+    special_register,
+    wide,
+)
+from infer_server.engines.backends.cuda.kernels.access import offset_in
+from infer_server.engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
+from infer_server.engines.backends.cuda.kernels.rows.rows import WARPS
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.keys import key_of, lowest_of
+from infer_server.engines.codegen.nest.values import load
+from infer_server.engines.codegen.types import ELEMENTS, I32
+from infer_server.engines.lowering.problems.elementwise import TopK
 
 NOWHERE = 0x7FFFFFFF        # index of no element, after all others
 

@@ -5,12 +5,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.kernel import Window
-from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import I8, I64, PTR, vector
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.kernel import Window
+from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import I8, I64, PTR, vector
+from infer_server.engines.lowering.problems.view import View
 
 TAILS = (16, 8, 4, 2, 1)        # tile sizes for the rest after full tiles, if it is known at run time only
 BLOCK = 1 << 13     # elements in a row of the grid: enough to amortise a call, few enough to share among threads

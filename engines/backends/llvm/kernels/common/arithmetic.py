@@ -18,14 +18,14 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import to_float
-from engines.backends.llvm.kernels.common.access import hidden
-from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import ELEMENTS, FLOAT, I1, I8, I16, I32, vector
-from engines.lowering.epilogue.program import store_meaning
-from engines.lowering.problems.view import SIZES
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import to_float
+from infer_server.engines.backends.llvm.kernels.common.access import hidden
+from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import ELEMENTS, FLOAT, I1, I8, I16, I32, vector
+from infer_server.engines.lowering.epilogue.program import store_meaning
+from infer_server.engines.lowering.problems.view import SIZES
 
 Operand = tuple[Value, ...]
 LONG_PASS = 48      # products (about a hundred instructions) in a loop body that make the loop's own four negligible

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes, from_float, to_float
-from engines.backends.llvm.kernels.kernel import pack_channels
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import ELEMENTS, I32
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes, from_float, to_float
+from infer_server.engines.backends.llvm.kernels.kernel import pack_channels
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import ELEMENTS, I32
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.view import View
 
 PANEL = 4           # vectors
 

@@ -22,19 +22,19 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, arithmetic_for
-from engines.backends.llvm.kernels.contraction.direct import usual_tile_shapes
-from engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
-from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program, rows_with_zeros
-from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
-from engines.backends.llvm.kernels.kernel import solves
-from engines.backends.llvm.tuning.cost import LATENCY, Work
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import FLOAT, I8, I32, PTR, vector
-from engines.ir.rounding import HEAD
-from engines.lowering.problems.convolution import BlockedProduct, RoundedProduct
-from engines.lowering.problems.problem import Array
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.common.arithmetic import Arithmetic, arithmetic_for
+from infer_server.engines.backends.llvm.kernels.contraction.direct import usual_tile_shapes
+from infer_server.engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
+from infer_server.engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program, rows_with_zeros
+from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from infer_server.engines.backends.llvm.kernels.kernel import solves
+from infer_server.engines.backends.llvm.tuning.cost import LATENCY, Work
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import FLOAT, I8, I32, PTR, vector
+from infer_server.engines.ir.rounding import HEAD
+from infer_server.engines.lowering.problems.convolution import BlockedProduct, RoundedProduct
+from infer_server.engines.lowering.problems.problem import Array
 
 UNPACKING = 5           # instructions to convert a vector of bytes to floats: widen, mask, shift, two conversions
 EIGHT = 8               # elements of K in four bytes of weights

@@ -12,19 +12,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.arithmetic import UPCAST, Arithmetic, add_step, k_turns
-from engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
-from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
-from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
-from engines.backends.llvm.kernels.contraction.widen import widened
-from engines.backends.llvm.kernels.kernel import solves
-from engines.backends.llvm.tuning.cost import LATENCY, Work
-from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I64, PTR
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.common.arithmetic import UPCAST, Arithmetic, add_step, k_turns
+from infer_server.engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
+from infer_server.engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
+from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from infer_server.engines.backends.llvm.kernels.contraction.widen import widened
+from infer_server.engines.backends.llvm.kernels.kernel import solves
+from infer_server.engines.backends.llvm.tuning.cost import LATENCY, Work
+from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import I64, PTR
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.problem import Array, Problem
 
 MOST_SHARES = 3     # log2 of the most iterations that prefetch the same cache line
 

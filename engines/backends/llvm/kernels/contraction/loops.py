@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, ClassVar
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import tails
-from engines.backends.llvm.kernels.common.pixels import panels_between
-from engines.backends.llvm.kernels.contraction.store import emit_epilogue
-from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
-from engines.backends.llvm.kernels.kernel import begin_kernel
-from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I64, PTR
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.common.access import tails
+from infer_server.engines.backends.llvm.kernels.common.pixels import panels_between
+from infer_server.engines.backends.llvm.kernels.contraction.store import emit_epilogue
+from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from infer_server.engines.backends.llvm.kernels.kernel import begin_kernel
+from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import I64, PTR
 
 CACHE_LINE = 64         # bytes, the size of a prefetch
 Visit = Callable[[Callable[..., None]], None]       # calls its argument for each tile of a block

@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import hidden
-from engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
-from engines.backends.llvm.kernels.contraction.pairing import STEP, WINDOW, pair
-from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
-from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
-from engines.backends.llvm.kernels.kernel import solves
-from engines.backends.llvm.tuning.cost import CYCLES_PER_BYTE_L2, EXPOSED_SHARE, Work
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I8, I32, I64, PTR, vector
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.problem import Array
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.common.access import hidden
+from infer_server.engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
+from infer_server.engines.backends.llvm.kernels.contraction.pairing import STEP, WINDOW, pair
+from infer_server.engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
+from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from infer_server.engines.backends.llvm.kernels.kernel import solves
+from infer_server.engines.backends.llvm.tuning.cost import CYCLES_PER_BYTE_L2, EXPOSED_SHARE, Work
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import I8, I32, I64, PTR, vector
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.problem import Array
 
 SOURCE = 8              # bytes of a step's offset and indices
 TEMPORARIES = 4         # registers in addition to sums and weights: ones, indices, a pixel, a product

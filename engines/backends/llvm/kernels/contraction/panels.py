@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.kernel import pack_channels
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.problem import Array
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.kernel import pack_channels
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.problem import Array
 
 
 def cout_panels(problem: Contraction, isa: Isa, vectors: int) -> list[Array]:

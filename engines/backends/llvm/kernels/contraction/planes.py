@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engines.codegen.ir_builder import Value
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.view import View
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.view import View
 
 
 @dataclass(frozen=True)

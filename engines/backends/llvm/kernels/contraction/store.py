@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import hidden
-from engines.backends.llvm.kernels.common.pixels import load_channels, load_constants, load_vector, run_program
-from engines.codegen.ir_builder import Function, Value
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.common.access import hidden
+from infer_server.engines.backends.llvm.kernels.common.pixels import (
+    load_channels,
+    load_constants,
+    load_vector,
+    run_program,
+)
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.view import View
 
 TOGETHER = 4        # pixels whose programs are interleaved if the program is long
 

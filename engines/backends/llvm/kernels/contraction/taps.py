@@ -10,7 +10,7 @@ from itertools import groupby
 
 import numpy as np
 
-from engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.ir_builder import Value
 
 
 @dataclass(frozen=True)

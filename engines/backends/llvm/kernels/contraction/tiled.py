@@ -30,17 +30,17 @@ from typing import ClassVar
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import TAILS
-from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, arithmetic_for
-from engines.backends.llvm.kernels.contraction.panels import rows_with_zeros
-from engines.backends.llvm.kernels.contraction.planes import Planes
-from engines.backends.llvm.kernels.contraction.taps import TapAxis
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window
-from engines.backends.llvm.tuning.cost import epilogue, first_reading, pieces, pushed_out, reading
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.common.access import TAILS
+from infer_server.engines.backends.llvm.kernels.common.arithmetic import Arithmetic, arithmetic_for
+from infer_server.engines.backends.llvm.kernels.contraction.panels import rows_with_zeros
+from infer_server.engines.backends.llvm.kernels.contraction.planes import Planes
+from infer_server.engines.backends.llvm.kernels.contraction.taps import TapAxis
+from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window
+from infer_server.engines.backends.llvm.tuning.cost import epilogue, first_reading, pieces, pushed_out, reading
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.view import View
 
 FEW_PIXELS = 8          # items with at most this many pixels are divided by batch
 HIDDEN_CALL = 3         # cycles of a micro-kernel's call that do not overlap with the last sums of the tile before

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
-from engines.codegen.ir_builder import Module
-from engines.codegen.types import I8, vector
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import View, dense_view
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.codegen.types import I8, vector
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.view import View, dense_view
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.arithmetic import INT8, INT16, Arithmetic, Operand
-from engines.backends.llvm.kernels.depthwise.steps import Group, columns_read, rows_read
-from engines.backends.llvm.tuning.cost import Work
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import I8, I16, element_of, lanes_of, vector
-from engines.lowering.problems.convolution import Depthwise
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.common.arithmetic import INT8, INT16, Arithmetic, Operand
+from infer_server.engines.backends.llvm.kernels.depthwise.steps import Group, columns_read, rows_read
+from infer_server.engines.backends.llvm.tuning.cost import Work
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import I8, I16, element_of, lanes_of, vector
+from infer_server.engines.lowering.problems.convolution import Depthwise
 
 Position = tuple[int, int]      # (row, column) of x, counted from the first tap of the tile's first output
 ABSENT = -1, -1

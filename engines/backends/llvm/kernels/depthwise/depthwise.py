@@ -26,20 +26,25 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import hidden, item_addresses, offset
-from engines.backends.llvm.kernels.common.arithmetic import FP32, INT8, INT16, Arithmetic
-from engines.backends.llvm.kernels.common.pixels import (
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.common.access import hidden, item_addresses, offset
+from infer_server.engines.backends.llvm.kernels.common.arithmetic import FP32, INT8, INT16, Arithmetic
+from infer_server.engines.backends.llvm.kernels.common.pixels import (
     load_channels,
     load_vector,
     panels,
     panels_between,
     store_channels,
 )
-from engines.backends.llvm.kernels.contraction.widen import widened
-from engines.backends.llvm.kernels.depthwise.columns import Columns, integer_arithmetic, pixel_work, step_work
-from engines.backends.llvm.kernels.depthwise.steps import (
+from infer_server.engines.backends.llvm.kernels.contraction.widen import widened
+from infer_server.engines.backends.llvm.kernels.depthwise.columns import (
+    Columns,
+    integer_arithmetic,
+    pixel_work,
+    step_work,
+)
+from infer_server.engines.backends.llvm.kernels.depthwise.steps import (
     Group,
     Product,
     TapStep,
@@ -50,7 +55,7 @@ from engines.backends.llvm.kernels.depthwise.steps import (
     rows_read,
     steps_of,
 )
-from engines.backends.llvm.kernels.kernel import (
+from infer_server.engines.backends.llvm.kernels.kernel import (
     ALIGNMENT,
     Grid,
     Kernel,
@@ -60,12 +65,12 @@ from engines.backends.llvm.kernels.kernel import (
     pack_channels,
     solves,
 )
-from engines.backends.llvm.tuning.cost import CALL, LINE, Work, epilogue, pieces, reading
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import PTR
-from engines.lowering.problems.convolution import Depthwise
-from engines.lowering.problems.problem import Array, Problem
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.llvm.tuning.cost import CALL, LINE, Work, epilogue, pieces, reading
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import PTR
+from infer_server.engines.lowering.problems.convolution import Depthwise
+from infer_server.engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.lowering.problems.view import View
 
 IN_PASSING = 4          # registers in addition to the sums; a few spills cost less than smaller tiles
 SHARED_CONSTANTS = 2    # most constants of a program that outputs which end together share

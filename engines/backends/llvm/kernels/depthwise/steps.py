@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from engines.lowering.problems.convolution import Depthwise
+from infer_server.engines.lowering.problems.convolution import Depthwise
 
 Output = tuple[int, int]        # (row, column) in the tile
 Product = tuple[Output, int]    # (output, number of a step)

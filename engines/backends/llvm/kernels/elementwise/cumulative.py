@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import each_row
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
-from engines.codegen.ir_builder import Module, Value
-from engines.codegen.nest.values import COMBINED, identity, load, store
-from engines.lowering.nest.program import KINDS
-from engines.lowering.problems.elementwise import CumulativeSum
-from engines.lowering.problems.view import View, joined
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.common.access import each_row
+from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
+from infer_server.engines.codegen.ir_builder import Module, Value
+from infer_server.engines.codegen.nest.values import COMBINED, identity, load, store
+from infer_server.engines.lowering.nest.program import KINDS
+from infer_server.engines.lowering.problems.elementwise import CumulativeSum
+from infer_server.engines.lowering.problems.view import View, joined
 
 VECTORS = 4         # vectors of neighbours above which sums are computed row by row
 

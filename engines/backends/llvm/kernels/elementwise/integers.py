@@ -4,14 +4,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, partial
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import ViewRuns, offset
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.codegen.integers import OPERATIONS, truth
-from engines.codegen.ir_builder import Module, Value
-from engines.codegen.types import ELEMENTS, vector
-from engines.lowering.problems.elementwise import UNSIGNED, Integers
-from engines.lowering.problems.view import View, joined
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.common.access import ViewRuns, offset
+from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from infer_server.engines.codegen.integers import OPERATIONS, truth
+from infer_server.engines.codegen.ir_builder import Module, Value
+from infer_server.engines.codegen.types import ELEMENTS, vector
+from infer_server.engines.lowering.problems.elementwise import UNSIGNED, Integers
+from infer_server.engines.lowering.problems.view import View, joined
 
 
 @solves(Integers)

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import ViewRuns, offset
-from engines.backends.llvm.kernels.common.pixels import (
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.common.access import ViewRuns, offset
+from infer_server.engines.backends.llvm.kernels.common.pixels import (
     PANEL,
     load_channels,
     load_constants,
@@ -23,11 +23,11 @@ from engines.backends.llvm.kernels.common.pixels import (
     run_program,
     store_channels,
 )
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.codegen.ir_builder import Module, Value
-from engines.lowering.problems.elementwise import Pointwise
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import joined
+from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from infer_server.engines.codegen.ir_builder import Module, Value
+from infer_server.engines.lowering.problems.elementwise import Pointwise
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.view import joined
 
 
 @solves(Pointwise)

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import offset
-from engines.backends.llvm.kernels.elementwise.top_k import BLOCK, LOWEST, first_of, highest
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
-from engines.codegen.boxes import Box, box_of, covers
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.keys import key_of
-from engines.codegen.nest.values import load
-from engines.codegen.types import FLOAT, I1, I32, I64, vector
-from engines.lowering.problems.selection import Suppression
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.common.access import offset
+from infer_server.engines.backends.llvm.kernels.elementwise.top_k import BLOCK, LOWEST, first_of, highest
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
+from infer_server.engines.codegen.boxes import Box, box_of, covers
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.keys import key_of
+from infer_server.engines.codegen.nest.values import load
+from infer_server.engines.codegen.types import FLOAT, I1, I32, I64, vector
+from infer_server.engines.lowering.problems.selection import Suppression
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import each_row
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
-from engines.backends.llvm.kernels.rows.passes import live
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.keys import key_of, lowest_of
-from engines.codegen.nest.values import load
-from engines.codegen.types import ELEMENTS, I32, I64, PTR, vector
-from engines.lowering.problems.elementwise import TopK
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.common.access import each_row
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
+from infer_server.engines.backends.llvm.kernels.rows.passes import live
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.keys import key_of, lowest_of
+from infer_server.engines.codegen.nest.values import load
+from infer_server.engines.codegen.types import ELEMENTS, I32, I64, PTR, vector
+from infer_server.engines.lowering.problems.elementwise import TopK
 
 BLOCK = 64              # elements of a block; a multiple of every machine's lanes
 FEW = 8 * BLOCK         # most peaks that are searched linearly

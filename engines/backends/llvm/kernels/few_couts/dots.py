@@ -16,17 +16,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import lane_sums
-from engines.backends.llvm.kernels.contraction.loops import Part, TiledLoops
-from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
-from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
-from engines.backends.llvm.kernels.kernel import solves
-from engines.backends.llvm.tuning.cost import LATENCY, Work
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import FLOAT, I64, PTR, vector
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.problem import Array
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.common.access import lane_sums
+from infer_server.engines.backends.llvm.kernels.contraction.loops import Part, TiledLoops
+from infer_server.engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
+from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from infer_server.engines.backends.llvm.kernels.kernel import solves
+from infer_server.engines.backends.llvm.tuning.cost import LATENCY, Work
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import FLOAT, I64, PTR, vector
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.problem import Array
 
 SUMS = 4            # least number of independent accumulators, to hide the latency of a product
 SHARE = 5 / 8       # share of the registers for accumulators; the others hold x and weights

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.contraction.direct import DirectContraction
-from engines.backends.llvm.kernels.contraction.tiled import Tile
-from engines.backends.llvm.kernels.kernel import Grid, Window, solves
-from engines.codegen.ir_builder import Module
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.problem import Array, Problem
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.contraction.direct import DirectContraction
+from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile
+from infer_server.engines.backends.llvm.kernels.kernel import Grid, Window, solves
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.problem import Array, Problem
 
 SHARE = 0.75            # cost relative to whole vectors, between those of the two kinds of cores
 

@@ -17,14 +17,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
-from engines.backends.llvm.kernels.common.pixels import load_channels, load_constants, pack_panels, run_program
-from engines.backends.llvm.kernels.contraction.direct import usual_tile_shapes
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
-from engines.backends.llvm.kernels.matmul.dots import dots, has_columns
-from engines.backends.llvm.kernels.matmul.operands import (
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
+from infer_server.engines.backends.llvm.kernels.common.pixels import (
+    load_channels,
+    load_constants,
+    pack_panels,
+    run_program,
+)
+from infer_server.engines.backends.llvm.kernels.contraction.direct import usual_tile_shapes
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
+from infer_server.engines.backends.llvm.kernels.matmul.dots import dots, has_columns
+from infer_server.engines.backends.llvm.kernels.matmul.operands import (
     Left,
     Matrix,
     Right,
@@ -32,16 +37,16 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
-from engines.backends.llvm.kernels.matmul.product import vector_cycles
-from engines.backends.llvm.kernels.matmul.softmax import AttentionSoftmax
-from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.row_formulas import is_unmasked
-from engines.codegen.types import FLOAT, I64, PTR
-from engines.lowering.problems.matmul import MIDDLE, Attention
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.rows import PARTIALS
-from engines.lowering.problems.view import SIZES, View
+from infer_server.engines.backends.llvm.kernels.matmul.product import vector_cycles
+from infer_server.engines.backends.llvm.kernels.matmul.softmax import AttentionSoftmax
+from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.row_formulas import is_unmasked
+from infer_server.engines.codegen.types import FLOAT, I64, PTR
+from infer_server.engines.lowering.problems.matmul import MIDDLE, Attention
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.rows import PARTIALS
+from infer_server.engines.lowering.problems.view import SIZES, View
 
 FEW_QUERIES = 4         # queries up to which packing k and v costs at least as much as the products
 SOFTMAX_ARRAYS = ("x", "peaks", "p", "totals", "inverse", "added")

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.backends.llvm.kernels.common.access import lane_sums
-from engines.backends.llvm.kernels.matmul.operands import Right, converted
-from engines.codegen.ir_builder import Value
+from infer_server.engines.backends.llvm.kernels.common.access import lane_sums
+from infer_server.engines.backends.llvm.kernels.matmul.operands import Right, converted
+from infer_server.engines.codegen.ir_builder import Value
 
 
 def has_columns(right: Right) -> bool:

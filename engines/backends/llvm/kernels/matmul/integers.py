@@ -4,14 +4,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.kernel import begin_kernel, solves
-from engines.backends.llvm.kernels.matmul.product import ProductEmitter, ProductKernel, Tile
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import FLOAT, I8, I32
-from engines.lowering.problems.matmul import MIDDLE, IntegerProduct
-from engines.lowering.problems.problem import Array
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.kernel import begin_kernel, solves
+from infer_server.engines.backends.llvm.kernels.matmul.product import ProductEmitter, ProductKernel, Tile
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import FLOAT, I8, I32
+from infer_server.engines.lowering.problems.matmul import MIDDLE, IntegerProduct
+from infer_server.engines.lowering.problems.problem import Array
 
 
 @solves(IntegerProduct)

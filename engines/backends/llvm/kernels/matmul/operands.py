@@ -19,15 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes, from_float, to_float
-from engines.backends.llvm.kernels.common.access import transposed
-from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Operand, add_step, arithmetic_for
-from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import ELEMENTS, FLOAT, I8, I32, I64, lanes_of, vector
-from engines.lowering.problems.matmul import MIDDLE
-from engines.lowering.problems.view import SIZES, View
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes, from_float, to_float
+from infer_server.engines.backends.llvm.kernels.common.access import transposed
+from infer_server.engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Operand, add_step, arithmetic_for
+from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import ELEMENTS, FLOAT, I8, I32, I64, lanes_of, vector
+from infer_server.engines.lowering.problems.matmul import MIDDLE
+from infer_server.engines.lowering.problems.view import SIZES, View
 
 AHEAD = 16              # prefetch distance in rows of a factor that is not packed: a panel's parts of them are too
                         # far apart for the hardware prefetcher

@@ -18,13 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
-from engines.backends.llvm.kernels.common.pixels import finish_pixel, load_constants, pack_panels, panels_between
-from engines.backends.llvm.kernels.contraction.direct import usual_tile_shapes
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
-from engines.backends.llvm.kernels.matmul.operands import (
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
+from infer_server.engines.backends.llvm.kernels.common.pixels import (
+    finish_pixel,
+    load_constants,
+    pack_panels,
+    panels_between,
+)
+from infer_server.engines.backends.llvm.kernels.contraction.direct import usual_tile_shapes
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
+from infer_server.engines.backends.llvm.kernels.matmul.operands import (
     Left,
     Matrix,
     Right,
@@ -32,11 +37,11 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
-from engines.backends.llvm.tuning.cost import CYCLES_PER_BYTE_BEYOND
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I32, PTR
-from engines.lowering.problems.matmul import MIDDLE, Product
-from engines.lowering.problems.problem import Array
+from infer_server.engines.backends.llvm.tuning.cost import CYCLES_PER_BYTE_BEYOND
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import I32, PTR
+from infer_server.engines.lowering.problems.matmul import MIDDLE, Product
+from infer_server.engines.lowering.problems.problem import Array
 
 FEW_ROWS = 8            # rows of a up to which reading b in place may be faster than packing it
 MOST_ROWS = 4           # rows of a up to which a product is memory-bound on b; with more, register tiles pay

@@ -15,15 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import from_float, in_order, to_float
-from engines.backends.llvm.kernels.rows.passes import RowVector, across_lanes, live, reduce_row, strips
-from engines.codegen.ir_builder import Value
-from engines.codegen.row_formulas import softmax_scale, softmax_shift
-from engines.codegen.types import FLOAT
-from engines.lowering.epilogue.functions import Machine
-from engines.lowering.problems.exp2 import LOG2_E, exp2
-from engines.lowering.problems.view import SIZES
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import from_float, in_order, to_float
+from infer_server.engines.backends.llvm.kernels.rows.passes import RowVector, across_lanes, live, reduce_row, strips
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.row_formulas import softmax_scale, softmax_shift
+from infer_server.engines.codegen.types import FLOAT
+from infer_server.engines.lowering.epilogue.functions import Machine
+from infer_server.engines.lowering.problems.exp2 import LOG2_E, exp2
+from infer_server.engines.lowering.problems.view import SIZES
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
-from engines.backends.llvm.kernels.common.pixels import finish_pixel, load_constants, pack_panels, panels_between
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
-from engines.backends.llvm.kernels.matmul.product import few_by_large, reading_once
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import FLOAT
-from engines.lowering.problems.matmul import Product
-from engines.lowering.problems.problem import Array
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
+from infer_server.engines.backends.llvm.kernels.common.pixels import (
+    finish_pixel,
+    load_constants,
+    pack_panels,
+    panels_between,
+)
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
+from infer_server.engines.backends.llvm.kernels.matmul.product import few_by_large, reading_once
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import FLOAT
+from infer_server.engines.lowering.problems.matmul import Product
+from infer_server.engines.lowering.problems.problem import Array
 
 PIECE = 4               # vectors that the program runs on at a time
 WIDTHS = 512, 128       # panel widths in vectors, multiples of PIECE

@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.codegen.tiles import Tiles
-from engines.backends.llvm.kernels.common.access import offset
-from engines.backends.llvm.kernels.common.pixels import load_channels
-from engines.backends.llvm.kernels.kernel import solves
-from engines.backends.llvm.kernels.matmul import attention
-from engines.backends.llvm.kernels.matmul.attention import AttentionEmitter, AttentionKernel, Head
-from engines.backends.llvm.kernels.matmul.operands import Right, product_arithmetic
-from engines.backends.llvm.kernels.matmul.softmax import AttentionSoftmax
-from engines.backends.llvm.kernels.matrix_unit.factors import (
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.codegen.tiles import Tiles
+from infer_server.engines.backends.llvm.kernels.common.access import offset
+from infer_server.engines.backends.llvm.kernels.common.pixels import load_channels
+from infer_server.engines.backends.llvm.kernels.kernel import solves
+from infer_server.engines.backends.llvm.kernels.matmul import attention
+from infer_server.engines.backends.llvm.kernels.matmul.attention import AttentionEmitter, AttentionKernel, Head
+from infer_server.engines.backends.llvm.kernels.matmul.operands import Right, product_arithmetic
+from infer_server.engines.backends.llvm.kernels.matmul.softmax import AttentionSoftmax
+from infer_server.engines.backends.llvm.kernels.matrix_unit.factors import (
     LINE,
     ROWS,
     StoredSums,
@@ -35,13 +35,13 @@ from engines.backends.llvm.kernels.matrix_unit.factors import (
     pieces,
     tile_cycles,
 )
-from engines.backends.llvm.kernels.matrix_unit.softmax import GroupSoftmax
-from engines.backends.llvm.kernels.rows.passes import RowVector
-from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import FLOAT, I64, PTR
-from engines.lowering.problems.matmul import Attention
-from engines.lowering.problems.view import SIZES
+from infer_server.engines.backends.llvm.kernels.matrix_unit.softmax import GroupSoftmax
+from infer_server.engines.backends.llvm.kernels.rows.passes import RowVector
+from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import FLOAT, I64, PTR
+from infer_server.engines.lowering.problems.matmul import Attention
+from infer_server.engines.lowering.problems.view import SIZES
 
 LEAST_QUERIES = 5       # fewer rows leave most of a register empty
 ACCUMULATORS = 4

@@ -28,17 +28,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit
-from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
-from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
-from engines.backends.llvm.kernels.kernel import solves
-from engines.backends.llvm.kernels.matrix_unit.loops import MatrixLoops
-from engines.backends.llvm.kernels.matrix_unit.registers import PixelRuns
-from engines.backends.llvm.tuning.cost import pieces
-from engines.codegen.ir_builder import Module
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.problem import Array
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.tiles import AMX, MatrixUnit
+from infer_server.engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
+from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from infer_server.engines.backends.llvm.kernels.kernel import solves
+from infer_server.engines.backends.llvm.kernels.matrix_unit.loops import MatrixLoops
+from infer_server.engines.backends.llvm.kernels.matrix_unit.registers import PixelRuns
+from infer_server.engines.backends.llvm.tuning.cost import pieces
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.problem import Array
 
 LEAST_DEPTH = 32        # least bytes of K in each of several blocks of floats; shorter ones waste half a product
 LEAST_RUN = 16          # least bytes of K in a run that is one block

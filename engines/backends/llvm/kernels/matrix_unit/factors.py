@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.tiles import AMX, Shapes, Tiles
-from engines.backends.llvm.kernels.matmul.operands import Left, Right, converted, product_arithmetic
-from engines.backends.llvm.kernels.rows.passes import live
-from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import I64
-from engines.lowering.problems.view import SIZES
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.tiles import AMX, Shapes, Tiles
+from infer_server.engines.backends.llvm.kernels.matmul.operands import Left, Right, converted, product_arithmetic
+from infer_server.engines.backends.llvm.kernels.rows.passes import live
+from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import I64
+from infer_server.engines.lowering.problems.view import SIZES
 
 ROWS = AMX.rows                     # rows of a register; those of the right operand are steps of K
 STEPS = AMX.row_bytes // AMX.group

@@ -19,16 +19,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.codegen.tiles import AMX, Tiles
-from engines.backends.llvm.kernels.contraction.loops import Part, TiledLoops
-from engines.backends.llvm.kernels.contraction.store import emit_epilogue
-from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
-from engines.backends.llvm.kernels.matrix_unit.registers import PixelRuns, Registers
-from engines.codegen.extents import TABLE
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I1, I16, I32, PTR, vector
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.codegen.tiles import AMX, Tiles
+from infer_server.engines.backends.llvm.kernels.contraction.loops import Part, TiledLoops
+from infer_server.engines.backends.llvm.kernels.contraction.store import emit_epilogue
+from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from infer_server.engines.backends.llvm.kernels.matrix_unit.registers import PixelRuns, Registers
+from infer_server.engines.codegen.extents import TABLE
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import I1, I16, I32, PTR, vector
 
 WOVEN_PRODUCTS = 16             # products of a tile between which the epilogue of the tile before is distributed
 LINE = 64

@@ -13,14 +13,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.codegen.tiles import AMX, Tiles
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, solves
-from engines.backends.llvm.kernels.matmul.integers import IntegerProductEmitter, IntegerProductKernel
-from engines.backends.llvm.kernels.matmul.operands import Matrix, product_arithmetic
-from engines.backends.llvm.kernels.matmul.product import ProductEmitter, ProductKernel, Tile
-from engines.backends.llvm.kernels.matrix_unit.factors import (
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.codegen.tiles import AMX, Tiles
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, solves
+from infer_server.engines.backends.llvm.kernels.matmul.integers import IntegerProductEmitter, IntegerProductKernel
+from infer_server.engines.backends.llvm.kernels.matmul.operands import Matrix, product_arithmetic
+from infer_server.engines.backends.llvm.kernels.matmul.product import ProductEmitter, ProductKernel, Tile
+from infer_server.engines.backends.llvm.kernels.matrix_unit.factors import (
     LINE,
     ROWS,
     StoredSums,
@@ -32,11 +32,11 @@ from engines.backends.llvm.kernels.matrix_unit.factors import (
     row_tiles,
     tile_cycles,
 )
-from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import PTR
-from engines.lowering.problems.matmul import IntegerProduct, Product
-from engines.lowering.problems.view import SIZES
+from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import PTR
+from infer_server.engines.lowering.problems.matmul import IntegerProduct, Product
+from infer_server.engines.lowering.problems.view import SIZES
 
 LEAST_ROWS = 5          # fewer rows leave most of a register empty
 SHAPES = ((32, 2), (16, 4), (16, 2), (32, 1), (16, 1))      # rows x vectors: at most four accumulators

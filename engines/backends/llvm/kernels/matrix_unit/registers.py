@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit, Shapes
+from infer_server.engines.backends.llvm.codegen.tiles import AMX, MatrixUnit, Shapes
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engines.backends.llvm.codegen.tiles import AMX
-from engines.backends.llvm.kernels.common.access import reduced_lanes
-from engines.backends.llvm.kernels.common.arithmetic import arithmetic_for
-from engines.backends.llvm.kernels.matmul.softmax import AttentionSoftmax
-from engines.backends.llvm.kernels.rows.passes import RowVector, combine, live, reduce_vectors, strips
-from engines.codegen.ir_builder import Value
-from engines.codegen.row_formulas import softmax_scale
-from engines.codegen.types import I16, I32, vector
-from engines.codegen.words import Primitives
-from engines.lowering.epilogue.functions import Machine
-from engines.lowering.problems.view import SIZES
+from infer_server.engines.backends.llvm.codegen.tiles import AMX
+from infer_server.engines.backends.llvm.kernels.common.access import reduced_lanes
+from infer_server.engines.backends.llvm.kernels.common.arithmetic import arithmetic_for
+from infer_server.engines.backends.llvm.kernels.matmul.softmax import AttentionSoftmax
+from infer_server.engines.backends.llvm.kernels.rows.passes import RowVector, combine, live, reduce_vectors, strips
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.row_formulas import softmax_scale
+from infer_server.engines.codegen.types import I16, I32, vector
+from infer_server.engines.codegen.words import Primitives
+from infer_server.engines.lowering.epilogue.functions import Machine
+from infer_server.engines.lowering.problems.view import SIZES
 
 BFLOAT_ONES = 0x3F803F80        # two bfloat16 of 1
 RowScores = Callable[[Value, RowVector], Value]     # (row, vector of it) -> scores

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import copy_bytes, each_row, offset, unravel
-from engines.backends.llvm.kernels.elementwise.integers import load_integers
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import ELEMENTS, I64
-from engines.lowering.problems.movement import GatherElements, Lookup, Take
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import View, joined
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.common.access import copy_bytes, each_row, offset, unravel
+from infer_server.engines.backends.llvm.kernels.elementwise.integers import load_integers
+from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import ELEMENTS, I64
+from infer_server.engines.lowering.problems.movement import GatherElements, Lookup, Take
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.view import View, joined
 
 CHUNK = 16          # vectors of an unrolled copy
 TOGETHER = 8        # elements that are gathered per iteration

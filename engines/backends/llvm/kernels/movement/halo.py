@@ -1,11 +1,11 @@
 """Fill of the halo (border) around each image of a buffer, by vector stores."""
 from __future__ import annotations
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I8, vector
-from engines.lowering.problems.movement import HaloFill
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import I8, vector
+from infer_server.engines.lowering.problems.movement import HaloFill
 
 UNROLLED = 4            # vectors
 

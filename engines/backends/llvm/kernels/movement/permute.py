@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import from_float, to_float
-from engines.backends.llvm.kernels.common.access import (
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import from_float, to_float
+from infer_server.engines.backends.llvm.kernels.common.access import (
     BLOCK,
     ViewRuns,
     copy_bytes,
@@ -29,15 +29,15 @@ from engines.backends.llvm.kernels.common.access import (
     transposed,
     unravel,
 )
-from engines.backends.llvm.kernels.elementwise.pointwise import PointwiseKernel
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import ELEMENTS, FLOAT, I8, I16, I32, I64, lanes_of, vector
-from engines.lowering.problems.elementwise import Pointwise
-from engines.lowering.problems.movement import Permute
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import View, joined
+from infer_server.engines.backends.llvm.kernels.elementwise.pointwise import PointwiseKernel
+from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import ELEMENTS, FLOAT, I8, I16, I32, I64, lanes_of, vector
+from infer_server.engines.lowering.problems.elementwise import Pointwise
+from infer_server.engines.lowering.problems.movement import Permute
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.view import View, joined
 
 _INTEGERS = {1: I8, 2: I16, 4: I32, 8: I64}
 _MOST_PLANES = 4

@@ -6,21 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import item_addresses, offset
-from engines.backends.llvm.kernels.common.pixels import (
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.common.access import item_addresses, offset
+from infer_server.engines.backends.llvm.kernels.common.pixels import (
     PANEL,
     finish_pixel,
     load_constants,
     pack_panels,
     store_channels,
 )
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import FLOAT, I8, I64, vector
-from engines.lowering.problems.images import Resize
-from engines.lowering.problems.problem import Array
+from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import FLOAT, I8, I64, vector
+from infer_server.engines.lowering.problems.images import Resize
+from infer_server.engines.lowering.problems.problem import Array
 
 Tap = tuple[Value, Value | None]        # (byte offset, weight in all lanes or None for a single tap of weight 1)
 

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import item_addresses, unravel
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.codegen.ir_builder import Module
-from engines.codegen.nest.loops import Code, LoopState
-from engines.codegen.nest.order import NONE, Cut, Loops
-from engines.codegen.nest.results import write_element
-from engines.codegen.nest.values import NEAR
-from engines.lowering.epilogue.functions import FUNCTIONS
-from engines.lowering.problems.nest import Nest
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.common.access import item_addresses, unravel
+from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.codegen.nest.loops import Code, LoopState
+from infer_server.engines.codegen.nest.order import NONE, Cut, Loops
+from infer_server.engines.codegen.nest.results import write_element
+from infer_server.engines.codegen.nest.values import NEAR
+from infer_server.engines.lowering.epilogue.functions import FUNCTIONS
+from infer_server.engines.lowering.problems.nest import Nest
 
 BLOCK = 1 << 13     # iterations in a row of the grid: enough to amortise a call, few enough to share among threads
 TURN = 3            # overhead of a loop iteration, in cycles

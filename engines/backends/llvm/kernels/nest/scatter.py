@@ -11,15 +11,15 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.codegen.ir_builder import Module, Value
-from engines.codegen.nest.loops import Code, LoopState
-from engines.codegen.nest.order import NONE, Cut, Loops
-from engines.codegen.nest.results import independent_loops, update
-from engines.codegen.nest.values import load, store
-from engines.lowering.problems.nest import Scatter
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
+from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from infer_server.engines.codegen.ir_builder import Module, Value
+from infer_server.engines.codegen.nest.loops import Code, LoopState
+from infer_server.engines.codegen.nest.order import NONE, Cut, Loops
+from infer_server.engines.codegen.nest.results import independent_loops, update
+from infer_server.engines.codegen.nest.values import load, store
+from infer_server.engines.lowering.problems.nest import Scatter
 
 
 @solves(Scatter)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import item_addresses
-from engines.backends.llvm.kernels.common.pixels import (
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.common.access import item_addresses
+from infer_server.engines.backends.llvm.kernels.common.pixels import (
     PANEL,
     finish_pixel,
     load_constants,
@@ -21,13 +21,13 @@ from engines.backends.llvm.kernels.common.pixels import (
     panels_between,
     store_channels,
 )
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
-from engines.backends.llvm.kernels.pooling.reduction import Pixel, PixelReduction
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.loops import every_address
-from engines.codegen.types import I64
-from engines.lowering.problems.images import GlobalPool
-from engines.lowering.problems.problem import Array
+from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_kernel, solves
+from infer_server.engines.backends.llvm.kernels.pooling.reduction import Pixel, PixelReduction
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.loops import every_address
+from infer_server.engines.codegen.types import I64
+from infer_server.engines.lowering.problems.images import GlobalPool
+from infer_server.engines.lowering.problems.problem import Array
 
 
 @solves(GlobalPool)

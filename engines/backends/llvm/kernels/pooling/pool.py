@@ -18,17 +18,22 @@ from functools import reduce
 from operator import mul
 from typing import Any
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import item_addresses, offset
-from engines.backends.llvm.kernels.common.pixels import finish_pixel, load_constants, pack_panels, store_channels
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.backends.llvm.kernels.pooling.reduction import Pixel, PixelReduction
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import FLOAT, I32
-from engines.lowering.problems.images import Axis, Pool
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.common.access import item_addresses, offset
+from infer_server.engines.backends.llvm.kernels.common.pixels import (
+    finish_pixel,
+    load_constants,
+    pack_panels,
+    store_channels,
+)
+from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
+from infer_server.engines.backends.llvm.kernels.pooling.reduction import Pixel, PixelReduction
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import FLOAT, I32
+from infer_server.engines.lowering.problems.images import Axis, Pool
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.view import View
 
 MOST_UNROLLED = 25      # most taps that are unrolled; larger windows are loops over their rows
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import I8, vector
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import I8, vector
 
 Pixel = list[Value]
 

@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.tiles import Shapes, Tiles, product_of_bytes
-from engines.backends.llvm.kernels.kernel import ALIGNMENT
-from engines.backends.llvm.kernels.recurrent.matrix_tiling import MatrixPanels, MatrixTiling
-from engines.backends.llvm.kernels.recurrent.microkernel import STRANDS, MicroKernels
-from engines.backends.llvm.kernels.recurrent.order import tiles_of_items
-from engines.backends.llvm.kernels.recurrent.rounding import load_shift
-from engines.backends.llvm.kernels.recurrent.steps import Pointers, RecurrenceEmitter
-from engines.backends.llvm.kernels.recurrent.tiling import BLOCK
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I8, PTR, vector
-from engines.lowering.problems.recurrence import Stage
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.tiles import Shapes, Tiles, product_of_bytes
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT
+from infer_server.engines.backends.llvm.kernels.recurrent.matrix_tiling import MatrixPanels, MatrixTiling
+from infer_server.engines.backends.llvm.kernels.recurrent.microkernel import STRANDS, MicroKernels
+from infer_server.engines.backends.llvm.kernels.recurrent.order import tiles_of_items
+from infer_server.engines.backends.llvm.kernels.recurrent.rounding import load_shift
+from infer_server.engines.backends.llvm.kernels.recurrent.steps import Pointers, RecurrenceEmitter
+from infer_server.engines.backends.llvm.kernels.recurrent.tiling import BLOCK
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import I8, PTR, vector
+from infer_server.engines.lowering.problems.recurrence import Stage
 
 
 class MatrixMicroKernels(MicroKernels):

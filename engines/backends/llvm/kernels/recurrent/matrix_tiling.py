@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass
 from operator import index
 from typing import Any
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit
-from engines.backends.llvm.kernels.kernel import Grid
-from engines.backends.llvm.kernels.recurrent.tiling import BLOCK, STEPS, Panels, RecurrenceTiling
-from engines.lowering.problems.recurrence import QUANTIZED_STATES, Stage
-from engines.lowering.problems.view import SIZES
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.tiles import AMX, MatrixUnit
+from infer_server.engines.backends.llvm.kernels.kernel import Grid
+from infer_server.engines.backends.llvm.kernels.recurrent.tiling import BLOCK, STEPS, Panels, RecurrenceTiling
+from infer_server.engines.lowering.problems.recurrence import QUANTIZED_STATES, Stage
+from infer_server.engines.lowering.problems.view import SIZES
 
 PANELS = (1, 2, 4)
 MOST_STATES = 1 << 19   # bytes of the states of a block of 16 items; blocks of larger states have 8

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.tiles import AMX
-from engines.backends.llvm.kernels.kernel import solves
-from engines.backends.llvm.kernels.recurrent.matrix_steps import MatrixUnitEmitter
-from engines.backends.llvm.kernels.recurrent.matrix_tiling import MatrixPanels, MatrixTiling
-from engines.backends.llvm.kernels.recurrent.recurrence import RecurrenceKernel
-from engines.backends.llvm.kernels.recurrent.tiling import Panels
-from engines.codegen.ir_builder import Module
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.recurrence import Recurrence
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.tiles import AMX
+from infer_server.engines.backends.llvm.kernels.kernel import solves
+from infer_server.engines.backends.llvm.kernels.recurrent.matrix_steps import MatrixUnitEmitter
+from infer_server.engines.backends.llvm.kernels.recurrent.matrix_tiling import MatrixPanels, MatrixTiling
+from infer_server.engines.backends.llvm.kernels.recurrent.recurrence import RecurrenceKernel
+from infer_server.engines.backends.llvm.kernels.recurrent.tiling import Panels
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.recurrence import Recurrence
 
 
 @solves(Recurrence)

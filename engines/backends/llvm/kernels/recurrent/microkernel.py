@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import hidden
-from engines.backends.llvm.kernels.common.arithmetic import Operand
-from engines.backends.llvm.kernels.common.pixels import load_channels, store_channels
-from engines.backends.llvm.kernels.kernel import ALIGNMENT
-from engines.backends.llvm.kernels.recurrent.rounding import NUMBERS, load_shift, load_unit
-from engines.backends.llvm.kernels.recurrent.tiling import STEPS, Panels, RecurrenceTiling
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I8, I16, I64, PTR, vector
-from engines.lowering.problems.recurrence import Source, Stage
-from engines.lowering.problems.view import SIZES
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.common.access import hidden
+from infer_server.engines.backends.llvm.kernels.common.arithmetic import Operand
+from infer_server.engines.backends.llvm.kernels.common.pixels import load_channels, store_channels
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT
+from infer_server.engines.backends.llvm.kernels.recurrent.rounding import NUMBERS, load_shift, load_unit
+from infer_server.engines.backends.llvm.kernels.recurrent.tiling import STEPS, Panels, RecurrenceTiling
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import I8, I16, I64, PTR, vector
+from infer_server.engines.lowering.problems.recurrence import Source, Stage
+from infer_server.engines.lowering.problems.view import SIZES
 
 STRANDS = 4             # units whose updates are interleaved
 FEWEST_CHAINS = 8       # independent sums that hide the latency of an fma; if there are fewer, they are split

@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engines.backends.llvm.kernels.common.access import tails
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import I64
+from infer_server.engines.backends.llvm.kernels.common.access import tails
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import I64
 
 
 def there_and_back(f: Function, extent: int, step: int, back: Value) -> Iterator[tuple[Value, int]]:

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.kernel import solves
-from engines.backends.llvm.kernels.recurrent.steps import RecurrenceEmitter
-from engines.backends.llvm.kernels.recurrent.tiling import Panels, RecurrenceTiling
-from engines.codegen.ir_builder import Module
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.recurrence import Recurrence, crowded_units
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.kernel import solves
+from infer_server.engines.backends.llvm.kernels.recurrent.steps import RecurrenceEmitter
+from infer_server.engines.backends.llvm.kernels.recurrent.tiling import Panels, RecurrenceTiling
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.recurrence import Recurrence, crowded_units
 
 
 @solves(Recurrence)

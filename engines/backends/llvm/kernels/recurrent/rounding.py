@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import FLOAT, I8, I16, I32, I64, vector
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.codegen.ir_builder import Function, Value
+from infer_server.engines.codegen.types import FLOAT, I8, I16, I32, I64, vector
 
 NUMBERS = 8             # bytes of step and -zero
 

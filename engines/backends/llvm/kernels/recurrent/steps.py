@@ -19,17 +19,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import TAILS
-from engines.backends.llvm.kernels.common.pixels import load_channels, store_channels
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, begin_kernel
-from engines.backends.llvm.kernels.recurrent.microkernel import LINE, MicroKernels
-from engines.backends.llvm.kernels.recurrent.order import there_and_back, tiles_of_items
-from engines.backends.llvm.kernels.recurrent.rounding import Crowded, round_state
-from engines.backends.llvm.kernels.recurrent.tiling import BLOCK, Panels, RecurrenceTiling
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I8, I32, I64, PTR, vector
-from engines.lowering.problems.view import View
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.common.access import TAILS
+from infer_server.engines.backends.llvm.kernels.common.pixels import load_channels, store_channels
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, begin_kernel
+from infer_server.engines.backends.llvm.kernels.recurrent.microkernel import LINE, MicroKernels
+from infer_server.engines.backends.llvm.kernels.recurrent.order import there_and_back, tiles_of_items
+from infer_server.engines.backends.llvm.kernels.recurrent.rounding import Crowded, round_state
+from infer_server.engines.backends.llvm.kernels.recurrent.tiling import BLOCK, Panels, RecurrenceTiling
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import I8, I32, I64, PTR, vector
+from infer_server.engines.lowering.problems.view import View
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.arithmetic import (
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.common.arithmetic import (
     BYTE_PAIRS,
     FP32,
     INT16,
@@ -22,9 +22,15 @@ from engines.backends.llvm.kernels.common.arithmetic import (
     SIGNED_QUADS,
     Arithmetic,
 )
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic
-from engines.lowering.problems.recurrence import QUANTIZED_STATES, SECOND_LEVEL, QuantizedState, Recurrence, Stage
-from engines.lowering.problems.view import SIZES
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic
+from infer_server.engines.lowering.problems.recurrence import (
+    QUANTIZED_STATES,
+    SECOND_LEVEL,
+    QuantizedState,
+    Recurrence,
+    Stage,
+)
+from infer_server.engines.lowering.problems.view import SIZES
 
 ARITHMETIC: dict[str, Arithmetic] = {"fp32": FP32, "int16": INT16, "int8": QUADS}
 SIGNED_STATE = QuantizedState(127, 0)       # state of "int8" on machines where signed bytes take fewer instructions

@@ -4,13 +4,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
-from engines.backends.llvm.kernels.kernel import Grid, Tactic, begin_kernel, solves
-from engines.backends.llvm.kernels.rows.passes import OverRows, RowCode, combine
-from engines.codegen.ir_builder import Module
-from engines.lowering.problems.rows import NEUTRAL, Extreme
-from engines.lowering.problems.view import joined
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
+from infer_server.engines.backends.llvm.kernels.kernel import Grid, Tactic, begin_kernel, solves
+from infer_server.engines.backends.llvm.kernels.rows.passes import OverRows, RowCode, combine
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.lowering.problems.rows import NEUTRAL, Extreme
+from infer_server.engines.lowering.problems.view import joined
 
 UNCUT = 1 << 40         # row step that keeps the grid from being split
 

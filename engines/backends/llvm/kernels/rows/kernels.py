@@ -1,11 +1,11 @@
 """Kernels along rows: softmax, normalisations, local response normalisation, reductions, as passes over a row."""
 from __future__ import annotations
 
-from engines.backends.llvm.kernels.kernel import solves
-from engines.backends.llvm.kernels.rows.passes import RowCode, RowKernel, RowVector, live
-from engines.codegen.ir_builder import Value
-from engines.codegen.row_formulas import norm, response, softmax
-from engines.lowering.problems.rows import WIDEST_LRN, Lrn, Norm, Reduce, Softmax
+from infer_server.engines.backends.llvm.kernels.kernel import solves
+from infer_server.engines.backends.llvm.kernels.rows.passes import RowCode, RowKernel, RowVector, live
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.row_formulas import norm, response, softmax
+from infer_server.engines.lowering.problems.rows import WIDEST_LRN, Lrn, Norm, Reduce, Softmax
 
 KEPT = 1 << 13          # widest row whose exponentials are kept on the stack (32 KiB)
 MARGIN = WIDEST_LRN     # zeros before and after the squares of a row

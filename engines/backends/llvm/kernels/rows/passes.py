@@ -18,18 +18,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import each_row, offset
-from engines.backends.llvm.kernels.common.pixels import PANEL, load_channels, store_channels
-from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, Window, begin_kernel
-from engines.codegen.extents import Extent
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I1, I64, vector
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.problem import Array
-from engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem
-from engines.lowering.problems.view import View, joined
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.common.access import each_row, offset
+from infer_server.engines.backends.llvm.kernels.common.pixels import PANEL, load_channels, store_channels
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, Window, begin_kernel
+from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import I1, I64, vector
+from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem
+from infer_server.engines.lowering.problems.view import View, joined
 
 R = TypeVar("R", bound=RowProblem)
 STRANDS = 4             # vectors of a row whose instructions are interleaved before a reduction

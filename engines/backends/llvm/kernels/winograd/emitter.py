@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import tails
-from engines.backends.llvm.kernels.common.arithmetic import FP32, add_step
-from engines.backends.llvm.kernels.contraction.store import emit_epilogue
-from engines.backends.llvm.kernels.kernel import begin_kernel
-from engines.backends.llvm.kernels.winograd.tiling import (
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.lanes import Lanes
+from infer_server.engines.backends.llvm.kernels.common.access import tails
+from infer_server.engines.backends.llvm.kernels.common.arithmetic import FP32, add_step
+from infer_server.engines.backends.llvm.kernels.contraction.store import emit_epilogue
+from infer_server.engines.backends.llvm.kernels.kernel import begin_kernel
+from infer_server.engines.backends.llvm.kernels.winograd.tiling import (
     OUTPUT,
     PATCH,
     POSITIONS,
@@ -22,9 +22,9 @@ from engines.backends.llvm.kernels.winograd.tiling import (
     transform_input,
     transform_output,
 )
-from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import FLOAT, I8, I16, PTR, vector
-from engines.lowering.problems.view import SIZES, View
+from infer_server.engines.codegen.ir_builder import Function, Module, Value
+from infer_server.engines.codegen.types import FLOAT, I8, I16, PTR, vector
+from infer_server.engines.lowering.problems.view import SIZES, View
 
 LINE = 64                   # bytes of a cache line
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from engines.backends.llvm.kernels.common.arithmetic import FP32, INT16, Arithmetic
-from engines.backends.llvm.kernels.contraction.planes import Planes
-from engines.backends.llvm.kernels.kernel import Tactic
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.view import SIZES
+from infer_server.engines.backends.llvm.kernels.common.arithmetic import FP32, INT16, Arithmetic
+from infer_server.engines.backends.llvm.kernels.contraction.planes import Planes
+from infer_server.engines.backends.llvm.kernels.kernel import Tactic
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.view import SIZES
 
 OUTPUT, PATCH, POSITIONS = 4, 6, 6 * 6      # width of a tile, width of its patch, pixels of a patch
 SCALE = 24 * 24             # factor by which the sums are too large

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.runtime import chunks
-from engines.backends.llvm.runtime.abi import ChunkRow, StageRow
-from engines.backends.llvm.runtime.chunks import GridSplit, make_schedule, rows_awaited, split_grid
-from engines.backends.llvm.runtime.loaded import LoadedPlan
-from engines.plan.plan import Footprint, Step
+from infer_server.engines.backends.llvm.runtime import chunks
+from infer_server.engines.backends.llvm.runtime.abi import ChunkRow, StageRow
+from infer_server.engines.backends.llvm.runtime.chunks import GridSplit, make_schedule, rows_awaited, split_grid
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.plan.plan import Footprint, Step
 from tests.engines.tiny import mix_plan
 
 

@@ -10,12 +10,12 @@ import struct
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.compile import compile_object
-from engines.backends.llvm.codegen.executor import scheduler_object
-from engines.backends.llvm.codegen.isa import AARCH64
-from engines.backends.llvm.runtime import elf
-from engines.backends.llvm.runtime.elf import LoadedCode
-from engines.errors import PlanCorruptError, PlanTargetError
+from infer_server.engines.backends.llvm.codegen.compile import compile_object
+from infer_server.engines.backends.llvm.codegen.executor import scheduler_object
+from infer_server.engines.backends.llvm.codegen.isa import AARCH64
+from infer_server.engines.backends.llvm.runtime import elf
+from infer_server.engines.backends.llvm.runtime.elf import LoadedCode
+from infer_server.engines.errors import PlanCorruptError, PlanTargetError
 from tests.engines.tiny import ISA, mix_object
 
 # A constant pool, a table and a call between functions: one relocation of each kind that kernels need.

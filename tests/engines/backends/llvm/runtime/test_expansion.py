@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.compile import compile_object
-from engines.backends.llvm.kernels.kernel import begin_kernel
-from engines.backends.llvm.runtime import expansion
-from engines.backends.llvm.runtime.loaded import LoadedPlan
-from engines.codegen.ir_builder import Module
-from engines.codegen.types import I32
-from engines.errors import PlanCorruptError
-from engines.plan.file import read_plan, write_plan
-from engines.plan.plan import EXPANDED, ExpandedConstant, Operand, Plan
-from engines.plan.verification import verify
-from engines.runtime.engine import Engine
+from infer_server.engines.backends.llvm.codegen.compile import compile_object
+from infer_server.engines.backends.llvm.kernels.kernel import begin_kernel
+from infer_server.engines.backends.llvm.runtime import expansion
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.codegen.types import I32
+from infer_server.engines.errors import PlanCorruptError
+from infer_server.engines.plan.file import read_plan, write_plan
+from infer_server.engines.plan.plan import EXPANDED, ExpandedConstant, Operand, Plan
+from infer_server.engines.plan.verification import verify
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.tiny import ISA, halo_plan
 
 ROWS, COLUMNS = 7, 5

@@ -13,13 +13,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.runtime import chunks
-from engines.backends.llvm.runtime.abi import WorkerRow
-from engines.backends.llvm.runtime.loaded import LoadedPlan
-from engines.backends.llvm.runtime.workers import ParallelExecution, ParallelProgram
-from engines.ir.graph import Array
-from engines.plan.arena import PAGE
-from engines.plan.plan import Fill, IoTensor, Plan, TensorView
+from infer_server.engines.backends.llvm.runtime import chunks
+from infer_server.engines.backends.llvm.runtime.abi import WorkerRow
+from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.backends.llvm.runtime.workers import ParallelExecution, ParallelProgram
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.arena import PAGE
+from infer_server.engines.plan.plan import Fill, IoTensor, Plan, TensorView
 from tests.engines.tiny import executor, mix_object, mix_plan, mix_reference, mixed
 
 ROWS, COLUMNS, MAX_BATCH = 12, 16, 4

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.codegen.compile import OPT, compile_cached
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.kernel import Kernel
-from engines.codegen.ir_builder import Module
-from engines.lowering.problems.problem import Array
-from engines.plan.plan import SLACK
+from infer_server.engines.backends.llvm.codegen.compile import OPT, compile_cached
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.kernel import Kernel
+from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.lowering.problems.problem import Array
+from infer_server.engines.plan.plan import SLACK
 from tests.engines.backends.llvm.tiles.trapped import KernelJob, run_trapped
 from tests.engines.backends.suite import extent, window
 

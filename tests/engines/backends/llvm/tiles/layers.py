@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.matrix_unit.contraction import MatrixUnitContraction
-from engines.backends.llvm.tuning.candidates import Candidate
-from engines.backends.llvm.tuning.tuner import Tuner
-from engines.lowering.problems.convolution import Contraction
-from engines.machine.timing_cache import TimingCache
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.kernels.matrix_unit.contraction import MatrixUnitContraction
+from infer_server.engines.backends.llvm.tuning.candidates import Candidate
+from infer_server.engines.backends.llvm.tuning.tuner import Tuner
+from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.machine.timing_cache import TimingCache
 from tests.engines.backends.llvm.tiles.jobs import counting, kernel_job
 from tests.engines.backends.llvm.tiles.trapped import KernelJob
 from tests.engines.backends.suite import numpy_dtype, requantise

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_VNNI, Isa
-from engines.backends.llvm.codegen.tiles import AMX, Shapes
-from engines.backends.llvm.kernels.matrix_unit.contraction import AmxTile, MatrixUnitContraction
-from engines.backends.llvm.kernels.matrix_unit.loops import _Pending, _TileProducts
-from engines.backends.llvm.kernels.matrix_unit.registers import Registers
-from engines.codegen.ir_builder import Value
-from engines.codegen.types import PTR
-from engines.lowering.problems.problem import Array
+from infer_server.engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_VNNI, Isa
+from infer_server.engines.backends.llvm.codegen.tiles import AMX, Shapes
+from infer_server.engines.backends.llvm.kernels.matrix_unit.contraction import AmxTile, MatrixUnitContraction
+from infer_server.engines.backends.llvm.kernels.matrix_unit.loops import _Pending, _TileProducts
+from infer_server.engines.backends.llvm.kernels.matrix_unit.registers import Registers
+from infer_server.engines.codegen.ir_builder import Value
+from infer_server.engines.codegen.types import PTR
+from infer_server.engines.lowering.problems.problem import Array
 from tests.engines.backends.llvm.jit import runs_here
 from tests.engines.backends.llvm.tiles.jobs import kernel_job, output_of
 from tests.engines.backends.llvm.tiles.machine import TileError

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_VNNI
-from engines.backends.llvm.tuning.candidates import Candidate
-from engines.codegen.ir_builder import Module
+from infer_server.engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_VNNI
+from infer_server.engines.backends.llvm.tuning.candidates import Candidate
+from infer_server.engines.codegen.ir_builder import Module
 from tests.engines.backends.llvm.jit import assembly, runs_here, spills
 from tests.engines.backends.llvm.tiles.layers import MODELS, Layer, candidates_of, count_job, tiled
 from tests.engines.backends.llvm.tiles.trapped import run_trapped

@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_AMX_FP16, AVX512_VNNI
-from engines.backends.llvm.codegen.tiles import AMX_FP16, Tiles, product_of_bytes
-from engines.codegen.ir_builder import Module, Value
-from engines.codegen.types import I64, PTR
-from engines.lowering.problems.problem import Array
+from infer_server.engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_AMX_FP16, AVX512_VNNI
+from infer_server.engines.backends.llvm.codegen.tiles import AMX_FP16, Tiles, product_of_bytes
+from infer_server.engines.codegen.ir_builder import Module, Value
+from infer_server.engines.codegen.types import I64, PTR
+from infer_server.engines.lowering.problems.problem import Array
 from tests.engines.backends.llvm.emulation import EMULATION
 from tests.engines.backends.llvm.jit import LoadedKernel, runs_here
 from tests.engines.backends.llvm.tiles.jobs import compiled, counting

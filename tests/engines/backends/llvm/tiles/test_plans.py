@@ -8,14 +8,20 @@ import numpy as np
 import onnx
 import pytest
 
-from calibration.workflow import Calibration
-from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_AMX_FP16, AVX512_BF16, AVX512_VNNI, isa_named
-from engines.compiler.build import build_engine
-from engines.compiler.specialise import relower
-from engines.plan.file import write_plan
-from engines.plan.plan import Plan
-from engines.preprocess import load_preprocess
-from engines.runtime.engine import Engine
+from infer_server.calibration.workflow import Calibration
+from infer_server.engines.backends.llvm.codegen.isa import (
+    AVX512_AMX,
+    AVX512_AMX_FP16,
+    AVX512_BF16,
+    AVX512_VNNI,
+    isa_named,
+)
+from infer_server.engines.compiler.build import build_engine
+from infer_server.engines.compiler.specialise import relower
+from infer_server.engines.plan.file import write_plan
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.preprocess import load_preprocess
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.backends.llvm.jit import runs_here
 from tests.engines.backends.llvm.tiles.trapped import Arrays, PlanJob, Result, run_trapped
 from tests.engines.compiler.small_models import node, small_model

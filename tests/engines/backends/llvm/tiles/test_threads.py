@@ -10,11 +10,11 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_AMX_FP16
-from engines.backends.llvm.runtime.abi import WorkerRow
-from engines.backends.llvm.runtime.workers import ParallelExecution
-from engines.plan.plan import Plan
-from engines.runtime.engine import Engine
+from infer_server.engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_AMX_FP16
+from infer_server.engines.backends.llvm.runtime.abi import WorkerRow
+from infer_server.engines.backends.llvm.runtime.workers import ParallelExecution
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.backends.llvm.jit import runs_here
 from tests.engines.backends.llvm.tiles.test_plans import DIGITS, ITEMS, digits, plan_of, steps_on_tiles
 

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines import load_engine
-from engines.backends.llvm.runtime.abi import KERNEL
-from engines.backends.llvm.runtime.elf import LoadedCode
-from engines.backends.llvm.tuning.timing import aligned
-from engines.machine import cpu, tiles
+from infer_server.engines import load_engine
+from infer_server.engines.backends.llvm.runtime.abi import KERNEL
+from infer_server.engines.backends.llvm.runtime.elf import LoadedCode
+from infer_server.engines.backends.llvm.tuning.timing import aligned
+from infer_server.engines.machine import cpu, tiles
 from tests.engines.backends.llvm.tiles.machine import TileError, TileMachine, trapping
 
 Arrays = Mapping[str, NDArray[Any]]
