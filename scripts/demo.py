@@ -27,7 +27,7 @@ import numpy as np
 import tritonclient.grpc as triton
 from numpy.typing import NDArray
 
-from infer_server.engines import load_engine
+from infer_server import load_engine
 from infer_server.engines.errors import EngineError
 from infer_server.engines.preprocess import load_preprocess
 

@@ -248,6 +248,8 @@ def imports(module: str, source: str, modules: frozenset[str], is_package: bool 
 def fault(found: Import) -> str | None:
     """Return the violation of an import, or None."""
     package, target = found.module.split(".")[0], found.target.split(".")[0]
+    if found.module == "infer_server":      # public names, fetched on first access: test_public_names.py
+        return None
     if target in HOMES:
         homes = HOMES[target]
         return None if found.module.startswith(homes) else f"{found}: only {' and '.join(homes)} may"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from infer_server.clients import InferenceClient
+from infer_server import InferenceClient
 
 
 def main(address: str, *paths: str) -> None:

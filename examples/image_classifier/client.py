@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from infer_server.clients import InferenceClient
+from infer_server import InferenceClient
 
 
 def main(address: str, folder: str) -> None:

@@ -8,7 +8,7 @@ from zlib import crc32
 
 import numpy as np
 
-from infer_server.clients import InferenceClient
+from infer_server import InferenceClient
 
 SENTENCES = ("the cat sat on the mat", "a cat sat on a mat", "prices of oil rose sharply in march")
 

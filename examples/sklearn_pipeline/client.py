@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from infer_server.clients import InferenceClient
+from infer_server import InferenceClient
 
 CLASSES = ("setosa", "versicolor", "virginica")
 ROWS = np.float32([[5.1, 3.5, 1.4, 0.2], [6.7, 3.0, 5.2, 2.3]])
