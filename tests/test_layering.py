@@ -37,12 +37,13 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.machine": ("engines.errors", "engines.version", "engines.files"),
     # the plan, and serving it
     "engines.plan": ("engines.ir", "engines.machine", "engines.capacity"),
+    "engines.summary": ("engines.plan",),
     "engines.runtime.fallback": ("engines.plan",),
     "engines.backends.base": ("engines.backends.device",), "engines.backends.device": ("engines.plan",),
     "engines.backends": ("engines.backends.base", "engines.backends.device"),       # it imports the others by name
     "engines.backends.llvm.runtime": ("engines.backends.device", "engines.runtime.fallback"),
     "engines.runtime.host": ("engines.plan",),
-    "engines.runtime": ("engines.backends", "engines.capacity", "engines.runtime.host"),
+    "engines.runtime": ("engines.backends", "engines.capacity", "engines.runtime.host", "engines.summary"),
     "engines.loading": ("engines.runtime",),
     # from a model to an optimised graph
     "engines.ops": ("engines.ir",),

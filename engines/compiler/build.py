@@ -34,6 +34,7 @@ from infer_server.engines.plan.coverage import Coverage, coverage_of
 from infer_server.engines.plan.file import write_plan
 from infer_server.engines.plan.plan import DEFAULTS, IoTensor, Plan
 from infer_server.engines.runtime.program_engine import AnyEngine
+from infer_server.engines.summary import Summary, listed, summary
 
 MOST_VALUES = 1 << 16   # maximum elements of an optional input's default, which the plan's manifest holds
 MOST_ITEMS = 32         # number of items on which a program is calibrated; each may have other shapes
@@ -66,6 +67,17 @@ class EngineBuild:
     def coverage(self) -> Coverage:
         """Report of how much of the plan is compiled and why the rest runs by reference."""
         return coverage_of(self.plan)
+
+    def summary(self) -> Summary:
+        """Return what a notebook shows of the build."""
+        return summary("Build", self.plan, ("cached", [str(self.cached)] if self.cached else []),
+                       ("notices", listed(self.notices)))
+
+    def __repr__(self) -> str:
+        return self.summary().text()
+
+    def _repr_html_(self) -> str:
+        return self.summary().html()
 
     def save(self, path: str | os.PathLike[str], strip: bool = False) -> None:
         """Write the plan file for load_engine, run-engine and infer-server.

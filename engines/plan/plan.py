@@ -321,14 +321,14 @@ class Plan:
     max_batch: int                          # 0: the model has no batch axis
     inputs: tuple[IoTensor, ...]
     outputs: tuple[IoTensor, ...]
-    machine: MachinePart
-    graph: Mapping[str, Any] = field(default_factory=dict)          # serialised Graph that it was lowered from
-    weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # constants of that graph
+    machine: MachinePart = field(repr=False)
+    graph: Mapping[str, Any] = field(default_factory=dict, repr=False)      # serialised Graph that it was lowered from
+    weights: Mapping[str, Array] = field(default_factory=dict, compare=False, repr=False)   # constants of that graph
     stripped: bool = False                  # True: only weights that the machine part holds without repacking are left
-    metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
+    metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)   # preprocessing, calibration, versions
     extents: Mapping[str, int | tuple[float, ...]] = field(default_factory=dict)    # open extents; values (value_name)
-    open: OpenPart | None = None
-    program: ProgramPart | None = None                              # if set, the machine part has no steps
+    open: OpenPart | None = field(default=None, repr=False)
+    program: ProgramPart | None = field(default=None, repr=False)   # if set, the machine part has no steps
     dependence: str = ""                    # why a batch can be neither split nor merged; "": it can
     fingerprint: str = field(default="", compare=False)     # digest of all other fields, set by the first write
     of_template: bool = field(default=False, compare=False)     # made by a template whose first plans were verified

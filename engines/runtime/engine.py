@@ -19,6 +19,7 @@ from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.plan import DEFAULTS, IoTensor, Plan
 from infer_server.engines.plan.template import LateMachine, Template
 from infer_server.engines.runtime.context import ExecutionContext, names_of
+from infer_server.engines.summary import Summary, summary
 
 
 def _checked_cpus(cpus: Sequence[int] | None, threads: int) -> tuple[int, ...] | None:
@@ -83,6 +84,29 @@ class OfPlan:
     def metadata(self) -> Mapping[str, Any]:
         """Metadata of the build: preprocessing of the calibration pictures, versions, ..."""
         return self.plan.metadata
+
+    def feeds_of(self, value: Any) -> Mapping[str, Any]:
+        """Return {input name: array}: the value if it is a mapping, else the value as the only required input.
+
+        Raises InputError if the model has several required inputs, or none.
+        """
+        if isinstance(value, Mapping):
+            return value
+        required = [io.name for io in self.inputs if io.name not in self.defaults.values]
+        if len(required) != 1:
+            raise InputError(f"{self.name} takes {len(required)} inputs, {', '.join(map(repr, required))}; run it on "
+                             f"{{name: array}} instead of a {type(value).__name__}")
+        return {required[0]: value}
+
+    def summary(self) -> Summary:
+        """Return what a notebook shows of the engine."""
+        return summary("Engine", self.plan, ("threads", [str(self.threads)]))
+
+    def __repr__(self) -> str:
+        return self.summary().text()
+
+    def _repr_html_(self) -> str:
+        return self.summary().html()
 
 
 class Lent:
@@ -172,7 +196,7 @@ class Engine(OfPlan):
         cpus = _checked_cpus(cpus, self.threads) or self._cpus
         return ExecutionContext(self.plan, self._loaded.execution(cpus))
 
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    def run(self, feeds: Mapping[str, Array] | Array) -> dict[str, Array]:
         """Run the model; callable from any thread.
 
         Parameters
@@ -180,6 +204,7 @@ class Engine(OfPlan):
         feeds
             {input name: array}, in the dtypes and shapes of the ONNX model, with any number of items on the batch axis.
             More than max_batch run in slices if the items are independent; else the plan is compiled for so many.
+            An array alone is taken for the only input of the model, or the only one without a default value.
             bfloat16 is taken in ml_dtypes' dtype, or as its bits (uint16); so are float8 and int4 (uint8).
 
         Returns
@@ -192,6 +217,8 @@ class Engine(OfPlan):
         InputError
             A name, dtype or shape does not fit.
         """
+        if type(feeds) is not dict:
+            feeds = self.feeds_of(feeds)
         again = self.rerun(feeds)
         if again is not None:
             return again

@@ -113,8 +113,10 @@ class OpenEngine(OfPlan):
         """Bytes of the buffers of a context for the usual shapes."""
         return self.at(self.usual_shapes()).arena_bytes
 
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    def run(self, feeds: Mapping[str, Array] | Array) -> dict[str, Array]:
         """Run the model (see Engine.run) on any shapes that the model and the profiles allow."""
+        if type(feeds) is not dict:
+            feeds = self.feeds_of(feeds)
         again = self.rerun(feeds)
         if again is not None:
             return again

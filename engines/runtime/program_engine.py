@@ -249,8 +249,10 @@ class ProgramEngine(OfPlan):
         extents_of(self.name, tensors, {name: shape for name, shape in shapes.items()
                                         if name not in {io.name for io in self.inputs} - {io.name for io in tensors}})
 
-    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+    def run(self, feeds: Mapping[str, Any] | Array) -> dict[str, Any]:
         """Run the model (see Engine.run) on any shapes that it accepts."""
+        if type(feeds) is not dict:
+            feeds = self.feeds_of(feeds)
         fitting = self._fitting
         given = fitting.taken(feeds)
         if given is None:
