@@ -9,8 +9,7 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from posixpath import dirname, relpath
 from types import SimpleNamespace
@@ -19,18 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from infer_server.__main__ import COMMANDS, parser_of  # noqa: E402
 from infer_server.config.fields import LIMITS, TREATMENTS, Verdict, treatment  # noqa: E402
 from infer_server.engines.lowering import lower  # noqa: E402, F401  (fills the tables of rules)
 from infer_server.engines.lowering.calls.calls import FALLBACK_RULES, RULES  # noqa: E402
 from infer_server.engines.ops import OPS, Op, Stored  # noqa: E402
 
 PACKAGES = ("engines", "calibration", "infer_server", "protos", "clients")
-# Command -> module and function that make its parser.
-COMMANDS = {"build-engine": ("infer_server.cli.build_engine", "make_parser"),
-            "inspect-engine": ("infer_server.cli.inspect_engine", "make_parser"),
-            "run-engine": ("infer_server.cli.run_engine", "make_parser"),
-            "infer-server": ("infer_server.cli.serve", "_parser"),
-            "load-test": ("infer_server.clients.load.arguments", "make_parser")}
 STORED = {Stored.FLOAT: "as in the model", Stored.ALIKE: "any, as its input",
           Stored.CONVERTED: "float32, 16 bits, INT8"}
 
@@ -59,12 +53,6 @@ def cli_page(command: str) -> str:
         if rows := [_option(parser, action) for action in group._group_actions if action.help is not argparse.SUPPRESS]:
             parts += [f"## {(group.title or 'options').capitalize()}\n", table(["option", "meaning"], rows)]
     return "\n".join(parts)
-
-
-def parser_of(command: str) -> argparse.ArgumentParser:
-    module, function = COMMANDS[command]
-    make: Callable[[], argparse.ArgumentParser] = getattr(import_module(module), function)
-    return make()
 
 
 def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> tuple[str, str]:

@@ -18,8 +18,9 @@ CATALOGUES = ("engines/ops", "engines/passes/rules", "engines/lowering/rules")
 
 
 def crowded(paths: Iterable[str]) -> list[str]:
-    """Return the folders with more modules than the limit, without __init__."""
-    counts = Counter(path.rpartition("/")[0] for path in paths if not path.endswith("/__init__.py"))
+    """Return the folders with more modules than the limit, without __init__ and __main__."""
+    counts = Counter(path.rpartition("/")[0] for path in paths
+                     if not path.endswith(("/__init__.py", "/__main__.py")))
     return [f"{folder}: {count} modules" for folder, count in counts.items()
             if count > MODULES_OF_A_FOLDER and folder not in CATALOGUES]
 

@@ -22,12 +22,11 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from infer_server.__main__ import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$",
                    re.MULTILINE | re.DOTALL)
-COMMANDS = {"build-engine": "infer_server.cli.build_engine", "inspect-engine": "infer_server.cli.inspect_engine",
-            "run-engine": "infer_server.cli.run_engine", "infer-server": "infer_server.cli.serve",
-            "load-test": "infer_server.clients.load.cli"}
 PORTS = (8001, 8000, 8002)      # gRPC, HTTP, metrics
 
 
@@ -59,8 +58,8 @@ class Reader:
         self._server: subprocess.Popen[bytes] | None = None
         programs = folder / ".programs"
         programs.mkdir()
-        modules = {name: f'"{sys.executable}" -m {module}' for name, module in COMMANDS.items()}
-        for name, call in {**modules, "python": f'"{sys.executable}"'}.items():
+        commands = {name: f'"{sys.executable}" -m infer_server {name}' for name in COMMANDS}
+        for name, call in {**commands, "python": f'"{sys.executable}"'}.items():
             (programs / name).write_text(f'#!/bin/sh\nexec {call} "$@"\n')
             (programs / name).chmod(0o755)
         self._environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(cache),
