@@ -122,7 +122,7 @@ def _table(hint: Any) -> _ByType:
         several = arguments[-1] is Ellipsis
         return {list: partial(_tuple, _decoder(arguments[0])) if several
                 else partial(_fixed_tuple, tuple(map(_decoder, arguments)))}
-    if origin is not None and issubclass(origin, Mapping):
+    if isinstance(origin, type) and issubclass(origin, Mapping):      # NDArray may be a TypeAliasType, no class
         return {dict: partial(_mapping, _decoder(arguments[1]))}
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return {dict: _record(hint)}

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -57,3 +57,16 @@ def test_what_fits_is_read_as_its_types() -> None:
 def test_what_does_not_fit_is_named_with_its_place(change: dict[str, Any], message: str) -> None:
     with pytest.raises(FieldError, match=message):
         read_record(Whole, GOOD | change)
+
+
+@dataclass(frozen=True)
+class Kept:
+    number: int
+    apart: Literal["never in JSON"] = "never in JSON"
+
+
+def test_an_annotation_whose_origin_is_no_class_disturbs_no_other_field() -> None:
+    """NumPy 2.5 defines NDArray by a `type` statement where Python is 3.12 or newer."""
+    assert read_record(Kept, {"number": 1}) == Kept(1)
+    with pytest.raises(FieldError, match="^apart: 'text' is no "):
+        read_record(Kept, {"number": 1, "apart": "text"})
