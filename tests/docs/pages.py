@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 from infer_server.__main__ import COMMANDS
@@ -92,7 +92,9 @@ class Reader:
             try:
                 with urlopen(f"http://localhost:{self._ports[1]}/v2/health/ready", timeout=5):
                     return
-            except (URLError, OSError):
+            except (URLError, OSError) as error:
+                if isinstance(error, HTTPError):
+                    error.close()
                 time.sleep(0.1)
         raise AssertionError(f"{self._page}: the server did not become ready:\n{log.read_text()}")
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
@@ -221,6 +222,9 @@ def is_ready(port: int) -> bool:
     try:
         with urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=TIMEOUT_SECS) as answer:
             return bool(answer.status == 200)
+    except HTTPError as error:
+        error.close()
+        return False
     except OSError:
         return False
 

@@ -196,7 +196,8 @@ def test_a_model_says_whether_it_is_ready_while_it_executes_and_over_every_proto
             with urlopen(f"http://127.0.0.1:{server.ports.http}/v2/models/{model}/ready") as answer:
                 return int(answer.status)
         except HTTPError as error:
-            return error.code
+            with error:
+                return error.code
 
     says = server.folder / model / "says"
     for said, ready in (("no", False), ("yes", True), ("nonsense", False), ("1", False), ("yes", True)):
