@@ -34,6 +34,20 @@ class Summary:
         return f"<table><caption>{escape(self.title)}</caption>{rows}</table>"
 
 
+class Summarised:
+    """Base class of objects that Python prints, and notebooks show, by their summary."""
+
+    def summary(self) -> Summary:
+        """Return the rows to show."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return self.summary().text()
+
+    def _repr_html_(self) -> str:
+        return self.summary().html()
+
+
 def summary(kind: str, plan: Plan, *rows: tuple[str, Sequence[str]]) -> Summary:
     """Return the summary of a plan under a title such as "Engine resnet50", with further rows at the end."""
     part = plan.open or plan

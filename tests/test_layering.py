@@ -292,7 +292,7 @@ def test_every_import_follows_the_layers() -> None:
 
 
 def test_nothing_imports_a_package_by_the_name_of_its_folder() -> None:
-    """Where the checkout is on sys.path, `import engines` would load every module once more, beside ours."""
+    """Refuse `import engines`, which loads every module again if the checkout is on sys.path."""
     folders = tuple(package for package in PACKAGES if package != "infer_server")
     names = "|".join(folders)
     bare = re.compile(rf"(?<![\w.] )\b(?:from (?:{names})(?:\.\w+)* import|import (?:{names}))\b")

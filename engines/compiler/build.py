@@ -34,14 +34,14 @@ from infer_server.engines.plan.coverage import Coverage, coverage_of
 from infer_server.engines.plan.file import write_plan
 from infer_server.engines.plan.plan import DEFAULTS, IoTensor, Plan
 from infer_server.engines.runtime.program_engine import AnyEngine
-from infer_server.engines.summary import Summary, listed, summary
+from infer_server.engines.summary import Summarised, Summary, listed, summary
 
 MOST_VALUES = 1 << 16   # maximum elements of an optional input's default, which the plan's manifest holds
 MOST_ITEMS = 32         # number of items on which a program is calibrated; each may have other shapes
 
 
-@dataclass(frozen=True)
-class EngineBuild:
+@dataclass(frozen=True, repr=False)
+class EngineBuild(Summarised):
     """The result of `build_engine`.
 
     Attributes
@@ -72,12 +72,6 @@ class EngineBuild:
         """Return what a notebook shows of the build."""
         return summary("Build", self.plan, ("cached", [str(self.cached)] if self.cached else []),
                        ("notices", listed(self.notices)))
-
-    def __repr__(self) -> str:
-        return self.summary().text()
-
-    def _repr_html_(self) -> str:
-        return self.summary().html()
 
     def save(self, path: str | os.PathLike[str], strip: bool = False) -> None:
         """Write the plan file for load_engine, run-engine and infer-server.

@@ -19,7 +19,7 @@ from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.plan import DEFAULTS, IoTensor, Plan
 from infer_server.engines.plan.template import LateMachine, Template
 from infer_server.engines.runtime.context import ExecutionContext, names_of
-from infer_server.engines.summary import Summary, summary
+from infer_server.engines.summary import Summarised, Summary, summary
 
 
 def _checked_cpus(cpus: Sequence[int] | None, threads: int) -> tuple[int, ...] | None:
@@ -33,7 +33,7 @@ def _checked_cpus(cpus: Sequence[int] | None, threads: int) -> tuple[int, ...] |
     return tuple(cpus)
 
 
-class OfPlan:
+class PlanProperties(Summarised):
     """Base class of engines: properties of the plan."""
     plan: Plan
     threads: int
@@ -102,12 +102,6 @@ class OfPlan:
         """Return what a notebook shows of the engine."""
         return summary("Engine", self.plan, ("threads", [str(self.threads)]))
 
-    def __repr__(self) -> str:
-        return self.summary().text()
-
-    def _repr_html_(self) -> str:
-        return self.summary().html()
-
 
 class Lent:
     """Context manager of a pooled context, which returns to the pool on exit."""
@@ -123,7 +117,7 @@ class Lent:
         self._pool.append(self._context)
 
 
-class Engine(OfPlan):
+class Engine(PlanProperties):
     """A loaded plan. Thread-safe: `run` takes a context from a pool, or makes one if all are in use."""
 
     def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None,

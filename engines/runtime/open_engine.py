@@ -38,7 +38,7 @@ from infer_server.engines.plan.extents import (
     value_of,
 )
 from infer_server.engines.plan.plan import GeneralKernel, IoTensor, Plan, Step
-from infer_server.engines.runtime.engine import Engine, OfPlan
+from infer_server.engines.runtime.engine import Engine, PlanProperties
 from infer_server.engines.runtime.open_context import OpenContext
 from infer_server.engines.runtime.policy import MEMORY_SHARE, REMEMBERED, Demand, IdleMemory, Kept, Policy
 from infer_server.engines.runtime.rerun import LastRun
@@ -65,7 +65,7 @@ class SpecialisationMaker(Protocol):
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]: ...
 
 
-class OpenEngine(OfPlan):
+class OpenEngine(PlanProperties):
     """Engine of a plan with open extents. Thread-safe."""
 
     def __init__(self, plan: Plan, specialiser: Callable[[], SpecialisationMaker], threads: int = 1,

@@ -22,7 +22,7 @@ from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.extents import Shapes, extents_of
 from infer_server.engines.plan.plan import IoTensor, Plan, SegmentPart, Step
 from infer_server.engines.runtime.context import ExecutionContext
-from infer_server.engines.runtime.engine import Engine, OfPlan
+from infer_server.engines.runtime.engine import Engine, PlanProperties
 from infer_server.engines.runtime.host.categories import words_for
 from infer_server.engines.runtime.interpreter import Runner
 from infer_server.engines.runtime.open_engine import OpenEngine
@@ -197,7 +197,7 @@ def signature_of_plan(plan: Plan) -> Signature:
     return tuple((dtype_named(io.dtype), len(io.shape)) for io in inputs)
 
 
-class ProgramEngine(OfPlan):
+class ProgramEngine(PlanProperties):
     """Engine of a program. Thread-safe."""
 
     def __init__(self, plan: Plan, engine: Callable[[Plan], SegmentEngine], maker: Callable[[], SegmentMaker],

@@ -18,7 +18,7 @@ PACKAGES = ("infer_server", "engines", "calibration", "clients", "protos")
 
 
 def output_of(program: str, *path: str, folder: Path) -> str:
-    """Standard output of a Python program in a folder, with this checkout at the end of sys.path."""
+    """Return the standard output of a Python program in a folder, with this checkout at the end of sys.path."""
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, *filter(None, sys.path)])})
     assert done.returncode == 0, done.stderr
@@ -59,7 +59,7 @@ def test_folders_of_the_user_do_not_shadow_ours(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what distributions are made from: building writes into its folder."""
+    """Return a copy of what distributions are made from: building writes into its folder."""
     copy = tmp_path_factory.mktemp("checkout")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, copy / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
