@@ -13,7 +13,7 @@ in both layouts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import index
 from typing import Any
 
@@ -51,6 +51,11 @@ class MatrixTiling(RecurrenceTiling):
         by_vectors, vectors = super().tactics(isa)[0], -(-self.problem.hidden // isa.lanes)
         return [MatrixPanels(**asdict(by_vectors), panel=panel) for panel in PANELS if panel == 1 or panel <= vectors]
 
+    def refinements(self, isa: Isa, best: Panels) -> Sequence[Panels]:
+        """Return variants of the products by vectors, whose panels the first round does not vary."""
+        others = [replace(best, vectors=other.vectors) for other in super().tactics(isa)]
+        return [*(other for other in others if other != best), *super().refinements(isa, best)]
+
     def cost(self, isa: Isa, tactic: Any) -> float:
         if self.items < self.fewest_items:
             return super().cost(isa, tactic)
@@ -60,7 +65,8 @@ class MatrixTiling(RecurrenceTiling):
         return self.vectors_of_gates(isa) * each / rows
 
     def grid(self, isa: Isa, tactic: Panels) -> Grid:
-        return Grid(1, self.block(isa), len(self.problem.cells))
+        # Less than `block`, so that threads can share a batch. One thread gets the whole of it.
+        return Grid(1, BLOCK if self.shares_weights else 1, len(self.problem.cells))
 
     def block(self, isa: Isa) -> int:
         """Return the items of a block, whose states are in scratch at the same time."""
@@ -81,7 +87,10 @@ class MatrixTiling(RecurrenceTiling):
     # ---- layout of weights and states
     @property
     def rounds_to_bytes(self) -> bool:
-        """Return True if the model quantises the state dynamically: products of bytes saturate on no matrix unit."""
+        """Return True if the model quantises the state dynamically.
+
+        Any number of crowded units will do: these products do not saturate.
+        """
         return self.problem.rounds
 
     @property
