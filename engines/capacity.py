@@ -7,8 +7,10 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from infer_server.engines.ir.graph import TensorType
+if TYPE_CHECKING:       # frontend workers, which return memory, do without NumPy
+    from infer_server.engines.ir.graph import TensorType
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 

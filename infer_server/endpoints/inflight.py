@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from infer_server.engines.capacity import trim
 from infer_server.errors import MemoryLimitError
 from infer_server.lookout import BusyPoller
 from infer_server.process import resident_bytes
@@ -252,5 +251,6 @@ class Inflight:
             self._trim()
 
     async def _give_back(self) -> None:
+        from infer_server.engines.capacity import trim  # here: frontend workers start without the package
         await in_daemon_thread(trim)
         self._least_bytes = resident_bytes()

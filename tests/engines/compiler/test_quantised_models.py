@@ -632,5 +632,5 @@ def test_an_lstm_that_rounds_its_states_multiplies_integers(direction: str) -> N
     feeds = {"i0": inputs[0]}
     for name, wanted in run(graph_from_onnx(model), feeds).items():
         np.testing.assert_allclose(build.engine().run(feeds)[name], wanted, 0, 0.02)
-    with pytest.raises(ModelError, match="no layer that rounds its state"):
+    with pytest.raises(ModelError, match="no recurrent layer with a rounded state"):
         onnx_from_graph(graph_of(build.plan))
