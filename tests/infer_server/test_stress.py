@@ -242,7 +242,7 @@ def test_memory_that_no_call_tells_of_goes_back_to_the_system(monkeypatch: pytes
         assert await look(180) == [170], "not much has come since"
         assert await look(195) == [170, 195]
 
-    monkeypatch.setattr(inflight, "trim", trim)
+    monkeypatch.setattr("infer_server.engines.capacity.trim", trim)
     monkeypatch.setattr(inflight, "resident_bytes", lambda: resident[0])
     monkeypatch.setattr(inflight, "_LOOKING_SECS", 0.001)
     asyncio.run(grow())

@@ -31,7 +31,7 @@ class MatrixUnit:
     """Matrix unit: registers that hold matrices, and instructions that add the product of two of them to a third.
 
     A row of the right operand holds `group` neighbouring bytes of K for each column. Cycles are those of a Xeon of
-    model 207 (benchmarks/tiles.py measures them; docs/benchmarks/amx.md).
+    model 207 (benchmarks/measure/tiles.py measures them; docs/benchmarks/amx.md).
     """
     registers: int
     rows: int

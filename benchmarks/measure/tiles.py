@@ -1,6 +1,6 @@
 """Costs of the instructions of a matrix unit, and of vector instructions beside its products, in core cycles.
 
-    python -m benchmarks.tiles [--seconds 3]
+    python -m benchmarks.measure.tiles [--seconds 3]
 
 Each figure is the median over turns of a loop's time over that of a chain of dependent additions, one a cycle, that
 runs just before it: the clock moves, and is lower while tiles are in use. The machine must have the unit.
@@ -151,7 +151,7 @@ def _seconds(one: Loop) -> float:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser("benchmarks.tiles", description=__doc__,
+    parser = argparse.ArgumentParser("benchmarks.measure.tiles", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3.0, help="duration of the measurement (default 3)")
     options = parser.parse_args(arguments)
