@@ -170,7 +170,7 @@ def test_onnx_runtime_takes_an_int8_model_without_and_with_its_default_optimisat
 
 @pytest.mark.parametrize("in_bytes", [False, True])
 def test_volumes_are_written_channels_first_like_images(in_bytes):
-    """They used to be transposed like images, and no runtime read the model."""
+    """Write volumes channels first: no runtime reads a model that transposes them as if they were images."""
     model = WORKLOADS["unet3d"].tiny()
     feeds = feeds_for(model)
     graph = quantised(model, feeds) if in_bytes else optimise(simplify(graph_from_onnx(model)))
