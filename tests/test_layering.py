@@ -74,11 +74,9 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.codegen.nest": ("engines.codegen", "engines.lowering.problems"),
     "engines.backends.llvm.codegen": (
         "engines.codegen", "engines.backends.llvm.runtime", "engines.lowering.problems.view"),
-    "engines.backends.llvm.tuning.cost": (),
     "engines.backends.llvm.kernels.kernel": ("engines.backends.llvm.codegen", "engines.lowering.problems"),
     "engines.backends.llvm.kernels.common": ("engines.backends.llvm.kernels.kernel",),
-    "engines.backends.llvm.kernels.contraction": (
-        "engines.backends.llvm.kernels.common", "engines.backends.llvm.tuning.cost"),
+    "engines.backends.llvm.kernels.contraction": ("engines.backends.llvm.kernels.common",),
     "engines.backends.llvm.kernels.few_couts": ("engines.backends.llvm.kernels.contraction",),
     "engines.backends.llvm.kernels.matrix_unit": ("engines.backends.llvm.kernels.matmul",),
     "engines.backends.llvm.kernels.winograd": ("engines.backends.llvm.kernels.contraction",),
@@ -336,6 +334,7 @@ def test_a_forbidden_import_is_caught() -> None:
         "engines.backends.llvm.kernels.rows.bad":
             "from infer_server.engines.backends.llvm.kernels.movement import gather",
         "engines.backends.llvm.kernels.movement.bad": "from infer_server.engines.ops import resize",
+        "engines.backends.llvm.kernels.common.bad": "from infer_server.engines.backends.llvm.tuning import timing",
         "engines.lowering.rules.bad":
             "from infer_server.engines.backends.llvm.kernels.movement import gather",
         "engines.lowering.problems.bad": "from infer_server.engines.lowering.calls import calls",

@@ -116,7 +116,7 @@ class Kernel(ABC, Generic[P]):
         return (Tactic(),)
 
     def cost(self, isa: Isa, tactic: Any) -> float:
-        """Return the estimated cycles of one item (see tuning/cost.py).
+        """Return the estimated cycles of one item (see common/cost.py).
 
         Kernels with a single tactic need not override it.
         """

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from infer_server.engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, Isa
+from infer_server.engines.backends.llvm.kernels.common.cost import Work, first_reading, reading
 from infer_server.engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from infer_server.engines.backends.llvm.kernels.contraction.paired import PairedContraction
 from infer_server.engines.backends.llvm.kernels.contraction.pairing import pair
 from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from infer_server.engines.backends.llvm.kernels.depthwise.depthwise import DepthwiseKernel, DepthwiseTile
-from infer_server.engines.backends.llvm.tuning.cost import Work, first_reading, reading
 from infer_server.engines.lowering.epilogue.program import EpilogueProgram
 from infer_server.engines.lowering.problems.convolution import Contraction, Depthwise
 from infer_server.engines.lowering.problems.view import dense_view

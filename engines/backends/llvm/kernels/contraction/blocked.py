@@ -24,12 +24,12 @@ import numpy as np
 
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.kernels.common.arithmetic import Arithmetic, arithmetic_for
+from infer_server.engines.backends.llvm.kernels.common.cost import LATENCY, Work
 from infer_server.engines.backends.llvm.kernels.contraction.direct import usual_tile_shapes
 from infer_server.engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
 from infer_server.engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program, rows_with_zeros
 from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from infer_server.engines.backends.llvm.kernels.kernel import solves
-from infer_server.engines.backends.llvm.tuning.cost import LATENCY, Work
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import FLOAT, I8, I32, PTR, vector
 from infer_server.engines.ir.rounding import HEAD

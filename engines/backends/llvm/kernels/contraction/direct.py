@@ -14,12 +14,12 @@ import numpy as np
 
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.kernels.common.arithmetic import UPCAST, Arithmetic, add_step, k_turns
+from infer_server.engines.backends.llvm.kernels.common.cost import LATENCY, Work
 from infer_server.engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
 from infer_server.engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
 from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from infer_server.engines.backends.llvm.kernels.contraction.widen import widened
 from infer_server.engines.backends.llvm.kernels.kernel import solves
-from infer_server.engines.backends.llvm.tuning.cost import LATENCY, Work
 from infer_server.engines.codegen.extents import Extent
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import I64, PTR

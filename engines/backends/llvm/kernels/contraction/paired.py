@@ -13,12 +13,12 @@ import numpy as np
 
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.kernels.common.access import hidden
+from infer_server.engines.backends.llvm.kernels.common.cost import CYCLES_PER_BYTE_L2, EXPOSED_SHARE, Work
 from infer_server.engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
 from infer_server.engines.backends.llvm.kernels.contraction.pairing import STEP, WINDOW, pair
 from infer_server.engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
 from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from infer_server.engines.backends.llvm.kernels.kernel import solves
-from infer_server.engines.backends.llvm.tuning.cost import CYCLES_PER_BYTE_L2, EXPOSED_SHARE, Work
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import I8, I32, I64, PTR, vector
 from infer_server.engines.lowering.problems.convolution import Contraction

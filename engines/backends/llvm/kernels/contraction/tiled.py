@@ -33,11 +33,11 @@ import numpy as np
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.kernels.common.access import TAILS
 from infer_server.engines.backends.llvm.kernels.common.arithmetic import Arithmetic, arithmetic_for
+from infer_server.engines.backends.llvm.kernels.common.cost import epilogue, first_reading, pieces, pushed_out, reading
 from infer_server.engines.backends.llvm.kernels.contraction.panels import rows_with_zeros
 from infer_server.engines.backends.llvm.kernels.contraction.planes import Planes
 from infer_server.engines.backends.llvm.kernels.contraction.taps import TapAxis
 from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window
-from infer_server.engines.backends.llvm.tuning.cost import epilogue, first_reading, pieces, pushed_out, reading
 from infer_server.engines.lowering.problems.convolution import Contraction
 from infer_server.engines.lowering.problems.problem import Array
 from infer_server.engines.lowering.problems.view import View

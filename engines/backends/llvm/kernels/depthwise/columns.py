@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.codegen.lanes import Lanes
 from infer_server.engines.backends.llvm.kernels.common.arithmetic import INT8, INT16, Arithmetic, Operand
+from infer_server.engines.backends.llvm.kernels.common.cost import Work
 from infer_server.engines.backends.llvm.kernels.depthwise.steps import Group, columns_read, rows_read
-from infer_server.engines.backends.llvm.tuning.cost import Work
 from infer_server.engines.codegen.ir_builder import Value
 from infer_server.engines.codegen.types import I8, I16, element_of, lanes_of, vector
 from infer_server.engines.lowering.problems.convolution import Depthwise

@@ -30,6 +30,7 @@ from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.codegen.lanes import Lanes
 from infer_server.engines.backends.llvm.kernels.common.access import hidden, item_addresses, offset
 from infer_server.engines.backends.llvm.kernels.common.arithmetic import FP32, INT8, INT16, Arithmetic
+from infer_server.engines.backends.llvm.kernels.common.cost import CALL, LINE, Work, epilogue, pieces, reading
 from infer_server.engines.backends.llvm.kernels.common.pixels import (
     load_channels,
     load_vector,
@@ -65,7 +66,6 @@ from infer_server.engines.backends.llvm.kernels.kernel import (
     pack_channels,
     solves,
 )
-from infer_server.engines.backends.llvm.tuning.cost import CALL, LINE, Work, epilogue, pieces, reading
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import PTR
 from infer_server.engines.lowering.problems.convolution import Depthwise

@@ -18,11 +18,11 @@ import numpy as np
 
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.kernels.common.access import lane_sums
+from infer_server.engines.backends.llvm.kernels.common.cost import LATENCY, Work
 from infer_server.engines.backends.llvm.kernels.contraction.loops import Part, TiledLoops
 from infer_server.engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
 from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from infer_server.engines.backends.llvm.kernels.kernel import solves
-from infer_server.engines.backends.llvm.tuning.cost import LATENCY, Work
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import FLOAT, I64, PTR, vector
 from infer_server.engines.lowering.problems.convolution import Contraction

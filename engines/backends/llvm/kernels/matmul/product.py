@@ -21,6 +21,7 @@ import numpy as np
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.codegen.lanes import Lanes
 from infer_server.engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
+from infer_server.engines.backends.llvm.kernels.common.cost import CYCLES_PER_BYTE_BEYOND
 from infer_server.engines.backends.llvm.kernels.common.pixels import (
     finish_pixel,
     load_constants,
@@ -37,7 +38,6 @@ from infer_server.engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
-from infer_server.engines.backends.llvm.tuning.cost import CYCLES_PER_BYTE_BEYOND
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import I32, PTR
 from infer_server.engines.lowering.problems.matmul import MIDDLE, Product

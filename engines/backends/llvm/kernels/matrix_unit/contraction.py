@@ -30,12 +30,12 @@ import numpy as np
 
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.codegen.tiles import AMX, MatrixUnit
+from infer_server.engines.backends.llvm.kernels.common.cost import pieces
 from infer_server.engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
 from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from infer_server.engines.backends.llvm.kernels.kernel import solves
 from infer_server.engines.backends.llvm.kernels.matrix_unit.loops import MatrixLoops
 from infer_server.engines.backends.llvm.kernels.matrix_unit.registers import PixelRuns
-from infer_server.engines.backends.llvm.tuning.cost import pieces
 from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.lowering.problems.convolution import Contraction
 from infer_server.engines.lowering.problems.problem import Array

@@ -30,13 +30,13 @@ import numpy as np
 
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.kernels.common.arithmetic import FP32, Arithmetic
+from infer_server.engines.backends.llvm.kernels.common.cost import CALL, LATENCY, Work, epilogue, pieces, reading
 from infer_server.engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program, rows_with_zeros
 from infer_server.engines.backends.llvm.kernels.contraction.tiled import tiles_of_the_batch
 from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Window, solves
 from infer_server.engines.backends.llvm.kernels.winograd.emitter import WinogradEmitter
 from infer_server.engines.backends.llvm.kernels.winograd.tiling import OUTPUT, PATCH, POSITIONS, SCALE, Tiling, Winograd
 from infer_server.engines.backends.llvm.kernels.winograd.weights import WinogradWeights
-from infer_server.engines.backends.llvm.tuning.cost import CALL, LATENCY, Work, epilogue, pieces, reading
 from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.lowering.problems.convolution import Contraction
 from infer_server.engines.lowering.problems.problem import Array, Problem
