@@ -15,6 +15,7 @@ from infer_server.calibration.accuracy.sources import Sources, selections, sourc
 from infer_server.calibration.open_data import Feed
 from infer_server.calibration.table import CalibrationTable
 from infer_server.engines.backends.device import Show
+from infer_server.engines.backends.fallback import to_real
 from infer_server.engines.compiler.subject import KEPT, Subject
 from infer_server.engines.ir.graph import Array, Graph
 from infer_server.engines.passes.outputs import shown_name
@@ -22,7 +23,6 @@ from infer_server.engines.passes.quantization.recipe import prepared
 from infer_server.engines.passes.quantization.smoothing import smoothable, smoothed
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.runtime.engine import Engine
-from infer_server.engines.runtime.fallback import to_real
 
 Tick = Callable[[], None]       # called after each batch and each compiled plan
 

@@ -38,10 +38,10 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     # the plan, and serving it
     "engines.plan": ("engines.ir", "engines.machine", "engines.capacity"),
     "engines.summary": ("engines.plan",),
-    "engines.runtime.fallback": ("engines.plan",),
+    "engines.backends.fallback": ("engines.plan",),
     "engines.backends.base": ("engines.backends.device",), "engines.backends.device": ("engines.plan",),
     "engines.backends": ("engines.backends.base", "engines.backends.device"),       # it imports the others by name
-    "engines.backends.llvm.runtime": ("engines.backends.device", "engines.runtime.fallback"),
+    "engines.backends.llvm.runtime": ("engines.backends.device", "engines.backends.fallback"),
     "engines.runtime.host": ("engines.plan",),
     "engines.runtime": ("engines.backends", "engines.capacity", "engines.runtime.host", "engines.summary"),
     "engines.loading": ("engines.runtime",),
@@ -127,7 +127,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.backends.tensorrt.runtime": ("engines.backends.cuda.runtime",),
     "engines.backends.tensorrt": (
         "engines.backends", "engines.backends.tensorrt.runtime", "engines.frontend", "engines.capacity"),
-    "engines.backends.numpy": ("engines.backends", "engines.lowering", "engines.runtime.fallback"),
+    "engines.backends.numpy": ("engines.backends", "engines.lowering", "engines.backends.fallback"),
     # all together
     "engines.compiler": ("engines.backends", "engines.loading", "engines.lowering", "engines.passes",
                          "engines.frontend.cutting"),
@@ -181,7 +181,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
 # What serving a ready plan may load; a plan's fallback steps, or a plan for another machine, need more when they run.
 SERVING = ("engines", "engines.loading", "engines.preprocess", "engines.runtime", "engines.version",
            "engines.backends.llvm.runtime", "engines.backends.cuda.runtime")
-DEFERRED = {"engines.runtime.fallback": {"engines.ops"}, "engines.runtime.host": {"engines.ops"},
+DEFERRED = {"engines.backends.fallback": {"engines.ops"}, "engines.runtime.host": {"engines.ops"},
             "engines.loading": {"engines.compiler"}}
 
 # Third-party modules that few may import; everybody else goes through those.
@@ -334,6 +334,8 @@ def test_a_forbidden_import_is_caught() -> None:
         "engines.backends.llvm.kernels.rows.bad":
             "from infer_server.engines.backends.llvm.kernels.movement import gather",
         "engines.backends.llvm.kernels.movement.bad": "from infer_server.engines.ops import resize",
+        "engines.backends.llvm.runtime.bad": "from infer_server.engines.runtime import engine",
+        "engines.backends.numpy.bad": "def run():\n    from infer_server.engines.runtime.host import host",
         "engines.backends.llvm.kernels.common.bad": "from infer_server.engines.backends.llvm.tuning import timing",
         "engines.lowering.rules.bad":
             "from infer_server.engines.backends.llvm.kernels.movement import gather",
@@ -360,7 +362,7 @@ def test_an_allowed_import_is_not_caught() -> None:
             "from infer_server.engines.backends.llvm.kernels.common import access",
         "engines.backends.llvm.backend": "from infer_server.engines.plan.plan import Step\nimport llvmlite.binding",
         "engines.frontend.onnx_import": "import onnx\nfrom engines.ir.graph import Graph",
-        "engines.runtime.fallback": "def step():\n    from infer_server.engines.ops import reference",
+        "engines.backends.fallback": "def step():\n    from infer_server.engines.ops import reference",
         "infer_server.cli.build_engine":
             "from infer_server.calibration import table\nfrom engines.compiler.builder import build",
         "infer_server.batching.batcher": "from infer_server.engines import load_engine",

@@ -9,6 +9,7 @@ from typing import Any
 
 from infer_server.calibration.accuracy.sources import Selection, Sources, selections, selections_of_model, sources_of
 from infer_server.calibration.data.items import Feed
+from infer_server.engines.backends.fallback import to_real
 from infer_server.engines.compiler.builder import BuildConfig, Builder
 from infer_server.engines.compiler.specialise import Specialiser
 from infer_server.engines.errors import EngineError
@@ -19,7 +20,6 @@ from infer_server.engines.passes.outputs import shown_name
 from infer_server.engines.plan.extents import extents_of_feed
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.runtime.engine import Engine
-from infer_server.engines.runtime.fallback import to_real
 
 MOST_SHAPES = 4         # further shapes of a plan with open extents for which sources are traced
 

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from infer_server.engines.backends.device import Device, Loaded, Show, final_before
+from infer_server.engines.backends.fallback import FallbackStep
 from infer_server.engines.backends.numpy.backend import lowered_for_numpy, machine_part
 from infer_server.engines.errors import PlanVersionError
 from infer_server.engines.ir.graph import BATCH, Array
@@ -16,7 +17,6 @@ from infer_server.engines.lowering.calls.placement import NO_BUFFER, Placement, 
 from infer_server.engines.lowering.steps import fallback_of
 from infer_server.engines.plan.arena import Memory, array_at, plan_memory, write_halo
 from infer_server.engines.plan.plan import Plan, TensorView, graph_of
-from infer_server.engines.runtime.fallback import FallbackStep
 
 Memories = Callable[[Placement], tuple[Array, int]]     # placement -> (bytes, offset of the tensor in them)
 

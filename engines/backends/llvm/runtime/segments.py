@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from infer_server.engines.backends.fallback import FallbackStep
 from infer_server.engines.errors import PlanCorruptError
 from infer_server.engines.plan.plan import ItemMajorRun, Plan
-from infer_server.engines.runtime.fallback import FallbackStep
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infer_server.engines.backends.fallback import to_real, to_stored
 from infer_server.engines.errors import PlanCorruptError, PlanError
 from infer_server.engines.ir.graph import Array, Node, QParams
 from infer_server.engines.ir.serialize import node_to_json
@@ -15,7 +16,6 @@ from infer_server.engines.loading import load_engine
 from infer_server.engines.plan.file import write_plan
 from infer_server.engines.plan.plan import Buffer, Fallback, IoTensor, MachinePart, Plan, Step, TensorView
 from infer_server.engines.runtime.engine import Engine
-from infer_server.engines.runtime.fallback import to_real, to_stored
 from tests.engines.tiny import executor, mix_plan, mixed, with_weights
 
 pytestmark = pytest.mark.usefixtures("eager")
