@@ -128,7 +128,7 @@ class Bench:
 # ---- is it right?
 def right(bench: Bench) -> None:
     """Check a few problems of every family against their references, each in a process of its own."""
-    from tests.gpu.cases import CASES
+    from scripts.testing.gpu.cases import CASES
     wanted = [name for name in CASES if bench.options.match in name and bench.results.wants(f"right: {name}")]
     if bench.options.emulated:
         for name in wanted:
@@ -169,9 +169,9 @@ def checked(name: str, emulated: str, most: int | None) -> str:
     emulated: architecture of an emulated GPU, or "" for this machine's GPU. most: maximum number of tactics, or None
     for all.
     """
-    from tests.engines.backends.cuda.runner import GpuRunner, Way, at_hand
-    from tests.engines.backends.suite import check
-    from tests.gpu.cases import CASES
+    from scripts.testing.gpu.cases import CASES
+    from scripts.testing.gpu.runner import GpuRunner, Way, at_hand
+    from scripts.testing.suite import check
     runner: Any = GpuRunner(GPUS[emulated]) if emulated else at_hand()
     case, tolerance = CASES[name]
     problem, inputs, constants = case()
@@ -369,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     results = Findings(options.results, options.minutes)
     if options.emulated:
-        from tests.gpu.emulated import EmulatedGpu, machine_with
+        from scripts.testing.gpu.emulated import EmulatedGpu, machine_with
         vars(DEVICE).update(machine_with(EmulatedGpu(options.emulated)))
     target = options.emulated or BACKEND.session("cuda", TimingCache(), timing=False).target
     bench = Bench(options, results, DEVICE.gpu, target)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.engines.compiler.resize_cases import FAMILIES, by_kernels, by_reference, fault, onnx_runtime, sampled
+from scripts.testing.resize_cases import FAMILIES, by_kernels, by_reference, fault, onnx_runtime, sampled
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ import numpy as np
 from infer_server import protos
 from infer_server.protos import inference
 from scripts.stress import add_front, front, serving
-from tests.infer_server.numpy_engine import write_model
+from scripts.testing.numpy_engine import write_model
 
 ANSWER_SECS = 120.0
 MORE_SECS = 0.5                     # after which a client says that it sends no more

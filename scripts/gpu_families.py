@@ -17,9 +17,9 @@ from functools import partial
 
 from infer_server.engines.backends.cuda.codegen.gpu import GPUS
 from scripts.gpu_checks import Check, Found, Part
-from tests.engines.backends.cuda.runner import GpuRunner, every_way
-from tests.engines.backends.suite import check
-from tests.gpu.cases import CASES
+from scripts.testing.gpu.cases import CASES
+from scripts.testing.gpu.runner import GpuRunner, every_way
+from scripts.testing.suite import check
 
 TARGETS = ("sm_61", "sm_70", "sm_75", "sm_80", "sm_90a")
 

@@ -19,7 +19,7 @@ from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.plan import IoTensor, Plan
 from infer_server.engines.runtime.engine import Engine
 from scripts.gpu_checks import Check, Found
-from tests.gpu.emulated import EmulatedGpu
+from scripts.testing.gpu.emulated import EmulatedGpu
 
 TARGETS = ("sm_61", "sm_75", "sm_80", "sm_90a")
 ITEMS = 2

@@ -36,11 +36,11 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
 from infer_server.batching.request import Request
-from tests.infer_server.mute_client import MuteClient
-from tests.infer_server.numpy_engine import write_model
+from scripts.testing.mute_client import MuteClient
+from scripts.testing.numpy_engine import write_model
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
-NUMPY_SERVER = (sys.executable, "-m", "tests.infer_server.serving")
+NUMPY_SERVER = (sys.executable, "-m", "scripts.testing.numpy_server")
 
 
 @dataclass(frozen=True)

@@ -299,6 +299,15 @@ def test_nothing_imports_a_package_by_the_name_of_its_folder() -> None:
     assert not [f"{path}: {found[0]}" for path in scanned for found in bare.finditer(path.read_text())]
 
 
+def test_benchmarks_and_scripts_import_no_tests() -> None:
+    """Helpers that they share with tests are in scripts/testing, so that neither needs the other."""
+    files = sources("benchmarks", "scripts")
+    found = [imported for module, path in files.items() for imported in imports(module, path.read_text(), frozenset())]
+    assert "scripts.testing" in files and any(imported.target == "scripts.testing.suite" for imported in found)
+    assert not [str(imported) for imported in found if imported.target.split(".")[0] == "tests"]
+    assert not [module for module, path in files.items() if re.search(r'"-m", "tests\.', path.read_text())]
+
+
 def test_each_package_is_a_link_in_infer_server() -> None:
     for package in PACKAGES:
         if package != "infer_server":

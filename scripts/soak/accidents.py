@@ -25,7 +25,7 @@ Accident = Callable[[], Awaitable[None]]
 _HALF_OPEN = 64                     # connections that are left half way at a time
 _KILLED = f"""
 import sys, time
-from tests.infer_server.mute_client import MuteClient
+from scripts.testing.mute_client import MuteClient
 client = MuteClient(int(sys.argv[1]))
 for _ in range(20):
     client.ask("{INFER}", bytes.fromhex(sys.argv[2]))

@@ -11,7 +11,7 @@ from infer_server.clients import InferenceClient
 from infer_server.clients.errors import InvalidRequestError, ModelNotFoundError
 from infer_server.clients.load.cli import CANNOT_RUN, FINE, main
 from infer_server.clients.load.statistics import PHASES
-from tests.infer_server.numpy_engine import write_model
+from scripts.testing.numpy_engine import write_model
 from tests.infer_server.serving import serving
 
 BATCH_SECONDS = 0.03            # many times what a client needs to ask again, even on a busy machine

@@ -27,7 +27,7 @@ from infer_server.clients.load.transports.over_http import HttpTransport
 from infer_server.clients.load.transports.over_shared_memory import SharedMemoryTransport
 from infer_server.clients.load.transports.transport import MOST_OF_DESCRIPTORS, SETUP_SECS
 from infer_server.protos import inference as pb
-from tests.infer_server.numpy_engine import write_model
+from scripts.testing.numpy_engine import write_model
 from tests.infer_server.serving import RunningServer, serving
 
 FAST = ["--duration", "0.2", "--warmup", "0"]

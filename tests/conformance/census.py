@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks.reports.document import markdown_table, write_section
 from infer_server.engines.errors import CompilerFault, EngineError
+from scripts.testing.gpu.emulated import EmulatedGpu, install
 from tests.conformance.cases import cases, close, is_about_tensors, listed, model_of, run
-from tests.gpu.emulated import EmulatedGpu, install
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "operators.md"
 COMPILED, REFERENCE, RANDOM, REFUSED, WRONG = (

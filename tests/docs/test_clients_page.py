@@ -7,8 +7,8 @@ import pytest
 
 from infer_server.clients import errors
 from infer_server.clients.channels.options import ChannelOptions
+from scripts.testing.numpy_engine import write_model
 from tests.docs.pages import blocks
-from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import serving
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "clients.md"

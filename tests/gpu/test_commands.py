@@ -15,8 +15,8 @@ from infer_server.engines import build_engine
 from infer_server.engines.backends.cuda.runtime.device import DEVICE, CudaDevice
 from infer_server.engines.compiler.builder import BuildConfig, Builder
 from infer_server.engines.plan.file import write_plan
+from scripts.testing.gpu.emulated import EmulatedGpu, install
 from tests.engines.compiler.small_models import node, small_model
-from tests.gpu.emulated import EmulatedGpu, install
 
 
 @pytest.fixture(scope="module")

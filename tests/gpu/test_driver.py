@@ -15,10 +15,10 @@ import pytest
 from infer_server.engines.backends.cuda.codegen.gpu import GPUS
 from infer_server.engines.backends.cuda.runtime.driver import CudaGpu, CudaStream
 from infer_server.engines.backends.cuda.runtime.library import CudaError, Library
-from tests.engines.backends.cuda.runner import text_of, way_of
-from tests.gpu.cases import CASES
-from tests.gpu.emulated import EmulatedGpu, by_code
-from tests.gpu.libcuda.library import CALLS, Libcuda
+from scripts.testing.gpu.cases import CASES
+from scripts.testing.gpu.emulated import EmulatedGpu, by_code
+from scripts.testing.gpu.libcuda.library import CALLS, Libcuda
+from scripts.testing.gpu.runner import text_of, way_of
 
 
 def test_code_that_a_driver_refuses_is_an_error_with_what_its_assembler_says() -> None:

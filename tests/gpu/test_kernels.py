@@ -23,14 +23,14 @@ from infer_server.engines.lowering.problems.matmul import Attention
 from infer_server.engines.lowering.problems.movement import HaloFill
 from infer_server.engines.lowering.problems.problem import Problem
 from infer_server.engines.lowering.problems.view import View, dense_view
-from tests.engines.backends.cuda.runner import GpuRunner, Way, every_way, text_of, way_of
-from tests.engines.backends.suite import check
-from tests.engines.backends.test_recurrence import Case as Layer
-from tests.engines.backends.test_recurrence import node_of
+from scripts.testing.gpu.cases import CASES, CONVOLUTIONS, FAMILIES, TOLERANCE, attention, convolution, product
+from scripts.testing.gpu.ptx.text import Fault
+from scripts.testing.gpu.runner import GpuRunner, Way, every_way, text_of, way_of
+from scripts.testing.recurrence import Case as Layer
+from scripts.testing.recurrence import node_of
+from scripts.testing.suite import check
 from tests.engines.backends.test_suppression import chosen, spec_of
 from tests.engines.backends.test_suppression import draw as boxes_and_scores
-from tests.gpu.cases import CASES, CONVOLUTIONS, FAMILIES, TOLERANCE, attention, convolution, product
-from tests.gpu.ptx.text import Fault
 
 SMALL = {**dict.fromkeys(("sm_61", "sm_70", "sm_75"), Tile(32, 32, (2, 2), 64, 2)),
          "sm_80": Tile(32, 64, (1, 2), 64, 3),

@@ -17,10 +17,10 @@ from infer_server.engines.lowering.problems.convolution import Contraction
 from infer_server.engines.lowering.problems.images import Pool
 from infer_server.engines.lowering.problems.matmul import Attention
 from infer_server.engines.lowering.problems.view import dense_view
-from tests.engines.backends.cuda.runner import Way, every_way, text_of, way_of
-from tests.engines.backends.test_recurrence import Case as Layer
-from tests.engines.backends.test_recurrence import node_of
-from tests.gpu.cases import product
+from scripts.testing.gpu.cases import product
+from scripts.testing.gpu.runner import Way, every_way, text_of, way_of
+from scripts.testing.recurrence import Case as Layer
+from scripts.testing.recurrence import node_of
 from tests.gpu.network import Plans
 
 NO_SPILLS = "0 bytes spill stores, 0 bytes spill loads"

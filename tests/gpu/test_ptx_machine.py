@@ -7,10 +7,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from tests.gpu.ptx.machine import Machine
-from tests.gpu.ptx.memory import Array, Memory
-from tests.gpu.ptx.scalar import fused
-from tests.gpu.ptx.text import Fault, parse
+from scripts.testing.gpu.ptx.machine import Machine
+from scripts.testing.gpu.ptx.memory import Array, Memory
+from scripts.testing.gpu.ptx.scalar import fused
+from scripts.testing.gpu.ptx.text import Fault, parse
 
 LANES = 32
 REGISTERS = """.reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<99>; .reg .b32 %f<9>; .reg .b64 %rd<9>;"""

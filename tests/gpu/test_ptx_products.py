@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.gpu.ptx.machine import Machine
-from tests.gpu.ptx.memory import Array, Memory
-from tests.gpu.ptx.text import Fault, parse
+from scripts.testing.gpu.ptx.machine import Machine
+from scripts.testing.gpu.ptx.memory import Array, Memory
+from scripts.testing.gpu.ptx.text import Fault, parse
 
 # Each thread has so many words one after the other at %rd1, and room for as many sums at %rd2.
 ENTRY = """.visible .entry k(

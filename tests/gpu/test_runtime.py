@@ -26,9 +26,9 @@ from infer_server.engines.loading import engine_of
 from infer_server.engines.plan.file import read_plan, write_plan
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.runtime.engine import Engine
+from scripts.testing.gpu.emulated import DeviceArray, EmulatedGpu, install
+from scripts.testing.gpu.libcuda.library import IMAGE, NO_BINARY, OLD, TEXTS, used
 from tests.engines.compiler.small_models import node, small_model
-from tests.gpu.emulated import DeviceArray, EmulatedGpu, install
-from tests.gpu.libcuda.library import IMAGE, NO_BINARY, OLD, TEXTS, used
 from tests.gpu.network import MODEL, Plans
 from tests.zoo import images_for
 
@@ -257,7 +257,7 @@ def test_serving_a_plan_for_a_gpu_needs_no_compiler(plans: Plans, tmp_path: Path
         import numpy as np
         from infer_server.engines import load_engine
         from infer_server.engines.backends.cuda.runtime.device import DEVICE
-        from tests.gpu.emulated import EmulatedGpu, machine_with
+        from scripts.testing.gpu.emulated import EmulatedGpu, machine_with
         vars(DEVICE).update(machine_with(EmulatedGpu("sm_80")))
         engine = load_engine("m.plan", on_target_mismatch="refuse")
         np.savez("y.npz", **engine.run({"input": np.load("x.npy")}))"""

@@ -29,8 +29,8 @@ from infer_server.engines.compiler.builder import BuildConfig, Builder
 from infer_server.engines.plan.file import write_plan
 from infer_server.gpu_tensors import GpuBuffer, GpuTensor
 from infer_server.repository.building import Compiler
+from scripts.testing.gpu.emulated import EmulatedGpu, install
 from tests.engines.compiler.small_models import node, small_model
-from tests.gpu.emulated import EmulatedGpu, install
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.serving import RunningServer, serving
 

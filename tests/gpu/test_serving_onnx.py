@@ -14,8 +14,8 @@ from tritonclient.grpc import InferenceServerClient
 from infer_server.backend import Engine, load_plan
 from infer_server.cli import serve
 from infer_server.engines.errors import PlanTargetError
+from scripts.testing.gpu.emulated import EmulatedGpu, install
 from tests.engines.compiler.small_models import node, small_model
-from tests.gpu.emulated import EmulatedGpu, install
 from tests.infer_server.serving import RunningServer, serving
 
 X = np.linspace(-2, 2, 8, dtype=np.float32).reshape(1, 8)

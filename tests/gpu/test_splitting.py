@@ -7,8 +7,8 @@ import pytest
 from infer_server.engines.compiler.builder import BuildConfig, Builder
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.runtime.engine import Engine
+from scripts.testing.gpu.emulated import EmulatedGpu, install
 from tests.engines.compiler.small_models import node, small_model
-from tests.gpu.emulated import EmulatedGpu, install
 
 DEPTH = 2048
 RANDOM = np.random.default_rng(0)

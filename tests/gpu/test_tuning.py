@@ -21,11 +21,11 @@ from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.plan.file import read_plan, write_plan
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.plan.roofline import expected
+from scripts.testing.gpu.cases import convolution
+from scripts.testing.gpu.emulated import EmulatedGpu, install
+from scripts.testing.gpu.libcuda.library import RESOURCES, Refused
+from scripts.testing.gpu.ptx.text import Kernel
 from tests.engines.compiler.small_models import node, small_model
-from tests.gpu.cases import convolution
-from tests.gpu.emulated import EmulatedGpu, install
-from tests.gpu.libcuda.library import RESOURCES, Refused
-from tests.gpu.ptx.text import Kernel
 
 GPU, CARD = GPUS["sm_75"], CARDS["sm_75"]
 

@@ -20,7 +20,7 @@ from infer_server.protos.http2 import (
     TrailersReceived,
     client_connection,
 )
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 LIVE = "/inference.GRPCInferenceService/ServerLive"

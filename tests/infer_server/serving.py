@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -13,9 +12,8 @@ from typing import Any, TypeVar
 import uvloop
 
 from infer_server.backend import EngineLoader
-from infer_server.cli import serve
 from infer_server.server import Ports, Server, ServerOptions
-from tests.infer_server.numpy_engine import TIMEOUT_SECS, load_numpy_engine
+from scripts.testing.numpy_engine import TIMEOUT_SECS, load_numpy_engine
 
 T = TypeVar("T")
 RunLoop = Callable[[Coroutine[Any, Any, None]], None]       # runs a server on an event loop of its kind
@@ -91,7 +89,3 @@ def serving(repository: Path, load_engine: EngineLoader = load_numpy_engine, run
         yield running
     finally:
         running.stop()
-
-
-if __name__ == "__main__":              # infer-server over these engines, in a process of its own
-    sys.exit(serve.main(load_engine=load_numpy_engine))

@@ -16,8 +16,8 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 import infer_server
+from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import eventually, infer
-from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import serving
 
 KIB = 1 << 10
@@ -28,7 +28,7 @@ TOLD = {"observing/access_log.py": 1, "observing/spans.py": 1, "batching/statist
 def test_a_disk_that_takes_no_more_ends_a_load_and_nothing_else(tmp_path: Path) -> None:
     write_model(tmp_path, "m")
     with subprocess.Popen(
-            [sys.executable, "-m", "tests.infer_server.serving", "--model-repository", str(tmp_path),
+            [sys.executable, "-m", "scripts.testing.numpy_server", "--model-repository", str(tmp_path),
              "--model-control-mode", "explicit", "--load-model", "m", "--drain-grace-secs", "0",
              *(word for port in ("grpc", "http", "metrics") for word in (f"--{port}-port", "0"))],
             stderr=subprocess.PIPE, text=True) as running, ExitStack() as until_ended:

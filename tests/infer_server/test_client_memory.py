@@ -19,7 +19,7 @@ from tritonclient.utils import shared_memory as shm
 
 from infer_server.backend import load_plan
 from infer_server.engines import Engine, load_engine
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 from tests.infer_server.test_in_place import Float32s, client_of, inputs_of, pictures, write_plan
 

@@ -17,7 +17,7 @@ from infer_server.batching.cache import ResponseCache
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.cli import serve
 from infer_server.repository.roots import LocalFolder
-from tests.infer_server.numpy_engine import check, load_numpy_engine, write_model
+from scripts.testing.numpy_engine import check, load_numpy_engine, write_model
 from tests.infer_server.serving import serving
 
 

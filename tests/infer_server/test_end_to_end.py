@@ -16,9 +16,9 @@ from tritonclient.utils import InferenceServerException
 
 from infer_server.cli import build_engine
 from infer_server.engines.plan.file import read_plan, write_plan
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.cli.test_serve import process
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
 
 BUILD_SECS = 120
 

@@ -9,7 +9,7 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 
-from tests.infer_server.numpy_engine import write_model
+from scripts.testing.numpy_engine import write_model
 from tests.infer_server.serving import serving
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts.fuzz import MODEL, fuzz
-from tests.infer_server.numpy_engine import write_model
+from scripts.testing.numpy_engine import write_model
 from tests.infer_server.serving import FRONTS, WORKERS, serving
 
 

@@ -8,7 +8,7 @@ import pytest
 from infer_server.process import resident_bytes
 from infer_server.protos import http2
 from scripts.http2_attacks import ATTACKS, GRPC, HTTP, Port, run
-from tests.infer_server.numpy_engine import write_model
+from scripts.testing.numpy_engine import write_model
 from tests.infer_server.serving import serving
 
 

@@ -26,9 +26,9 @@ from infer_server.errors import ExecutionError, InvalidRequestError, ModelConfig
 from infer_server.protocol.codec import DATATYPES, InputTensor
 from infer_server.protos import model_config
 from infer_server.repository.kinds.ragged import RaggedExecutor
+from scripts.testing.numpy_engine import NumpyEngine, NumpyTensor
 from tests.engines.compiler.open_models import node
 from tests.engines.compiler.small_models import small_model
-from tests.infer_server.numpy_engine import NumpyEngine, NumpyTensor
 from tests.infer_server.serving import RunningServer, serving
 
 # Exported as Triton's own examples are: what leads inputs has one name, though it is longer in x than in the others.

@@ -19,8 +19,8 @@ from infer_server.batching.request import AwaitedReply, Request
 from infer_server.config.groups import RateLimit, Resource
 from infer_server.errors import ModelConfigError
 from infer_server.rate_limiter import RateGate, RateLimiter
+from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.serving import serving
 
 R, S, T = Resource("R", False), Resource("S", True), Resource("T", True)

@@ -17,9 +17,9 @@ from infer_server.batching.statistics import Failure
 from infer_server.config.config import from_message
 from infer_server.errors import ModelConfigError
 from infer_server.repository.roots import LocalFolder
+from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, check, write_model
 from tests.infer_server.config.test_config import parsed
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, check, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import RunningServer, serving
 

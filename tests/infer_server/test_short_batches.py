@@ -13,7 +13,7 @@ import tritonclient.http
 from tritonclient.utils import shared_memory
 
 from infer_server.batching import batch_times
-from tests.infer_server.numpy_engine import TIMEOUT_SECS, NumpyContext, write_model
+from scripts.testing.numpy_engine import TIMEOUT_SECS, NumpyContext, write_model
 from tests.infer_server.serving import RunningServer, serving
 
 X = np.ones((1, 4), np.float32)

@@ -25,9 +25,9 @@ from infer_server.endpoints.grpc.methods import INFER_PATH, Methods
 from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import InvalidRequestError
 from scripts.stress import INFER, ask_on, request
+from scripts.testing.mute_client import MuteClient
+from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import eventually, executions, infer
-from tests.infer_server.mute_client import MuteClient
-from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
 VALUES = 512 << 10                              # values of an input and of an output: 2 MiB

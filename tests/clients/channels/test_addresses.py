@@ -16,9 +16,9 @@ from infer_server.clients.channels import health as health_checks
 from infer_server.clients.channels.addresses import Address, parse_url
 from infer_server.clients.errors import ServerUnavailableError
 from infer_server.protos import health, http2
+from scripts.testing.numpy_engine import write_model
 from tests.clients.channels.peers import KINDS, Peer, client_of, keepalive_secs, listening, proxy_to, scripted
 from tests.clients.server import TIMEOUT_SECS, Doubler, serving
-from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import FRONTS
 from tests.infer_server.serving import serving as infer_serving
 

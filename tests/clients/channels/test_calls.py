@@ -30,10 +30,10 @@ from infer_server.clients.errors import (
 from infer_server.protos import http2
 from infer_server.protos import inference as pb
 from infer_server.protos.grpc_framing import prefix_of
+from scripts.testing.numpy_engine import write_model
 from tests.clients.channels.peers import KINDS, LIVE, Peer, client_of, listening, proxy_to, scripted
 from tests.clients.server import TIMEOUT_SECS, Doubler
 from tests.clients.server import serving as serving_doubler
-from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import FRONTS, RunningServer, serving
 
 pytestmark = pytest.mark.skipif(not http2.is_installed, reason="ngh2 is not installed")

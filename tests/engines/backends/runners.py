@@ -13,10 +13,10 @@ import pytest
 
 from infer_server.engines.backends.cuda.codegen.gpu import GPUS
 from infer_server.engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_AMX_FP16, AVX512_VNNI, PORTABLE
-from tests.engines.backends.cuda.runner import GpuRunner, at_hand
+from scripts.testing.gpu.runner import GpuRunner, at_hand
+from scripts.testing.suite import Runner
 from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner
 from tests.engines.backends.numpy.runner import NumpyRunner
-from tests.engines.backends.suite import Runner
 
 _GPUS = filter(None, os.environ.get("INFER_TEST_GPUS", "").split(","))
 OTHERS: list[Runner] = [NumpyRunner(), *(at_hand() if name == "cuda" else GpuRunner(GPUS[name]) for name in _GPUS)]

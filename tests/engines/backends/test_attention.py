@@ -9,9 +9,9 @@ from infer_server.engines.backends.llvm.kernels.matmul.attention import Attentio
 from infer_server.engines.lowering.epilogue.program import ProgramBuilder
 from infer_server.engines.lowering.problems.matmul import Attention
 from infer_server.engines.lowering.problems.view import View, dense_view
+from scripts.testing.suite import check, random_array
 from tests.engines.backends.llvm.runner import ToldRunner
 from tests.engines.backends.runners import EVERY_BACKEND
-from tests.engines.backends.suite import check, random_array
 
 BATCH = 2
 TOLERANCE = {"int8": 0, "fp32": 2e-5, "bf16": 1e-2, "fp16": 2e-3}

@@ -7,8 +7,8 @@ import pytest
 from infer_server.engines.lowering.buffers import border
 from infer_server.engines.lowering.calls.placement import Storage
 from infer_server.engines.lowering.problems.view import Halo, dense_view
+from scripts.testing.suite import Runner
 from tests.engines.backends.runners import EVERY_WIDTH
-from tests.engines.backends.suite import Runner
 
 BATCH = 3
 

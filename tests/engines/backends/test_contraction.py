@@ -18,10 +18,10 @@ from infer_server.engines.lowering.epilogue.program import EpilogueProgram, Prog
 from infer_server.engines.lowering.problems.convolution import BlockedProduct, Contraction, RoundedProduct
 from infer_server.engines.lowering.problems.view import Halo, dense_view
 from infer_server.engines.ops.blocks import QuantizeBlocks
+from scripts.testing.suite import check, gapped, random_array, requantise, run
 from tests.engines.backends.llvm.jit import assembly, spills
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA
-from tests.engines.backends.suite import check, gapped, random_array, requantise, run
 
 BATCH = 2
 STORED = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -8,10 +8,10 @@ from infer_server.engines.backends.llvm.kernels.depthwise.depthwise import Depth
 from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.lowering.problems.convolution import Depthwise
 from infer_server.engines.lowering.problems.view import View, dense_view
+from scripts.testing.suite import check, gapped, random_array, requantise, run
 from tests.engines.backends.llvm.jit import assembly, spills
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA_WIDTH, EVERY_WIDTH
-from tests.engines.backends.suite import check, gapped, random_array, requantise, run
 
 BATCH = 2
 DTYPES = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -4,9 +4,9 @@ import pytest
 from infer_server.engines.backends.llvm.codegen.isa import PORTABLE
 from infer_server.engines.lowering.problems.movement import GatherElements, Lookup, Take
 from infer_server.engines.lowering.problems.view import View, dense_view
+from scripts.testing.suite import check, gapped, random_array, run
 from tests.engines.backends.llvm.runner import CpuRunner
 from tests.engines.backends.runners import EVERY_WIDTH
-from tests.engines.backends.suite import check, gapped, random_array, run
 
 BATCH = 2
 

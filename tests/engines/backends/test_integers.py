@@ -8,9 +8,9 @@ from infer_server.engines.lowering.lower import lower
 from infer_server.engines.lowering.problems.elementwise import OPERATIONS, STORED_INTEGERS, CumulativeSum, Integers
 from infer_server.engines.lowering.problems.view import View, dense_view
 from infer_server.engines.ops import OPS
+from scripts.testing.suite import check, gapped, random_array, run
 from tests.engines.backends.llvm.runner import CpuRunner
 from tests.engines.backends.runners import EVERY_WIDTH
-from tests.engines.backends.suite import check, gapped, random_array, run
 
 ITEMS = 2
 ARGUMENTS = {"copy": 1, "not": 1, "negate": 1, "invert": 1, "absolute": 1, "where": 3}

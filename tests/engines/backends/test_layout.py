@@ -5,9 +5,9 @@ from infer_server.engines.backends.llvm.codegen.isa import PORTABLE
 from infer_server.engines.lowering.epilogue.program import ProgramBuilder
 from infer_server.engines.lowering.problems.movement import Permute
 from infer_server.engines.lowering.problems.view import View, dense_view
+from scripts.testing.suite import check, gapped, random_array, run
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_WIDTH
-from tests.engines.backends.suite import check, gapped, random_array, run
 
 BATCH = 2
 

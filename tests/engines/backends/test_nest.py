@@ -10,8 +10,8 @@ from infer_server.engines.lowering.nest.meaning import evaluate
 from infer_server.engines.lowering.nest.program import ARITHMETIC, COMPARISONS, FLOATING, KINDS, REDUCTIONS, Writer
 from infer_server.engines.lowering.problems.nest import Nest, Scatter
 from infer_server.engines.lowering.problems.view import View, dense_view
+from scripts.testing.suite import check, gapped, random_array
 from tests.engines.backends.runners import EVERY_ISA_WIDTH, EVERY_WIDTH
-from tests.engines.backends.suite import check, gapped, random_array
 
 ITEMS = 2
 STORED = {"f32": "float32", "f64": "float64", "i32": "int32", "i64": "int64", "u64": "uint64", "i1": "bool"}

@@ -17,9 +17,9 @@ from infer_server.engines.lowering.epilogue.program import (
 )
 from infer_server.engines.lowering.problems.elementwise import Pointwise
 from infer_server.engines.lowering.problems.view import View, dense_view
+from scripts.testing.suite import check, gapped, random_array, requantise, run
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND
-from tests.engines.backends.suite import check, gapped, random_array, requantise, run
 
 BATCH = 2
 

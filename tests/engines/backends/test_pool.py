@@ -5,9 +5,9 @@ from infer_server.engines.backends.llvm.codegen.isa import ALL, AVX2
 from infer_server.engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from infer_server.engines.lowering.problems.images import Pool
 from infer_server.engines.lowering.problems.view import dense_view
+from scripts.testing.suite import check, gapped, random_array, requantise, run
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_ISA_WIDTH, EVERY_WIDTH
-from tests.engines.backends.suite import check, gapped, random_array, requantise, run
 
 BATCH = 2
 PLAIN = EpilogueProgram((), 0, 0)

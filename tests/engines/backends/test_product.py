@@ -12,10 +12,10 @@ from infer_server.engines.lowering.epilogue.program import EpilogueProgram
 from infer_server.engines.lowering.problems.matmul import IntegerProduct, Product
 from infer_server.engines.lowering.problems.view import View, dense_view
 from infer_server.engines.plan.plan import SLACK
+from scripts.testing.suite import check, gapped, random_array, requantise
 from tests.engines.backends.llvm.jit import assembly, spills
 from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA
-from tests.engines.backends.suite import check, gapped, random_array, requantise
 
 BATCH = 2
 STORED = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

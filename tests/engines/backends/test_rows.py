@@ -7,9 +7,9 @@ from infer_server.engines.backends.llvm.kernels.rows import kernels
 from infer_server.engines.lowering.epilogue.program import ProgramBuilder
 from infer_server.engines.lowering.problems.rows import Extreme, Lrn, Norm, Reduce, Softmax
 from infer_server.engines.lowering.problems.view import View, dense_view
+from scripts.testing.suite import check, gapped, random_array, requantise, run
 from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner, kernel_of
 from tests.engines.backends.runners import EVERY_WIDTH
-from tests.engines.backends.suite import check, gapped, random_array, requantise, run
 
 BATCH = 2
 FAMILIES = {

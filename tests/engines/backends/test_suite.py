@@ -8,8 +8,8 @@ import pytest
 
 from infer_server.engines.lowering.problems.movement import Permute
 from infer_server.engines.lowering.problems.problem import Array, Problem
+from scripts.testing.suite import check, gapped
 from tests.engines.backends.numpy.runner import NumpyRunner
-from tests.engines.backends.suite import check, gapped
 
 VIEW = gapped("uint8", (3, 4))
 

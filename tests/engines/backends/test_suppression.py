@@ -5,9 +5,9 @@ from infer_server.engines.backends.llvm.codegen.isa import PORTABLE
 from infer_server.engines.backends.llvm.kernels.elementwise.top_k import BLOCK
 from infer_server.engines.lowering.problems.selection import Suppression
 from infer_server.engines.lowering.problems.view import dense_view
+from scripts.testing.suite import gapped, run
 from tests.engines.backends.llvm.runner import CpuRunner
 from tests.engines.backends.runners import EVERY_WIDTH
-from tests.engines.backends.suite import gapped, run
 
 BATCH, CLASSES = 2, 3
 

@@ -7,9 +7,9 @@ from infer_server.engines.ir.graph import Node
 from infer_server.engines.lowering.problems.elementwise import TopK
 from infer_server.engines.lowering.problems.view import dense_view
 from infer_server.engines.ops import OPS
+from scripts.testing.suite import check, gapped, run
 from tests.engines.backends.llvm.runner import CpuRunner
 from tests.engines.backends.runners import EVERY_WIDTH
-from tests.engines.backends.suite import check, gapped, run
 
 ITEMS = 2
 

@@ -11,7 +11,7 @@ from onnxruntime import InferenceSession
 
 from infer_server.engines import build_engine
 from infer_server.engines.frontend.onnx_import import graph_from_onnx
-from tests.engines.compiler.resize_cases import (
+from scripts.testing.resize_cases import (
     FAMILIES,
     Case,
     by_kernels,

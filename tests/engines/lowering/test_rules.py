@@ -16,9 +16,9 @@ from infer_server.engines.lowering.problems.nest import Nest
 from infer_server.engines.lowering.problems.view import dense_view
 from infer_server.engines.lowering.rules.copies import refined
 from infer_server.engines.ops import OPS, Stored
+from scripts.testing.suite import Runner, guarded
 from tests.engines.backends.llvm.runner import CpuRunner
 from tests.engines.backends.runners import CPU, OTHERS
-from tests.engines.backends.suite import Runner, guarded
 
 ITEMS = 3
 U8 = QParams((0.05,), (120,), "uint8")

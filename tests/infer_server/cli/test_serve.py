@@ -21,8 +21,8 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from infer_server.cli.serve import _run, main
+from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import serving
 
 
@@ -199,7 +199,7 @@ def test_full_devices_of_logs_and_traces_cost_a_line_and_no_request(tmp_path: Pa
         port = free.getsockname()[1]
     write_model(tmp_path, "m")
     command = [
-        sys.executable, "-m", "tests.infer_server.serving", "--model-repository", str(tmp_path), "--grpc-port", "0",
+        sys.executable, "-m", "scripts.testing.numpy_server", "--model-repository", str(tmp_path), "--grpc-port", "0",
         "--http-port", str(port), "--metrics-port", "0", "--drain-grace-secs", "0", "--log-file", "/dev/full",
         "--access-log", "json", "--trace-config", "triton,file=/dev/full", "--trace-config", "rate=1",
         "--trace-config", "level=TIMESTAMPS", *options]

@@ -9,8 +9,8 @@ import pytest
 
 from infer_server.cli.serve import _options, _parser
 from infer_server.cli.triton_options import log_level, without_effect
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.cli.test_serve import process
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
 
 # As src/command_line_parser.cc of its server has them, with a value that its users write; "": refused here.
 TRITONS = {

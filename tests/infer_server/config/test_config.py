@@ -22,7 +22,7 @@ from infer_server.protos import model_config
 from infer_server.repository.building import build_command
 from infer_server.repository.folders import read_model
 from infer_server.repository.roots import LocalFolder, root_of
-from tests.infer_server.numpy_engine import NumpyEngine, NumpyTensor, write_model
+from scripts.testing.numpy_engine import NumpyEngine, NumpyTensor, write_model
 
 
 def parsed(text: str) -> model_config.ModelConfig:

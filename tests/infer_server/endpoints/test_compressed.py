@@ -13,9 +13,9 @@ from infer_server.errors import MalformedMessageError, TooLargeError
 from infer_server.protocol.compression import coding_of
 from infer_server.protocol.wire import byte_strings, split_request
 from infer_server.protos import health, inference
+from scripts.testing.mute_client import MuteClient
+from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.mute_client import MuteClient
-from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 from tritonclient.utils import shared_memory as shm
 
 from infer_server.endpoints.settings import LogSettings
-from tests.infer_server.numpy_engine import write_model
+from scripts.testing.numpy_engine import write_model
 from tests.infer_server.serving import RunningServer, serving
 
 X = np.array([[1, 2, 3, 4], [4, 3, 2, 1]], np.float32)

@@ -13,8 +13,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from infer_server.cli.serve import _options, _parser
+from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.http2_client import INFER, Http2Client
-from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
 

@@ -21,8 +21,8 @@ from infer_server.lifecycle import StartUp
 from infer_server.observing.custom_metrics import CustomMetrics, MetricsOwner
 from infer_server.observing.gpus import Gpus
 from infer_server.workers import PeriodicValue
+from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import infer, scrape
-from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import serving
 

@@ -21,9 +21,9 @@ from infer_server.endpoints.http2.settings import settings_of
 from infer_server.grpc_ports import NGHTTP2
 from infer_server.protos import http2, inference
 from infer_server.protos.grpc_framing import prefix_of
+from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.http2_client import INFER, LIVE, Http2Client, headers
-from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import WORKERS, RunningServer, serving
 
 pytestmark = pytest.mark.skipif(not http2.is_installed, reason="ngh2 is not installed")

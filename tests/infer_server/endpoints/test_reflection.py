@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from infer_server import protos
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.serving import serving
 
 descriptors = pytest.importorskip("grpc_reflection.v1alpha.proto_reflection_descriptor_database",

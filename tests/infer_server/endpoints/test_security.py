@@ -27,8 +27,8 @@ from infer_server import protos
 from infer_server.endpoints.http import connection
 from infer_server.endpoints.restrictions import CATEGORIES, parsed
 from infer_server.endpoints.tls import ServerTls
+from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, WORKERS, RunLoop, RunningServer, serving
 
 SECRET = parsed([f"{','.join(CATEGORIES)}:key=sesame"])

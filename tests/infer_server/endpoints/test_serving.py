@@ -27,7 +27,7 @@ from infer_server import protos
 from infer_server.batching.statistics import Counters, Failure
 from infer_server.protos import health
 from infer_server.server import Server
-from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, Gate, load_numpy_engine, write_model
+from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, Gate, load_numpy_engine, write_model
 from tests.infer_server.serving import DEFAULTS, FRONTS, WORKERS, RunningServer, options, serving
 
 ONE = np.ones((1, 4), np.float32)

@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 from tritonclient.utils import shared_memory as shm
 
 from infer_server import protos
-from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
+from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
 CLIENTS = (tritonclient.grpc, tritonclient.grpc.aio, tritonclient.http, tritonclient.http.aio)

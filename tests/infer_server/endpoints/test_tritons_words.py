@@ -15,8 +15,8 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from tritonclient.utils import shared_memory as shm
 
+from scripts.testing.numpy_engine import write_model
 from tests.infer_server.endpoints.http.plain import ask, post
-from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import FRONTS, RunningServer, serving
 

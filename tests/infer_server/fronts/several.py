@@ -10,8 +10,8 @@ import numpy as np
 import tritonclient.grpc as triton
 
 from infer_server.fronts.fronts import FrontendWorkers
+from scripts.testing.numpy_engine import Gate
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import Gate
 from tests.infer_server.serving import RunningServer
 
 SOME = 8                # clients; that one front has all of their connections happens once in a hundred times

@@ -15,10 +15,10 @@ import pytest
 import tritonclient.grpc as triton
 
 from infer_server.fronts import link
+from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.cli.test_serve import process
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.fronts.several import children_of, fronts, infer, is_alive, pids
-from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.serving import WORKERS, serving
 
 
@@ -50,7 +50,7 @@ def test_a_signal_to_all_is_for_the_process_that_drains_the_fronts(tmp_path: Pat
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_all_while_fronts_start_ends_the_server_as_later(tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "tests.infer_server.serving", "--model-repository", str(tmp_path),
+    command = [sys.executable, "-m", "scripts.testing.numpy_server", "--model-repository", str(tmp_path),
                "--workers", "2", "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0",
                "--drain-grace-secs", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:

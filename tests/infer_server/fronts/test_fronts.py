@@ -24,11 +24,11 @@ from tritonclient.utils import serialize_byte_tensor
 from infer_server.fronts import link
 from infer_server.fronts.engine_end import EngineEnd
 from infer_server.fronts.link import Frame
+from scripts.testing.mute_client import MuteClient
+from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_grpc import request_of
 from tests.infer_server.endpoints.test_serving import eventually, scrape, statistics
 from tests.infer_server.fronts.several import SOME, fronts, infer, open_calls, waiting
-from tests.infer_server.mute_client import MuteClient
-from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.serving import WORKERS, serving
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from infer_server.fronts import link
 from infer_server.fronts.link import Frame, Link
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 
 
 class Collects(Link):

@@ -16,7 +16,7 @@ from infer_server.fronts.over_grpc import GrpcCalls
 from infer_server.fronts.settings import WorkerSettings
 from infer_server.grpc_ports import GRPC_LIBRARIES, grpc_server
 from infer_server.listeners import Listeners
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 
 STREAM = f"/{protos.INFERENCE_SERVICE}/ModelStreamInfer"
 

@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from infer_server.fronts.ports import Reserved
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 
 
 def listening(port: int) -> socket.socket:

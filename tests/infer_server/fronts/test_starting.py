@@ -29,10 +29,10 @@ from infer_server.fronts.ports import Reserved
 from infer_server.fronts.settings import WorkerSettings
 from infer_server.server import Server
 from infer_server.workers import in_daemon_thread
+from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, load_numpy_engine, write_model
 from tests.infer_server.cli.test_serve import process
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.fronts.several import children_of, fronts, infer, is_alive, open_calls, pids, waiting
-from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, load_numpy_engine, write_model
 from tests.infer_server.serving import WORKERS, options, serving
 
 
@@ -168,7 +168,7 @@ def test_a_port_of_another_server_is_refused_and_fronts_share_theirs(tmp_path: P
         for taken in ({"grpc_port": server.ports.grpc}, {"http_port": server.ports.http}):
             for workers in (1, 2):
                 done = subprocess.run(
-                    [sys.executable, "-m", "tests.infer_server.serving", "--model-repository", str(tmp_path),
+                    [sys.executable, "-m", "scripts.testing.numpy_server", "--model-repository", str(tmp_path),
                      "--workers", str(workers), "--metrics-port", "0",
                      "--grpc-port", str(taken.get("grpc_port", 0)), "--http-port", str(taken.get("http_port", 0))],
                     capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)

@@ -14,8 +14,8 @@ from tritonclient.utils import InferenceServerException
 from infer_server.cli.tracing import parsed
 from infer_server.observing.access_log import OK, AccessEntry
 from infer_server.observing.spans import SpanSettings, SpanTracer
+from scripts.testing.numpy_engine import write_model
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.repository.test_ensembles import write_chain
 from tests.infer_server.serving import RunningServer, serving
 

@@ -21,8 +21,8 @@ from infer_server.observing import trace_files, traces
 from infer_server.observing.access_log import OK, AccessEntry
 from infer_server.observing.trace_files import TraceFiles
 from infer_server.observing.trace_settings import TraceSettings
+from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.repository.test_ensembles import write_chain
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving

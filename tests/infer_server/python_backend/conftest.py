@@ -7,7 +7,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from infer_server.python_backend import executor, process
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.serving import RunningServer
 
 

@@ -15,8 +15,8 @@ import tritonclient.grpc as triton
 from infer_server.python_backend import pb_utils
 from infer_server.python_backend.pb_config import ModelConfig
 from infer_server.repository.kinds.local import request_of
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.python_backend.test_async import CONFIG, tensor
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import RunningServer, serving

@@ -11,7 +11,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from infer_server.python_backend import pb_utils
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import FRONTS, serving
 

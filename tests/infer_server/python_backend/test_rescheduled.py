@@ -12,8 +12,8 @@ from tritonclient.utils import InferenceServerException
 from infer_server.batching.statistics import Failure
 from infer_server.python_backend.executor import PythonExecutor
 from infer_server.repository import model as model_module
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.python_backend.test_iterative import DECOUPLED, streamed
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import RunningServer, serving

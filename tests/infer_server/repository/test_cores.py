@@ -9,8 +9,8 @@ from infer_server.config.autocomplete import complete
 from infer_server.errors import ModelConfigError
 from infer_server.protos import model_config
 from infer_server.repository.cores import ARENA_BUDGET_BYTES, CpuDealer, default_instances
+from scripts.testing.numpy_engine import NumpyEngine
 from tests.infer_server.batching.test_paying_batch import ones
-from tests.infer_server.numpy_engine import NumpyEngine
 
 
 def test_a_model_that_says_nothing_has_an_instance_for_every_core_that_its_threads_leave() -> None:

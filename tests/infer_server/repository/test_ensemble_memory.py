@@ -17,8 +17,8 @@ from infer_server.batching.request import Request
 from infer_server.endpoints.grpc.service.stream import _Answer, _InferStream
 from infer_server.python_backend.window import OpenRequests, SendWindow
 from infer_server.repository.kinds.ensemble_run import EnsembleRun, _Flow
+from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_python_models import python_model
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 

@@ -16,8 +16,8 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from infer_server.repository.roots import LocalFolder
+from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, check, write_model
 from tests.infer_server.endpoints.test_serving import eventually, scrape
-from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, check, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import serving
 

@@ -24,8 +24,8 @@ from infer_server.engines.preprocess import IMAGENET, PRESETS
 from infer_server.errors import ModelConfigError
 from infer_server.repository.folders import read_model
 from infer_server.repository.kinds.image_model import ImageInput, image_input
+from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, load_numpy_engine, write_model
 from tests.infer_server.endpoints.test_serving import eventually, statistics
-from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, load_numpy_engine, write_model
 from tests.infer_server.serving import RunningServer, serving
 
 PICTURE = Path(__file__).parents[3] / "docs" / "benchmarks" / "peers.png"

@@ -18,8 +18,8 @@ from tritonclient.utils import InferenceServerException
 from infer_server.repository.building import Compiler
 from infer_server.repository.on_demand import OnDemand
 from infer_server.repository.repository import Repository
+from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.repository.test_ensembles import write_chain
 from tests.infer_server.serving import FRONTS, RunningServer, serving
 

@@ -16,8 +16,8 @@ from tritonclient.utils import InferenceServerException
 from infer_server.errors import InvalidRequestError
 from infer_server.repository.building import Compiler
 from infer_server.repository.overrides import temporary_repository
+from scripts.testing.numpy_engine import write_model
 from tests.infer_server.endpoints.http.plain import CLOSE, ask, post
-from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import RunningServer, serving
 
 SECRET = "secret.txt"

@@ -13,10 +13,10 @@ import pytest
 import tritonclient.grpc as triton
 
 from infer_server.engines.plan.file import write_plan
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 from tests.engines.plan.test_private_copy import plan_of
 from tests.infer_server.cli.test_serve import process
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
 
 SIZE = 32 << 20
 ROUNDS = 12

@@ -14,8 +14,8 @@ from tritonclient.utils import InferenceServerException
 from infer_server.errors import RepositoryError
 from infer_server.repository.polling import Poller
 from infer_server.repository.roots import LocalFolder
+from scripts.testing.numpy_engine import write_model
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import RunningServer, serving
 
 

@@ -11,7 +11,7 @@ import tritonclient.grpc as triton
 
 from infer_server.repository.building import Compiler
 from infer_server.repository.model import Model
-from tests.infer_server.numpy_engine import write_model
+from scripts.testing.numpy_engine import write_model
 from tests.infer_server.serving import RunningServer, serving
 
 CONFIG = """version_policy {{ specific {{ versions: [{}] }} }} {}

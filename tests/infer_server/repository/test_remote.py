@@ -14,8 +14,8 @@ import infer_server.repository.remote
 from infer_server.errors import FetchError, RepositoryError
 from infer_server.repository.remote import RemoteFolder
 from infer_server.server import repository_roots
+from scripts.testing.numpy_engine import check, write_model
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import check, write_model
 from tests.infer_server.serving import serving
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")

@@ -24,8 +24,8 @@ from infer_server.repository.folders import Source
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
 from infer_server.repository.roots import LocalFolder
+from scripts.testing.numpy_engine import CONTEXTS, GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import eventually, infer, page
-from tests.infer_server.numpy_engine import CONTEXTS, GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import RunningServer, serving
 

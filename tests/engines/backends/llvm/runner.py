@@ -17,9 +17,9 @@ from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.lowering.problems.problem import Array, Problem
 from infer_server.engines.lowering.problems.view import View
 from infer_server.engines.plan.plan import SLACK
+from scripts.testing.suite import UNTOUCHED, guarded, random_array
 from tests.engines.backends.llvm.emulation import EMULATION
 from tests.engines.backends.llvm.jit import LoadedKernel, runs_here
-from tests.engines.backends.suite import UNTOUCHED, guarded, random_array
 
 Called = Callable[[list[Array], tuple[int, int], tuple[int, int]], None]      # operands, rows, columns of the grid
 

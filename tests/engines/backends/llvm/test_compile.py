@@ -14,10 +14,10 @@ from infer_server.engines.lowering.problems.images import Pool
 from infer_server.engines.lowering.problems.movement import Lookup, Permute
 from infer_server.engines.lowering.problems.rows import Norm, Softmax
 from infer_server.engines.lowering.problems.view import dense_view
+from scripts.testing.suite import numpy_dtype, run
 from tests.engines.backends.llvm.jit import assembly
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_ISA
-from tests.engines.backends.suite import numpy_dtype, run
 
 PLAIN = EpilogueProgram((), 0, 0)
 

@@ -8,9 +8,9 @@ from infer_server.engines.backends.llvm.kernels.matrix_unit.softmax import Scali
 from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.codegen.types import I64, PTR
 from infer_server.engines.lowering.epilogue.program import NUMPY
+from scripts.testing.suite import random_array
 from tests.engines.backends.llvm.emulation import EMULATION
 from tests.engines.backends.llvm.jit import LoadedKernel, assembly, runs_here, spills
-from tests.engines.backends.suite import random_array
 
 
 def call(name, types, result, operands, native=False):

@@ -19,13 +19,13 @@ from infer_server.engines.backends.llvm.kernels.recurrent.matrix_tiling import (
 from infer_server.engines.backends.llvm.kernels.recurrent.matrix_unit import MatrixUnitRecurrence
 from infer_server.engines.backends.llvm.kernels.recurrent.recurrence import RecurrenceKernel
 from infer_server.engines.backends.llvm.kernels.recurrent.tiling import Panels
+from scripts.testing.recurrence import Case, node_of
+from scripts.testing.suite import check
 from tests.engines.backends.llvm.emulation import EMULATION
 from tests.engines.backends.llvm.jit import runs_here
 from tests.engines.backends.llvm.runner import CpuRunner
 from tests.engines.backends.llvm.tiles.jobs import counting, kernel_job
 from tests.engines.backends.llvm.tiles.trapped import run_trapped
-from tests.engines.backends.suite import check
-from tests.engines.backends.test_recurrence import Case, node_of
 
 CPU = CpuRunner(AVX512_AMX)
 NATIVE = pytest.mark.parametrize("native", [

@@ -24,10 +24,10 @@ from infer_server.engines.backends.llvm.kernels.matrix_unit.contraction import A
 from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.codegen.types import I64, PTR
 from infer_server.engines.lowering.epilogue.program import EpilogueProgram
+from scripts.testing.suite import check, random_array, run
 from tests.engines.backends.llvm.emulation import EMULATION
 from tests.engines.backends.llvm.jit import LoadedKernel, assembly, runs_here, spills
 from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner
-from tests.engines.backends.suite import check, random_array, run
 from tests.engines.backends.test_contraction import SHAPES, TOLERANCE, Shape, problem
 
 CPU = CpuRunner(AVX512_AMX)

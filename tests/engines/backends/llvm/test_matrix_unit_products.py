@@ -12,10 +12,10 @@ from infer_server.engines.backends.llvm.kernels.matrix_unit.product import (
     MatrixUnitIntegerProduct,
     MatrixUnitProduct,
 )
+from scripts.testing.suite import check, run
 from tests.engines.backends import test_attention, test_product
 from tests.engines.backends.llvm.jit import runs_here
 from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner
-from tests.engines.backends.suite import check, run
 
 CPU = CpuRunner(AVX512_AMX)
 ATTENTION = test_attention.SHAPES | {

@@ -5,8 +5,8 @@ import pytest
 from infer_server.engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, PORTABLE
 from infer_server.engines.backends.llvm.kernels.contraction.widen import Widen, widened
 from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT
+from scripts.testing.suite import check
 from tests.engines.backends.runners import EVERY_WIDTH
-from tests.engines.backends.suite import check
 
 
 @EVERY_WIDTH

@@ -13,8 +13,8 @@ from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.lowering.problems.convolution import Contraction
 from infer_server.engines.lowering.problems.view import dense_view
 from infer_server.engines.lowering.rules.contraction import bounded
+from scripts.testing.suite import check, gapped, random_array, requantise
 from tests.engines.backends.llvm.runner import CpuRunner
-from tests.engines.backends.suite import check, gapped, random_array, requantise
 
 BATCH = 3
 SHAPES = {"whole tiles": (8, 8, 32, 32), "tails both ways": (7, 9, 16, 40), "one small tile": (3, 2, 16, 8),

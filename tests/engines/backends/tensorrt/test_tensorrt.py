@@ -30,9 +30,9 @@ from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.file import read_plan, write_plan
 from infer_server.engines.plan.plan import Plan, Step
 from infer_server.engines.runtime.engine import Engine
+from scripts.testing.gpu.emulated import EmulatedGpu
 from tests.engines.compiler.small_models import node, small_model
 from tests.engines.compiler.zoo_engines import compiled
-from tests.gpu.emulated import EmulatedGpu
 from tests.zoo import TINY
 
 

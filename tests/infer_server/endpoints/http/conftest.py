@@ -7,8 +7,8 @@ import pytest
 import tritonclient.http as triton
 
 from infer_server.protos import http2
+from scripts.testing.numpy_engine import write_model
 from tests.infer_server.endpoints.http import plain
-from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import WORKERS, RunningServer, serving
 
 

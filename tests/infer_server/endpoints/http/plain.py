@@ -9,8 +9,8 @@ from typing import Any, BinaryIO
 import httptools
 import numpy as np
 
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.http2_client import Http2Client
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.serving import RunningServer
 
 CLOSE = "Connection: close"

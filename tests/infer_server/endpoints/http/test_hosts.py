@@ -9,8 +9,8 @@ import tritonclient.http as triton
 
 from infer_server.endpoints.restrictions import HostCheck
 from infer_server.errors import ContentTypeError, RestrictedError
+from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.http.plain import CLOSE, ask, body_of
-from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import WORKERS, RunningServer, serving
 
 CHANGES = ("/v2/repository/models/m/load", "/v2/repository/models/m/unload", "/v2/logging", "/v2/trace/setting",

@@ -22,11 +22,11 @@ from infer_server.endpoints.http2 import connection
 from infer_server.endpoints.tls import ServerTls
 from infer_server.protos import http2
 from infer_server.protos.http2 import DataReceived, Header, ResponseReceived, StreamClosed
+from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.http.plain import body_of
 from tests.infer_server.endpoints.test_security import certificates  # noqa: F401
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.http2_client import Http2Client
-from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.serving import WORKERS, RunLoop, RunningServer, serving
 
 pytestmark = pytest.mark.skipif(not http2.is_installed, reason="ngh2 is not installed")

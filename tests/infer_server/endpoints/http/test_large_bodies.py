@@ -10,9 +10,9 @@ import pytest
 
 from infer_server.endpoints.http import connection as connections
 from infer_server.endpoints.http.transports import LargeBody
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.endpoints.http.plain import CLOSE, answer_from, body_of, post, post_large
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.serving import RunningServer
 
 

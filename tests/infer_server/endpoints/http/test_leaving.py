@@ -13,9 +13,9 @@ import pytest
 from infer_server.endpoints.http.exchange import Exchange
 from infer_server.endpoints.http.transports import Outlet
 from infer_server.endpoints.inflight import Inflight
+from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.http.plain import CLOSE, ask, body_of, post, post_large
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.serving import WORKERS, RunningServer, serving
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import MemoryLimitError
+from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.http.plain import CLOSE, ask, body_of, post, post_large
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import WORKERS, RunningServer, serving
 
 MIB = 1 << 20

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from infer_server.listeners import Listeners
+from scripts.testing.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.endpoints.http.plain import CLOSE, ask, body_of, post
 from tests.infer_server.endpoints.test_serving import statistics
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.serving import RunningServer, serving
 
 

@@ -14,11 +14,11 @@ import tritonclient.http as triton
 
 from infer_server.endpoints.http.server_pages import _FILES
 from infer_server.endpoints.status.history import History
+from scripts.testing.numpy_engine import write_model
 from tests.infer_server.endpoints.http import browser
 from tests.infer_server.endpoints.http.plain import CLOSE, ask
 from tests.infer_server.endpoints.http.test_inference import X, tensor
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import WORKERS, RunningServer, serving
 
 STATIC = Path(__file__).parents[4] / "infer_server" / "endpoints" / "status" / "static"

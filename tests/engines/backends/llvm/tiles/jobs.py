@@ -14,8 +14,8 @@ from infer_server.engines.backends.llvm.kernels.kernel import Kernel
 from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.lowering.problems.problem import Array
 from infer_server.engines.plan.plan import SLACK
+from scripts.testing.suite import extent, window
 from tests.engines.backends.llvm.tiles.trapped import KernelJob, run_trapped
-from tests.engines.backends.suite import extent, window
 
 
 def compiled(module: Module, isa: Isa) -> bytes:

@@ -15,9 +15,9 @@ from infer_server.engines.backends.llvm.tuning.candidates import Candidate
 from infer_server.engines.backends.llvm.tuning.tuner import Tuner
 from infer_server.engines.lowering.problems.convolution import Contraction
 from infer_server.engines.machine.timing_cache import TimingCache
+from scripts.testing.suite import numpy_dtype, requantise
 from tests.engines.backends.llvm.tiles.jobs import counting, kernel_job
 from tests.engines.backends.llvm.tiles.trapped import KernelJob
-from tests.engines.backends.suite import numpy_dtype, requantise
 from tests.engines.backends.test_contraction import STORED, Shape
 
 

@@ -28,9 +28,9 @@ from infer_server.engines.lowering.problems.nest import Nest, Scatter
 from infer_server.engines.lowering.problems.problem import STORED, Array, Problem
 from infer_server.engines.lowering.problems.rows import Extreme, Lrn, Norm, Reduce, RowProblem, Softmax
 from infer_server.engines.lowering.problems.view import View, dense_view
-from tests.engines.backends.suite import gapped, random_array, requantise
-from tests.engines.backends.test_recurrence import Case as Layer
-from tests.engines.backends.test_recurrence import node_of
+from scripts.testing.recurrence import Case as Layer
+from scripts.testing.recurrence import node_of
+from scripts.testing.suite import gapped, random_array, requantise
 
 Case = tuple[Any, list[Array], dict[str, Any]]      # a problem, its inputs for some items, its constants
 TOLERANCE = {"int8": 0, "int16": 0, "fp32": 1e-4, "bf16": 4e-2, "fp16": 8e-3}    # tolerance for sums in another order

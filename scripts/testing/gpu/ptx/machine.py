@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.gpu.ptx.memory import Array, Memory, Shared
-from tests.gpu.ptx.text import Fault, Instruction, Kernel
+from scripts.testing.gpu.ptx.memory import Array, Memory, Shared
+from scripts.testing.gpu.ptx.text import Fault, Instruction, Kernel
 
 WARP = 32
 LANES = 1 << 16         # threads that run together, at most
@@ -41,7 +41,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name in ("scalar", "movement", "tensor"):      # importing these modules fills ACTIONS
-            import_module(f"tests.gpu.ptx.{name}")
+            import_module(f"scripts.testing.gpu.ptx.{name}")
 
     def launch(self, kernel: Kernel, grid: tuple[int, ...], threads: int, arguments: Sequence[int],
                shared_bytes: int = 0) -> None:

@@ -21,7 +21,7 @@ from infer_server.engines.backends.cuda.runtime.driver import GpuDriver
 from infer_server.engines.backends.cuda.runtime.holdings import ScopedResources
 from infer_server.engines.lowering.problems.problem import Array, Problem
 from infer_server.engines.machine.timing_cache import TimingCache
-from tests.gpu.emulated import EmulatedGpu
+from scripts.testing.gpu.emulated import EmulatedGpu
 
 ALIGNED = 256       # default alignment of every tensor
 

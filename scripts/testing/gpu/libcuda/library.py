@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from infer_server.engines.ir.graph import Array
-from tests.gpu.ptx.machine import Machine
-from tests.gpu.ptx.memory import BASE, Memory
-from tests.gpu.ptx.text import Kernel
+from scripts.testing.gpu.ptx.machine import Machine
+from scripts.testing.gpu.ptx.memory import BASE, Memory
+from scripts.testing.gpu.ptx.text import Kernel
 
 Clock = Callable[[Kernel, tuple[int, int], int], float]     # seconds of a launch: its kernel, grid, threads of a block
 Task = Callable[[], None]

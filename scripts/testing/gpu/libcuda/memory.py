@@ -7,8 +7,8 @@ import numpy as np
 
 from infer_server.engines.backends.cuda.runtime.structures import Handle, RowCopy
 from infer_server.engines.ir.graph import Array
-from tests.gpu.libcuda.library import CAPTURING, HANDLE, INVALID, MEMORY, Libcuda, Out, Refused, Stream, call
-from tests.gpu.ptx.memory import BASE
+from scripts.testing.gpu.libcuda.library import CAPTURING, HANDLE, INVALID, MEMORY, Libcuda, Out, Refused, Stream, call
+from scripts.testing.gpu.ptx.memory import BASE
 
 
 @call(Out(c_size_t), Out(c_size_t))

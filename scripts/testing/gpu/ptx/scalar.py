@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.gpu.ptx.machine import TYPES, Run, action
-from tests.gpu.ptx.memory import Array
-from tests.gpu.ptx.text import Fault, Instruction
+from scripts.testing.gpu.ptx.machine import TYPES, Run, action
+from scripts.testing.gpu.ptx.memory import Array
+from scripts.testing.gpu.ptx.text import Fault, Instruction
 
 
 def _operands(run: Run, i: Instruction, count: int, type_: str = "") -> list[Array]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.gpu.ptx.text import Fault
+from scripts.testing.gpu.ptx.text import Fault
 
 Array = NDArray[Any]
 BASE = 1 << 20          # address of byte 0 of the memory: low addresses are faults

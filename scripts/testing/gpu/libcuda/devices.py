@@ -4,7 +4,7 @@ from __future__ import annotations
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
-from tests.gpu.libcuda.library import ORDINAL, TABLE, TEXTS, USED, Libcuda, Out, Refused, call
+from scripts.testing.gpu.libcuda.library import ORDINAL, TABLE, TEXTS, USED, Libcuda, Out, Refused, call
 
 
 @call(c_uint, anywhere=True)

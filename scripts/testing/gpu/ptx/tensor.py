@@ -5,9 +5,9 @@ import re
 
 import numpy as np
 
-from tests.gpu.ptx.machine import TYPES, WARP, Run, action
-from tests.gpu.ptx.memory import Array
-from tests.gpu.ptx.text import Fault, Instruction
+from scripts.testing.gpu.ptx.machine import TYPES, WARP, Run, action
+from scripts.testing.gpu.ptx.memory import Array
+from scripts.testing.gpu.ptx.text import Fault, Instruction
 
 
 def _extents(word: str) -> tuple[int, int, int]:

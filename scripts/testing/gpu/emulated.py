@@ -1,4 +1,4 @@
-"""Emulated GPU (tests/gpu/ptx) behind the runtime's own driver (engines/backends/cuda/runtime/driver.py)."""
+"""Emulated GPU (scripts/testing/gpu/ptx) behind the runtime's own driver (engines/backends/cuda/runtime/driver.py)."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from infer_server.engines.backends.cuda.runtime.device import DEVICE
 from infer_server.engines.backends.cuda.runtime.driver import CudaGpu
 from infer_server.engines.backends.cuda.runtime.library import Library, info_of
 from infer_server.engines.ir.graph import Array
-from tests.gpu.libcuda.library import Clock, Libcuda
-from tests.gpu.ptx.text import Kernel
+from scripts.testing.gpu.libcuda.library import Clock, Libcuda
+from scripts.testing.gpu.ptx.text import Kernel
 
 
 def by_code(kernel: Kernel, grid: tuple[int, int], threads: int) -> float:

@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.gpu.ptx.machine import TYPES, Run, action
-from tests.gpu.ptx.memory import Array
-from tests.gpu.ptx.text import Fault, Instruction
+from scripts.testing.gpu.ptx.machine import TYPES, Run, action
+from scripts.testing.gpu.ptx.memory import Array
+from scripts.testing.gpu.ptx.text import Fault, Instruction
 
 _SPACES = "global shared v2 v4"
 

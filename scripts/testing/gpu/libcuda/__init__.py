@@ -6,4 +6,4 @@ what a capture forbids ends it. Lazy: what is put into a stream runs when somebo
 and the last way of a copy from memory that is not pinned, in the legacy stream, for which the others do not wait:
 NVIDIA's "API synchronization behavior" allows all of it.
 """
-from tests.gpu.libcuda import devices, execution, memory  # noqa: F401  (fill CALLS)
+from scripts.testing.gpu.libcuda import devices, execution, memory  # noqa: F401  (fill CALLS)

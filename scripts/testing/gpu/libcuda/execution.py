@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from infer_server.engines.backends.cuda.codegen.gpu import GPUS
-from tests.gpu.libcuda.library import (
+from scripts.testing.gpu.libcuda.library import (
     BAD_PTX,
     CAPTURE_OVER,
     HANDLE,
@@ -25,7 +25,7 @@ from tests.gpu.libcuda.library import (
     Stream,
     call,
 )
-from tests.gpu.ptx.text import parse
+from scripts.testing.gpu.ptx.text import parse
 
 MOST_COLUMNS, MOST_THREADS = 65535, 1024        # blocks along a grid's second axis; threads of a block
 

@@ -1,0 +1,1 @@
+"""Emulated GPU below the CUDA runtime, and a few problems of every family of its kernels."""
