@@ -22,7 +22,7 @@ from infer_server.engines.errors import ConfigError, EngineError, InputError
 from infer_server.engines.frontend.onnx_file import read_model
 from infer_server.engines.ir.dtypes import as_in_memory, as_named
 from infer_server.engines.ir.graph import Array
-from infer_server.engines.loading import engine_of
+from infer_server.engines.runtime.load.create import engine_of
 from infer_server.engines.runtime.open_engine import OpenEngine
 from infer_server.engines.runtime.program_engine import AnyEngine
 

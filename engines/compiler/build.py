@@ -26,13 +26,14 @@ from infer_server.engines.errors import ConfigError, ModelError
 from infer_server.engines.frontend.onnx_file import Model, read_model
 from infer_server.engines.ir.graph import Array, Graph
 from infer_server.engines.ir.recipe import Recipe
-from infer_server.engines.loading import engine_of
 from infer_server.engines.machine import object_cache
 from infer_server.engines.passes.quantization.given import is_quantised
 from infer_server.engines.passes.quantization.kept import check_kept
 from infer_server.engines.plan.coverage import Coverage, coverage_of
 from infer_server.engines.plan.file import write_plan
 from infer_server.engines.plan.plan import DEFAULTS, IoTensor, Plan
+from infer_server.engines.runtime.load.create import engine_of
+from infer_server.engines.runtime.load.options import LoadOptions
 from infer_server.engines.runtime.program_engine import AnyEngine
 from infer_server.engines.summary import Summarised, Summary, listed, summary
 
@@ -82,7 +83,7 @@ class EngineBuild(Summarised):
 
     def engine(self, threads: int = 1) -> AnyEngine:
         """Return the engine of the plan, compiled again first if it was built for another CPU."""
-        return engine_of(self.plan, threads)
+        return engine_of(self.plan, LoadOptions(threads))
 
 
 def _ignore(*what: object) -> None:

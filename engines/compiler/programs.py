@@ -24,10 +24,11 @@ from infer_server.engines.frontend.names import nodes_in
 from infer_server.engines.frontend.onnx_file import OnnxModel
 from infer_server.engines.ir.dtypes import dtype_named, memory_dtype
 from infer_server.engines.ir.graph import Array, TensorType
-from infer_server.engines.loading import ON_TRIAL, engine_of, program_engine
 from infer_server.engines.passes.quantization.kept import check_names
 from infer_server.engines.plan.extents import extents_of
 from infer_server.engines.plan.plan import IoTensor, MachinePart, OpenOptions, Plan, ProgramPart, SegmentPart
+from infer_server.engines.runtime.load.create import engine_of, program_engine
+from infer_server.engines.runtime.load.options import ON_TRIAL
 from infer_server.engines.runtime.program_engine import NO_TENSORS, ProgramEngine
 from infer_server.engines.version import COMPILER_VERSION
 
@@ -85,7 +86,7 @@ def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, partition:
     part, inputs = plan.program, plan.inputs
     assert part is not None
     fed = FedSegments() if watched else None
-    engine = program_engine(plan, maker=lambda: SegmentMaker(part, config.timing and not watched), watch=fed)
+    engine = program_engine(plan, ON_TRIAL, lambda: SegmentMaker(part, config.timing and not watched), fed)
     item = None if watched else seen(inputs)
     feeds = watched.items(inputs) if watched else [item] if item else _likely_feeds(plan, engine)
     tried, made, reason = _run(engine, feeds, all_of_them=watched is not None)
@@ -147,7 +148,7 @@ def _with_dynamic_kernels(plan: Plan, tried: Mapping[str, Array], say: Say) -> t
     They are unchanged if the program does not run on such inputs.
     """
     assert plan.program is not None
-    engine = engine_of(plan, on_target_mismatch=ON_TRIAL, specialise="off")
+    engine = engine_of(plan, replace(ON_TRIAL, specialise="off"))
     assert isinstance(engine, ProgramEngine)
     open_inputs = [io for io in plan.inputs if any(isinstance(extent, str) for extent in io.shape)]
     reason: EngineError | None = None

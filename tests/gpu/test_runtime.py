@@ -22,10 +22,10 @@ from infer_server.engines.backends.cuda.runtime.sharing import SharedMemory
 from infer_server.engines.compiler.builder import BuildConfig, Builder
 from infer_server.engines.errors import ConfigError, InputError, PlanError, PlanTargetError
 from infer_server.engines.ir.graph import Array
-from infer_server.engines.loading import engine_of
 from infer_server.engines.plan.file import read_plan, write_plan
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.load.create import engine_of
 from scripts.testing.gpu.emulated import DeviceArray, EmulatedGpu, install
 from scripts.testing.gpu.libcuda.library import IMAGE, NO_BINARY, OLD, TEXTS, used
 from tests.engines.compiler.small_models import node, small_model

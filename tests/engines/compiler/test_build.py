@@ -16,10 +16,10 @@ from infer_server.engines import EngineBuild, EngineCache, build_engine, load_en
 from infer_server.engines.compiler.specialise import relower
 from infer_server.engines.errors import CalibrationError, ConfigError, ModelError
 from infer_server.engines.ir.graph import Array
-from infer_server.engines.loading import engine_of
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.plan.file import read_plan
 from infer_server.engines.preprocess import IMAGENET, load_preprocess
+from infer_server.engines.runtime.load.create import engine_of
 from tests.engines.compiler.test_engine_cache import model_with_external_data
 from tests.zoo import TINY, images_for, run_onnx
 

@@ -15,11 +15,12 @@ from infer_server.engines.errors import InputError, PlanError, PlanTargetError
 from infer_server.engines.frontend.cutting.cut import cut
 from infer_server.engines.frontend.onnx_file import read_model
 from infer_server.engines.ir.graph import Array
-from infer_server.engines.loading import engine_of
 from infer_server.engines.plan.coverage import coverage_of
 from infer_server.engines.plan.file import read_plan
 from infer_server.engines.runtime import iteration
 from infer_server.engines.runtime.iteration import InPlace
+from infer_server.engines.runtime.load.create import engine_of
+from infer_server.engines.runtime.load.options import LoadOptions
 from infer_server.engines.runtime.program_engine import ProgramEngine
 from tests.engines.compiler import program_models as models
 from tests.engines.compiler.open_models import by_onnx_runtime, node, random
@@ -91,7 +92,7 @@ def wide_sum() -> onnx.ModelProto:
 
 def test_a_body_is_bound_to_the_shapes_that_came_before_or_to_others() -> None:
     model = wide_sum()
-    engine = engine_of(built(model).plan, specialise="wait")
+    engine = engine_of(built(model).plan, LoadOptions(specialise="wait"))
     for seed, (width, steps) in enumerate(((7, 2), (7, 3), (4, 2), (7, 1), (4, 4), (4, 2))):
         assert_right(engine, model, {"x": random(width, seed=seed), "n": np.array(steps)})
 

@@ -15,7 +15,7 @@ from infer_server.backend import load_plan
 from infer_server.calibration.accuracy.verify import verify
 from infer_server.cli import run_engine
 from infer_server.engines import build_engine
-from infer_server.engines.loading import engine_of
+from infer_server.engines.runtime.load.create import engine_of
 from infer_server.engines.runtime.program_engine import ProgramEngine
 from tests.engines.runtime.string_models import COLOURS, SIZES, columns, joined
 from tests.infer_server.serving import serving

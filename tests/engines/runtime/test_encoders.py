@@ -7,8 +7,8 @@ from onnx import helper
 
 from infer_server.engines import build_engine
 from infer_server.engines.errors import PlanError
-from infer_server.engines.loading import engine_of
 from infer_server.engines.runtime.host import encoders
+from infer_server.engines.runtime.load.create import engine_of
 from tests.engines.frontend.one_node import feeds_of, model_of, onnx_runtime
 
 WORDS = np.array([["cat", "dog"], ["", "cow"], ["dog", "étude"]], object)

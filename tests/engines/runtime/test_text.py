@@ -5,8 +5,8 @@ from onnx import helper
 
 from infer_server.engines import build_engine
 from infer_server.engines.errors import PlanError
-from infer_server.engines.loading import engine_of
 from infer_server.engines.runtime.host.text import tokenizer
+from infer_server.engines.runtime.load.create import engine_of
 from tests.engines.frontend.one_node import feeds_of, model_of, onnx_runtime
 
 TEXTS = np.array([["hello wor ld", "a b,c  dé"], ["", ",abab."], [" ab a.b ", "xbxx yBy aab abab"]], object)

@@ -1,0 +1,118 @@
+"""Compilation of what a plan lacks on this machine; imports the compiler when it is called, if it is installed."""
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from infer_server.engines.errors import EngineError, InputError, PlanError, PlanTargetError
+from infer_server.engines.plan.plan import GeneralKernel, Plan
+from infer_server.engines.runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from infer_server.engines.plan.extents import Extents
+    from infer_server.engines.runtime.open_engine import SpecialisationMaker
+    from infer_server.engines.runtime.program_engine import SegmentMaker
+
+
+@contextmanager
+def _compiler_for(purpose: str) -> Iterator[None]:
+    """Raise PlanTargetError, which names the purpose, if what is imported in the block is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise PlanTargetError(f"{purpose}, install what is missing ({error})") from error
+
+
+def relowered(plan: Plan, why: str, quietly: bool) -> Plan:
+    """Compile the plan's graph again for this machine. why: what keeps the plan from running, for messages.
+
+    Raises PlanTargetError if the compiler is not installed or the graph cannot be compiled here.
+    """
+    if not quietly:
+        import logging  # imported here to load matching plans a few milliseconds sooner
+        logging.getLogger(__name__).warning("%s; compiling its graph again for this machine", why)
+    with _compiler_for(f"{why}; to compile it again here"):
+        from infer_server.engines.compiler.specialise import relower
+    try:
+        return relower(plan)
+    except PlanError:
+        raise
+    except EngineError as error:
+        raise PlanTargetError(f"{why}; its graph cannot be compiled again here: {error}") from error
+
+
+def with_max_batch(plan: Plan, items: int) -> Plan:
+    """Compile the plan for a larger batch.
+
+    Raises PlanTargetError if the compiler is not installed, InputError if the plan cannot be compiled, e.g. because
+    its file, which has the weights, is gone.
+    """
+    with _compiler_for(f"{plan.name}: items that depend on each other are not cut, and the plan is for "
+                       f"{plan.max_batch}; to compile it for more"):
+        from infer_server.engines.compiler.specialise import relower
+    try:
+        return relower(replace(plan, max_batch=items), plan.machine.target)
+    except PlanError as error:
+        raise InputError(f"{plan.name}: more than {plan.max_batch} items cannot be run in slices, for they depend on "
+                         f"each other, and the plan cannot be compiled for {items} now: {error}") from error
+
+
+def retuned(plan: Plan, cache: str | os.PathLike[str] | bool, gpu: int) -> Plan:
+    """Return the plan with tactics timed here. Raises PlanTargetError if it is stripped or there is no compiler."""
+    with _compiler_for(f"{plan.name}: to choose its tactics anew"):
+        from infer_server.engines.compiler.engine_cache import EngineCache
+        from infer_server.engines.compiler.specialise import retuned as timed
+    return timed(plan, None if cache is False else EngineCache("" if cache is True else cache), gpu)
+
+
+def segment_maker(plan: Plan) -> SegmentMaker:
+    """Return the compiler of a program's segments. Raises PlanTargetError if the compiler is not installed."""
+    assert plan.program is not None
+    with _compiler_for(f"{plan.name}: to run it on what it was not tried on"):
+        from infer_server.engines.compiler.segments import SegmentMaker
+    return SegmentMaker(plan.program)
+
+
+class LateSpecialiser:
+    """Specialiser that imports the compiler at the first shape for which no template of an earlier process holds."""
+
+    def __init__(self, plan: Plan, cache: str | os.PathLike[str] | bool) -> None:
+        from infer_server.engines.compiler.engine_cache import EngineCache
+        from infer_server.engines.compiler.template import Templates, stored_templates
+        self.first: Engine | None = None
+        self._plan, self._cache = plan, None if cache is False else EngineCache("" if cache is True else cache)
+        stored = stored_templates(plan, self._cache)
+        self._stored = Templates(lambda counting, extents: None, None, stored) if stored else None
+        self._compiler: SpecialisationMaker | None = None
+        self._importing = threading.Lock()
+
+    def _specialiser(self) -> SpecialisationMaker:
+        """Return the compiler. Raises PlanTargetError if the plan is stripped or the compiler is not installed."""
+        with self._importing:
+            if self._compiler is None:
+                with _compiler_for(f"{self._plan.name}: to run it at other shapes than it was built for"):
+                    from infer_server.engines.compiler.specialise import Specialiser
+                specialiser = Specialiser(self._plan, cache=self._cache)
+                specialiser.first, self._compiler = self.first, specialiser
+            return self._compiler
+
+    def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
+        return self._specialiser().plan(extents, max_batch)
+
+    def general(self, extents: Extents) -> Plan:
+        stored = self._stored
+        if stored and (plan := stored.plan(extents)):
+            return plan
+        self._stored = None         # the compiler reads them, too
+        return self._specialiser().general(extents)
+
+    @property
+    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+        """Dynamic-shape kernels, and their code: the compiler's, or the plan's before it is needed."""
+        if self._compiler is not None:
+            return self._compiler.generals
+        return (self._plan.open.general if self._plan.open else ()), ()
