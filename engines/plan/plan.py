@@ -177,7 +177,7 @@ def writes_border(step: Step) -> bool:
 
 @dataclass(frozen=True)
 class ItemMajorRun:
-    """Steps first..last - 1, which a context of one thread runs item by item rather than step by step.
+    """Steps first..last - 1, which a thread runs item by item rather than step by step.
 
     Intermediate tensors of one item then stay in the L2 cache, where those of the whole batch would not fit. Buffers
     that no other step uses hold one item, and every item reuses that memory. Other buffers that these steps use are

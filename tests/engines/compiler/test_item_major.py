@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from infer_server.engines import build_engine
+from infer_server.engines.backends.llvm.runtime.abi import WorkerRow
 from infer_server.engines.backends.llvm.runtime.execution import SerialExecution
+from infer_server.engines.backends.llvm.runtime.item_groups import divides_by_items
 from infer_server.engines.backends.llvm.runtime.lending import address_of
 from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.backends.llvm.runtime.workers import ParallelExecution, ParallelProgram
 from infer_server.engines.backends.llvm.tuning import item_major
 from infer_server.engines.backends.llvm.tuning.item_major import run_item_major, with_item_major_runs
 from infer_server.engines.compiler.specialise import Specialiser
@@ -42,8 +45,31 @@ def test_item_by_item_the_bytes_are_the_same(plan: Plan) -> None:
     assert sum(run.last - run.first for run in by_item.machine.item_major) > len(plan.machine.steps) // 2
     x = {"input": images_for(TINY["mobilenet_v2"](), MAX_BATCH, seed=3)}
     expected = Engine(plan).run(x)["output"]
-    for threads in (1, 2):          # several threads ignore them
-        np.testing.assert_array_equal(Engine(by_item, threads).run(x)["output"], expected)
+    np.testing.assert_array_equal(Engine(by_item).run(x)["output"], expected)
+
+
+def test_threads_divide_a_batch_by_items_and_the_bytes_are_the_same(plan: Plan) -> None:
+    by_item = run_item_major(plan, long_runs(plan))
+    x = images_for(TINY["mobilenet_v2"](), MAX_BATCH, seed=3)
+    expected = Engine(plan).run({"input": x})["output"]
+    for workers in (2, 3):
+        shared = ParallelProgram(LoadedPlan(by_item), workers)
+        execution = ParallelExecution(shared)
+        ran = execution.workers[:, WorkerRow.DONE]
+        for batch in (MAX_BATCH, workers, MAX_BATCH - 1, MAX_BATCH):
+            assert shared.divides_by_items(batch) and shared.worth_sharing(batch)
+            before = ran.sum()
+            np.copyto(execution.input(by_item.machine.inputs[0], batch), x[-batch:])
+            execution.run(batch)
+            np.testing.assert_array_equal(execution.output(by_item.machine.outputs[0], batch), expected[-batch:])
+            assert ran.sum() - before == min(batch, 2 * workers)        # each group once
+        execution.close()
+
+
+def test_what_threads_cannot_divide_by_items(plan: Plan) -> None:
+    by_item = run_item_major(plan, long_runs(plan))
+    assert not divides_by_items(LoadedPlan(by_item), 1, 2)          # fewer items than threads
+    assert not divides_by_items(LoadedPlan(plan), MAX_BATCH, 2)     # no item-major runs
 
 
 def test_items_are_read_where_they_lie_and_the_bytes_are_the_same(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +119,7 @@ def test_what_only_a_band_uses_has_room_for_one_item(plan: Plan) -> None:
     assert program.one_item_bytes and not whole.one_item_bytes
     assert program.shared_layout.one_item == set(program.one_item_bytes)
     assert program.shared_layout.total < whole.shared_layout.total
-    assert program.separate_layout.total == whole.separate_layout.total     # several threads ignore them
+    assert program.separate_layout.total == whole.separate_layout.total
 
 
 def test_steps_of_bands_can_be_timed_where_their_buffers_hold_one_item(plan: Plan) -> None:

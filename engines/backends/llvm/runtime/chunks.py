@@ -5,6 +5,7 @@
     loaded.py       the tables
     execution.py    memory, and the executor of one thread
     chunks.py       the units of work that several threads share (here)
+    item_groups.py  groups of items of a batch as such units
     workers.py      the threads that run them
     abi.py          the tables that Python writes and emitted code (codegen/executor.py) reads
 
@@ -133,6 +134,13 @@ def make_schedule(program: LoadedPlan, segment: Segment, batch: int, workers: in
         rows[:, ChunkRow.LIMIT] = (late_us * ticks_per_us).astype(np.int64)
     waits = [_waits(steps, index, segment.first, cuts, starts) for index in range(len(steps))]
     stages, depends = _stages(waits, _steps_awaited_at_the_end(program.plan, segment), starts, workers, chunks)
+    return Schedule(chunks, stages, depends)
+
+
+def single_stage(chunks: Words, workers: int) -> Schedule:
+    """Return a schedule of independent chunks. chunks: their table, with the extra row at the end."""
+    stages, depends = _stages([_Waits([], [[] for _ in chunks[1:]])], {0}, np.array([0, len(chunks) - 1]), workers,
+                              chunks)
     return Schedule(chunks, stages, depends)
 
 

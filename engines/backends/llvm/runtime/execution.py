@@ -26,11 +26,14 @@ class Arena:
     """Buffers of one context, and the operand table that points into them.
 
     With `inputs`, the buffers of the plan's inputs are those of that other arena: several arenas read the same inputs.
+    With `items`, too, this arena is for these items alone, and with `memory` it uses that memory.
     """
 
-    def __init__(self, program: LoadedPlan, layout: Layout, inputs: Arena | None = None) -> None:
+    def __init__(self, program: LoadedPlan, layout: Layout, inputs: Arena | None = None, items: range | None = None,
+                 memory: Array | None = None) -> None:
         self._program, self._layout, self._inputs = program, layout, inputs
-        self._bytes = program.memory(layout.total)
+        self._items = items if items is not None else range(program.plan.batch_slots)
+        self._bytes = program.memory(layout.total) if memory is None else memory
         self._address: int = self._bytes.ctypes.data
         self._filled = 0        # batch slots whose halos are written
         self._borrowed = frozenset(i for i, buffer in enumerate(program.machine.buffers)
@@ -39,6 +42,8 @@ class Arena:
         for i in self._borrowed:
             owner = self._owner(i)
             bases[i] = owner._address + owner._layout.offsets[i]
+        for view in program.machine.inputs if inputs else ():
+            bases[view.buffer] += self._items.start * view.item_stride
         self._operands = program.operand_table(bases)
         self.operands: int = self._operands.ctypes.data     # address of the operand table
         self._words = self._operands.data                    # memoryview: faster for single writes
@@ -49,7 +54,7 @@ class Arena:
         """Return the tables for steps that run item by item."""
         program = self._program
         return ItemTables(program.steps, self._operands, program.item_strides, program.operand_offsets,
-                          program.plan.batch_slots, program.zero_copy)
+                          len(self._items), program.zero_copy)
 
     @property
     def bytes(self) -> int:

@@ -68,6 +68,7 @@ class Program:
         machine = plan.machine
         self._name, self._code = plan.name, code
         self.run_steps = self.function("run_steps", 5)
+        self.run_steps_address = self._address("run_steps", "the executor")
         self.segments = segments_of(plan)
         self.serial_segments = tuple(part for segment in self.segments
                                      for part in cut_at_item_major_runs(segment, machine.item_major))
@@ -161,6 +162,7 @@ class LoadedPlan:
         self.steps, self.operand_offsets, self.sizes = self.program.tables(arguments)
         self.steps_address: int = self.steps.ctypes.data
         self.run_steps, self.function = self.program.run_steps, self.program.function
+        self.run_steps_address = self.program.run_steps_address
         self.segments, self.serial_segments = self.program.segments, self.program.serial_segments
         self.zero_copy = self.program.zero_copy
 

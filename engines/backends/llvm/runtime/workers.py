@@ -36,6 +36,7 @@ from infer_server.engines.backends.llvm.runtime.abi import (
 )
 from infer_server.engines.backends.llvm.runtime.chunks import Schedule, make_schedule, most_chunks
 from infer_server.engines.backends.llvm.runtime.execution import Arena, SerialExecution, call_of, libc, time_steps
+from infer_server.engines.backends.llvm.runtime.item_groups import ItemGroups, divides_by_items
 from infer_server.engines.backends.llvm.runtime.loaded import EmittedFunction, LoadedPlan, Words, words
 from infer_server.engines.errors import ConfigError
 from infer_server.engines.ir.graph import Array
@@ -82,8 +83,12 @@ class ParallelProgram:
         """Return True if helpers take part in a run of so many items."""
         found = self._worth.get(batch)
         if found is None:
-            found = self._worth[batch] = any(self.schedules(batch))
+            found = self._worth[batch] = self.divides_by_items(batch) or any(self.schedules(batch))
         return found
+
+    def divides_by_items(self, batch: int) -> bool:
+        """Return True if the threads share a batch by its items rather than by parts of each step."""
+        return divides_by_items(self.program, batch, self.workers)
 
     def schedules(self, batch: int) -> tuple[Schedule | None, ...]:
         """Return the tables of each segment.
@@ -117,6 +122,7 @@ class ParallelExecution:
         first = Arena(program, program.separate_layout)
         self.arenas = [first, *(Arena(program, program.separate_layout, inputs=first) for _ in range(workers - 1))]
         self._alone = SerialExecution(program, inputs=first)
+        self._groups = ItemGroups(program, first, workers)
         first.prepare(1)
         shared.calibrate(first)
 
@@ -126,7 +132,7 @@ class ParallelExecution:
         self._calls: list[tuple[int, Sequence[Callable[[], None]]]] = [(0, ())] * workers   # (batch, calls) by arena
         self._epochs = count(1)
         self._pool = WorkerPool(program, workers, shared.ticks_per_us, len(self.arenas), cpus,
-                          (self.arenas, self._statuses, self.runs, shared))
+                          (self.arenas, self._statuses, self.runs, shared, self._groups))
         self._inside = self.workers[1:, WorkerRow.INSIDE]       # hazard pointer of each helper
         self._run_chunks = program.function("run_chunks", 2)
         self._free_arena = partial(program.function("free_arena", 1), ctypes.c_int64(self._pool.control.ctypes.data))
@@ -158,11 +164,19 @@ class ParallelExecution:
         self._pool.keep_off_this_cpu()
         for call in calls:
             call()
-        for view in self._program.machine.outputs:
-            if view.name not in self._zero_copy:
-                np.copyto(self.output(view, batch), self.arenas[index].array(view, batch))
+        self._copy_outputs(index, batch)
         if not self._zero_copy:
             self._next_arena = None
+
+    def _copy_outputs(self, index: int, batch: int) -> None:
+        """Copy the outputs out of the arena, or out of the arenas of groups of items, except for zero-copy ones."""
+        for view in self._program.machine.outputs:
+            if self._shared.divides_by_items(batch):
+                for items, array in self._groups.division(batch).outputs(view):
+                    output = self.output(view, batch)
+                    np.copyto(output[(slice(None),) * view.batch_axis + (slice(items.start, items.stop),)], array)
+            elif view.name not in self._zero_copy:
+                np.copyto(self.output(view, batch), self.arenas[index].array(view, batch))
 
     def ready(self, batch: int) -> Callable[[], None]:
         return partial(self.run, batch) if self._shared.worth_sharing(batch) else self._alone.ready(batch)
@@ -200,15 +214,20 @@ class ParallelExecution:
     def _prepared(self, index: int, batch: int) -> Sequence[Callable[[], None]]:
         """Write the halos, and return the segments as calls, in an arena without helpers."""
         arena = self.arenas[index]
+        if self._shared.divides_by_items(batch):
+            self.arenas[0].prepare(batch)
+            calls = [self._shared_call(index, 0, self._groups.division(batch).schedule, operands=0)]
+            self._calls[index] = batch, calls
+            return calls
         arena.prepare(batch)
         segments = enumerate(zip(self._program.segments, self._shared.schedules(batch), strict=True))
-        calls = [self._shared_call(index, number, schedule) if schedule
+        calls = [self._shared_call(index, number, schedule, arena.operands) if schedule
                  else call_of(self._program, arena, segment, batch) for number, (segment, schedule) in segments]
         self._calls[index] = batch, calls
         return calls
 
-    def _shared_call(self, arena: int, segment: int, schedule: Schedule) -> Callable[[], None]:
-        row = self._run_row(arena, segment, schedule)
+    def _shared_call(self, arena: int, segment: int, schedule: Schedule, operands: int) -> Callable[[], None]:
+        row = self._run_row(arena, segment, schedule, operands)
         publish = partial(self._run_chunks, *map(ctypes.c_int64, (self._pool.control.ctypes.data, row.ctypes.data)))
 
         def run(epochs: Iterator[int] = self._epochs) -> None:      # no reference to self, to avoid a cycle
@@ -216,12 +235,15 @@ class ParallelExecution:
             publish()
         return run
 
-    def _run_row(self, arena: int, segment: int, schedule: Schedule) -> Words:
-        """Fill the RunRow of a segment in an arena, except for the epoch; nobody reads it until it is published."""
+    def _run_row(self, arena: int, segment: int, schedule: Schedule, operands: int) -> Words:
+        """Fill the RunRow of a segment in an arena, except for the epoch; nobody reads it until it is published.
+
+        operands: address that the chunks' operands are relative to.
+        """
         row: Words = self.runs[arena][segment]
         row[RunRow.ARENA], row[RunRow.WORKERS] = arena, self._shared.workers
         row[RunRow.CHUNKS], row[RunRow.STATUS] = schedule.chunks.ctypes.data, self._statuses[arena][segment].ctypes.data
-        row[RunRow.OPERANDS] = self.arenas[arena].operands
+        row[RunRow.OPERANDS] = operands
         row[RunRow.STAGES], row[RunRow.DEPENDS] = schedule.stages.ctypes.data, schedule.depends.ctypes.data
         row[RunRow.STAGE_COUNT], row[RunRow.STAGE_BYTES] = len(schedule.stages) - 1, schedule.stages.strides[0]
         return row
