@@ -1,43 +1,26 @@
-"""Calibration workflow: observe the float model, correct biases and choose ranges by measured error."""
+"""Calibration as a build's source of ranges: data or a cache, a calibrator, and perhaps an accuracy to keep."""
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from infer_server.calibration.accuracy.comparison import Errors
 from infer_server.calibration.accuracy.overflow import overflow
-from infer_server.calibration.bias_correction import ChannelMeans
 from infer_server.calibration.calibrators import make_calibrator
-from infer_server.calibration.collect import collect
 from infer_server.calibration.data.checks import DataCheck
-from infer_server.calibration.histogram import Histogram
-from infer_server.calibration.judge import FloatRuns, GraphEngines, Judge, judged_tensors, watching
 from infer_server.calibration.open_data import CalibrationData, Feed, Source, digest_of_data, open_calibration_data
-from infer_server.calibration.search import CANDIDATES, search
-from infer_server.calibration.smoothing import ALPHAS, ChannelPeaks, smoothing_factors
-from infer_server.calibration.table import CalibrationTable, load_or_make, make_table
-from infer_server.engines.backends.device import Show
-from infer_server.engines.capacity import bytes_of
+from infer_server.calibration.run import FEWEST_ITEMS, CalibrationRun, judge_of, model_hash
+from infer_server.calibration.table import CalibrationTable, load_or_make
+from infer_server.calibration.target.search import AccuracyTarget, TargetSearch
 from infer_server.engines.compiler.engine_cache import sources_digest
 from infer_server.engines.compiler.ranges import Calibrated, Notify, Progress
 from infer_server.engines.compiler.subject import Subject
-from infer_server.engines.errors import CalibrationError, ConfigError
-from infer_server.engines.ir.graph import Array, Graph
-from infer_server.engines.passes.quantization.smoothing import smoothable
+from infer_server.engines.errors import ConfigError
+from infer_server.engines.ir.graph import Graph
 from infer_server.engines.plan.plan import IoTensor
 from infer_server.engines.preprocess import Preprocess, load_preprocess
-
-# Budget of the search in multiply-accumulates, so that it is independent of the machine: about 25 s of AVX2.
-BUDGET_MACS = 1.5e12
-MACS_A_WEIGHT = 2600        # cost of quantising and packing a weight in a trial, estimated from VGG-16
-MOST_ITEMS, FEWEST_ITEMS, MOST_TRIALS = 64, 8, 32
-FEW_CANDIDATES = ("percentile", "percentile:99.9999")       # candidates if the budget is too small for all
-WIDEST = "percentile:99.9999"       # calibrator with which smoothing, which reduces outliers, is evaluated
-WATCHED_BYTES = 2 << 30     # maximum bytes of the observed tensors of a batch
 
 
 @dataclass(frozen=True)
@@ -56,6 +39,8 @@ class Calibration:
         A file of ranges: read if it exists and fits, else written.
     preprocess
         How images become inputs: a preset's name, a TOML file, or a Preprocess; "" chooses a preset by the input.
+    target
+        Accuracy to keep: layers move to float until it is reached. None: all that can be is INT8.
 
     Raises
     ------
@@ -66,6 +51,7 @@ class Calibration:
     calibrator: str = ""
     cache: str | Path = ""
     preprocess: str | Path | Preprocess = ""
+    target: AccuracyTarget | None = None
 
     def __post_init__(self) -> None:
         if self.data is None and not self.cache:
@@ -86,12 +72,13 @@ class Calibration:
     @cached_property
     def _source(self) -> Source:
         """Data as a path or a function."""
-        data = self.data
-        assert data is not None
-        if isinstance(data, str | Path) or callable(data):
-            return data
-        kept = [data] if isinstance(data, Mapping) else list(data) if isinstance(data, Iterator) else data
-        return lambda: kept
+        assert self.data is not None
+        return _source_of(self.data)
+
+    @cached_property
+    def _evaluation_source(self) -> Source | None:
+        """Evaluation data of the target as a path or a function; None if there are none."""
+        return None if self.target is None or self.target.data is None else _source_of(self.target.data)
 
     def open(self, inputs: Sequence[IoTensor], pixels: bool = False,
              usual: Mapping[str, Any] = {}) -> CalibrationData:      # noqa: B006
@@ -100,15 +87,24 @@ class Calibration:
         pixels: the engine takes uint8 images and normalises them itself. usual: numbers of open extents, for images
         whose size is not declared otherwise.
         """
+        return self._opened(self._source, inputs, pixels, usual)
+
+    def _opened(self, source: Source, inputs: Sequence[IoTensor], pixels: bool,
+                usual: Mapping[str, Any]) -> CalibrationData:
         declared = self._declared
-        return open_calibration_data(self._source, inputs, declared.of_pixels if declared and pixels else declared,
-                                     usual)
+        return open_calibration_data(source, inputs, declared.of_pixels if declared and pixels else declared, usual)
 
     def facts(self) -> dict[str, Any]:
         """Return all that affects the ranges, except the model and the content of the cache."""
         return {"calibrator": self.calibrator, "preprocess": self._declared, "cached": bool(self.cache),
                 "data": None if self.data is None else digest_of_data(self._source),
+                "target": self._facts_of_target(),
                 "code": sources_digest(Path(__file__).parent)}
+
+    def _facts_of_target(self) -> Mapping[str, Any] | None:
+        if self.target is None:
+            return None
+        return {**self.target.facts(), "data": self._evaluation_source and digest_of_data(self._evaluation_source)}
 
     def first(self, inputs: Sequence[IoTensor], pixels: bool) -> Feed | None:
         """Return the first item, or None if there is only a cache."""
@@ -123,6 +119,8 @@ class Calibration:
 
     def of(self, feeds: Sequence[Feed]) -> Calibration:
         """Return this calibration for the recorded inputs of a segment, without a cache."""
+        if self.target:
+            raise ConfigError("an accuracy target is for models that become one graph, and this one is a program")
         return _OfSegment(list(feeds), self.calibrator)
 
     def doubts(self, inputs: Sequence[IoTensor], feeds: Sequence[Feed]) -> tuple[str, ...]:
@@ -156,7 +154,9 @@ class Calibration:
             if self.data is None:
                 state = "is of another model or calibrator" if Path(self.cache).exists() else "does not exist"
                 raise ConfigError(f"the calibration cache {self.cache} {state}; give --calib to calibrate")
-            table, found = _Run(subject, self, notify, progress).table()
+            data = self._calibration_items(subject)
+            table, found = CalibrationRun(subject, data, self.calibrator, self.check(subject.inputs, data), notify,
+                                          progress).table()
             report.update(found)
             return table
 
@@ -178,7 +178,43 @@ class Calibration:
                     table.fault) else []
         for warning in (*table.notes, *lost):
             notify(warning)
-        return Calibrated(table.recipe, report, (*table.notes, *lost), bool(table.fault))
+        kept, float_type = self._kept_for_target(subject, table, report, notify, progress)
+        return Calibrated(table.recipe, report, (*table.notes, *lost), bool(table.fault), kept, float_type)
+
+    def _items_of(self, source: Source, subject: Subject) -> CalibrationData:
+        pixels = subject.builder.config.pixels is not None
+        return self._opened(source, subject.inputs, pixels, _extents(subject.inputs, subject.graph))
+
+    def _calibration_items(self, subject: Subject) -> CalibrationData:
+        """Open the items that ranges are chosen on."""
+        data = self._items_of(self._source, subject)
+        return self.target.without_held_out(data) if self.target else data
+
+    def _kept_for_target(self, subject: Subject, table: CalibrationTable, report: dict[str, Any], notify: Notify,
+                         progress: Progress) -> tuple[tuple[str, ...], str]:
+        """Return the nodes to keep in float for the accuracy target, and their precision; add the report."""
+        target = self.target
+        if target is None:
+            return (), ""
+        if self._evaluation_source is not None:
+            held_out = self._items_of(self._evaluation_source, subject)
+        elif self.data is None:
+            raise ConfigError("an accuracy target needs items: calibration data or evaluation data")
+        else:
+            held_out = target.held_out(self._items_of(self._source, subject))
+        search = TargetSearch(target, subject, held_out, notify, progress)
+        outcome = search.run(table.recipe, lambda trials: judge_of(
+            subject, held_out if self.data is None else self._calibration_items(subject), trials))
+        report["target"] = outcome.report
+        return outcome.kept, outcome.float_type
+
+
+def _source_of(data: Any) -> Source:
+    """Return data as a path or a function. A generator's feeds are kept in memory."""
+    if isinstance(data, str | Path) or callable(data):
+        return data
+    kept = [data] if isinstance(data, Mapping) else list(data) if isinstance(data, Iterator) else data
+    return lambda: kept
 
 
 class _OfSegment(Calibration):
@@ -193,192 +229,3 @@ def _extents(inputs: Sequence[IoTensor], graph: Graph) -> dict[str, int]:
     return {extent: number for io in inputs if io.name in graph.inputs
             for extent, number in zip(io.shape, graph.shape(io.name), strict=True)
             if isinstance(extent, str) and isinstance(number, int)}
-
-
-def model_hash(subject: Subject) -> str:
-    """Return a hash of the model and its pixel normalisation, independent of shapes.
-
-    Builds of one model for different shapes can therefore share ranges.
-    """
-    pixels = subject.builder.config.pixels
-    digest = hashlib.sha256(repr(pixels and vars(pixels)).encode())
-    digest.update(subject.source.document())
-    for name, array in sorted(subject.source.weights.items()):
-        digest.update(name.encode())
-        digest.update(repr(array.tolist()).encode() if array.dtype == object else array.tobytes())      # object: text
-    return digest.hexdigest()[:32]
-
-
-@dataclass
-class _Watched:
-    """Statistics of the float model's tensors over the calibration data."""
-    engines: GraphEngines
-    data: CalibrationData
-    batch: int
-    progress: Callable[[int, int], None]
-    items: int = 0
-    histograms: dict[str, Histogram] = field(default_factory=dict)
-    means: dict[str, Any] = field(default_factory=dict)
-    peaks: dict[str, Any] = field(default_factory=dict)
-
-    def watch(self, edges: tuple[str, ...], kept: FloatRuns, peaking: tuple[str, ...] = (),
-              check: DataCheck | None = None) -> None:
-        """Run over the data once.
-
-        Parameters
-        ----------
-        edges : tuple of str
-            Tensors whose histograms and means are collected.
-        kept : FloatRuns
-            Keeps the first items and their results.
-        peaking : tuple of str
-            Tensors whose peaks by channel are collected.
-        check : DataCheck, optional
-            Checks the items.
-        """
-        means, peaks = ChannelMeans(edges), ChannelPeaks(peaking)
-        self.items = 0
-
-        def run(feed: Feed, count: Show) -> None:
-            def observe(tensor: str, values: Array) -> None:
-                for look in (means.observe, peaks.observe, count):
-                    look(tensor, values)
-
-            if check:
-                check.observe(feed)
-            items = self.data.items_in(feed)
-            kept.run(self.engines, feed, items, observe)
-            self.items += items
-
-        self.histograms = collect(run, self.data, edges, batch=self.batch, progress=self.progress)
-        self.means, self.peaks = means.result(), peaks.result()
-
-    @property
-    def macs(self) -> int:
-        return sum(step.macs for step in self.engines.usual.plan.machine.steps)
-
-
-class _Run:
-    """Run of one calibration: observes the float model on the data, then chooses biases and ranges by error."""
-
-    def __init__(self, subject: Subject, calibration: Calibration, notify: Notify, progress: Progress) -> None:
-        self._subject, self._calibration, self._notify, self._progress = subject, calibration, notify, progress
-        builder, graph = subject.builder, subject.graph
-        self._edges, self._uneven = builder.edges(graph), smoothable(graph)
-        self._data = calibration.open(subject.inputs, builder.config.pixels is not None,
-                                      _extents(subject.inputs, graph))
-        self._trials = self._spent = 0      # planned and finished trials of the search, for the progress display
-        self._known: dict[Any, Errors] = {}     # errors of finished trials, by the contents of their tables
-
-    def table(self) -> tuple[CalibrationTable, dict[str, Any]]:
-        """Return the ranges, and the fields for the plan's metadata."""
-        if self._data.note:
-            self._notify(self._data.note)
-        watched = self._watched()
-        check = self._calibration.check(self._subject.inputs, self._data)
-        judged, trials = self._trial_budget(watched)
-        floats = FloatRuns(self._subject.graph, judged)
-        watched.watch(self._edges, floats, self._uneven, check)
-        judge = Judge(self._subject, floats, self._tick)
-        notes = (*self._data.doubts, *check.doubts()) if check else ()
-        preprocess = self._data.preprocess
-        report: dict[str, Any] = {"preprocess": preprocess.to_json()} if preprocess is not None else {}
-        if self._calibration.calibrator:
-            table = make_table(self._calibration.calibrator, model_hash(self._subject), watched.items,
-                               watched.histograms)
-            errors = self._errors(judge, table)
-        else:
-            table, errors = self._searched(judge, trials, watched, report)
-        return replace(table, notes=notes, fault=errors.fault if errors else ""), report
-
-    def _trial_budget(self, watched: _Watched) -> tuple[int, int]:
-        """Return (number of items on which ranges are evaluated, number of trials)."""
-        if self._calibration.calibrator:
-            return FEWEST_ITEMS, 1
-        return _budget(watched.macs, sum(constant.size for constant in self._subject.graph.constants.values()))
-
-    def _errors(self, judge: Judge, table: CalibrationTable) -> Errors | None:
-        """Measure the errors of a named calibrator's ranges on few items; None if no output can be compared."""
-        self._trials = 1
-        try:
-            return self._trial(judge, table)
-        except CalibrationError:
-            return None
-
-    def _watched(self) -> _Watched:
-        subject, graph = self._subject, self._subject.graph
-        shown = (*self._edges, *self._uneven, *judged_tensors(graph))
-        engines = watching(subject, tuple(dict.fromkeys(shown)))
-        engine = engines.usual
-        batch = engine.plan.batch_slots if not engine.dependence else 1
-        batch = max(min(batch, WATCHED_BYTES // max(sum(bytes_of(graph.types[name]) for name in self._edges), 1)), 1)
-        return _Watched(engines, self._data, batch, lambda done, of: self._progress("calibrating", done, of, ""))
-
-    def _tick(self) -> None:
-        self._progress("searching", min(self._spent, self._trials), self._trials, "")
-
-    def _trial(self, judge: Judge, table: CalibrationTable) -> Errors:
-        key = tuple(tuple(part.items()) for part in (table.ranges, table.means, table.smoothing))
-        if key not in self._known:
-            self._known[key] = judge.errors(table)
-        self._spent += 1
-        self._tick()
-        return self._known[key]
-
-    def _searched(self, judge: Judge, trials: int, watched: _Watched,
-                  report: dict[str, Any]) -> tuple[CalibrationTable, Errors]:
-        """Search for the ranges of least error by so many trials."""
-        spare = trials - (1 + len(ALPHAS)) * bool(self._uneven) - len(CANDIDATES) - 2       # 2: with biases corrected,
-        single = min(max(spare, 0), MOST_TRIALS)                                            # and without
-        candidates = CANDIDATES if spare >= 0 else FEW_CANDIDATES
-        self._trials = ((1 + len(ALPHAS)) * bool(self._uneven) + 2 * (spare >= 0) + len(candidates) + single)
-        factors: dict[str, tuple[float, ...]] = {}
-        if self._uneven:
-            watched, factors = self._smoothing(judge, watched)
-        hash_, items = model_hash(self._subject), watched.items
-        usual = replace(make_table("percentile", hash_, items, watched.histograms), smoothing=factors)
-        if spare < 0:
-            self._notify("a model of this size leaves the search few trials: biases are not corrected, and of the "
-                         f"calibrators only {' and '.join(FEW_CANDIDATES)} are compared")
-        with_means = self._bias_correction(judge, usual, watched.means) if spare >= 0 else {}
-        found = search(watched.histograms, hash_, items,
-                       lambda table: self._trial(judge, replace(table, means=with_means, smoothing=factors)),
-                       single, candidates)
-        self._notify(f"calibrators by their error on {judge.items} calibration items (--calibrator forces one):\n"
-                     f"{found}")
-        report["calibrators"] = {name: vars(errors) for name, errors in found.choice.errors.items()}
-        return replace(found.table, means=with_means, smoothing=factors), found.errors
-
-    def _smoothing(self, judge: Judge, plain: _Watched) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
-        """Return statistics and smoothing factors if smoothing lowers the error, else `plain` and no factors."""
-        edges = tuple(plain.histograms)
-        before = self._trial(judge, make_table(WIDEST, "", 0, plain.histograms)).sqnr_db
-        best, kept, measured = before, "left out", [f"{before:.2f} dB without"]
-        found: tuple[_Watched, dict[str, tuple[float, ...]]] = (plain, {})
-        for alpha in ALPHAS:
-            found_factors = smoothing_factors(self._subject.graph, plain.peaks, alpha)
-            factors = {name: tuple(map(float, s)) for name, s in found_factors.items()}
-            even = replace(plain, engines=watching(self._subject, edges, factors))
-            even.watch(edges, FloatRuns(self._subject.graph, 0))
-            table = replace(make_table(WIDEST, "", 0, even.histograms), smoothing=factors)
-            after = self._trial(judge, table).sqnr_db
-            measured.append(f"{after:.2f} dB with alpha {alpha}")
-            if after > best:
-                best, kept, found = after, f"kept with alpha {alpha}", (even, factors)
-        self._notify(f"smoothing of {len(plain.peaks)} tensors {kept}: {', '.join(measured)}")
-        return found
-
-    def _bias_correction(self, judge: Judge, table: CalibrationTable, means: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the means if correcting biases by them raises the SQNR, else an empty dict."""
-        plain_means = {name: tuple(map(float, values)) for name, values in means.items()}
-        before, after = self._trial(judge, table), self._trial(judge, replace(table, means=plain_means))
-        better = after.sqnr_db > before.sqnr_db
-        self._notify(f"bias correction {'kept' if better else 'left out'}: "
-                     f"{before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
-        return plain_means if better else {}
-
-
-def _budget(macs: int, weights: int) -> tuple[int, int]:
-    """(items on which ranges are judged, trials in all) for a model of so many multiply-accumulates and weights."""
-    items = int(min(max(BUDGET_MACS / max(macs, 1) // 20, FEWEST_ITEMS), MOST_ITEMS))
-    return items, int(BUDGET_MACS / (items * macs + MACS_A_WEIGHT * weights + 1))

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infer_server.calibration.target.search import AccuracyTarget
     from infer_server.calibration.workflow import Calibration
     from infer_server.clients.aio import AsyncInferenceClient
     from infer_server.clients.client import InferenceClient
@@ -25,12 +26,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "build_engine": "engines.compiler.build", "EngineBuild": "engines.compiler.build",
     "EngineCache": "engines.compiler.engine_cache", "Calibration": "calibration.workflow",
+    "AccuracyTarget": "calibration.target.search",
     "load_engine": "engines.loading", "Engine": "engines.runtime.engine",
     "ExecutionContext": "engines.runtime.context",
     "InferenceClient": "clients.client", "AsyncInferenceClient": "clients.aio",
     "Server": "server", "ServerOptions": "server"}
-__all__ = ["AsyncInferenceClient", "Calibration", "Engine", "EngineBuild", "EngineCache", "ExecutionContext",
-           "InferenceClient", "Server", "ServerOptions", "build_engine", "load_engine"]
+__all__ = ["AccuracyTarget", "AsyncInferenceClient", "Calibration", "Engine", "EngineBuild", "EngineCache",
+           "ExecutionContext", "InferenceClient", "Server", "ServerOptions", "build_engine", "load_engine"]
 
 
 def __getattr__(name: str) -> Any:

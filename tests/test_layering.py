@@ -139,7 +139,9 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "calibration.data": (),
     "calibration.accuracy": ("calibration.data",),
     "calibration.calibrators": ("calibration.histogram",),
-    "calibration": ("calibration.accuracy", "calibration.calibrators", "calibration.data.sources"),
+    "calibration.trials": ("calibration.accuracy",),
+    "calibration.target": ("calibration.trials", "calibration.data.sources"),
+    "calibration": ("calibration.target", "calibration.calibrators"),
     # the server
     "infer_server.backend": (), "infer_server.errors": (), "infer_server.process": (),
     "infer_server.lifecycle": (), "infer_server.lookout": (),

@@ -71,6 +71,13 @@ class CalibrationData:
         """Return the data restricted to items start, start + step, start + 2 step, ..."""
         return self._sliced(start, None, step)
 
+    def without_every(self, step: int, start: int) -> CalibrationData:
+        """Return the data without the items of `every`."""
+        def items() -> Iterator[Feed]:
+            return (item for number, item in enumerate(self.items()) if number < start or (number - start) % step)
+        count = None if self.count is None else self.count - len(range(self.count)[start::step])
+        return replace(self, items=items, count=count)
+
     def _sliced(self, start: int, stop: int | None, step: int) -> CalibrationData:
         count = None if self.count is None else len(range(self.count)[start:stop:step])
         return replace(self, items=lambda: itertools.islice(self.items(), start, stop, step), count=count)

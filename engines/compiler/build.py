@@ -205,6 +205,8 @@ class _Build:
         elif calibration:
             found = calibration.calibrate(subject, self.say, self.progress)
             recipe = self._usable(found, subject)
+            builder.config = replace(builder.config, float_type=found.float_type or builder.config.float_type,
+                                     keep_float=(*builder.config.keep_float, *found.keep_float))
             metadata = {"notices": [*metadata["notices"], *found.warnings], **found.report}
         return compiled(subject, recipe, metadata)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from infer_server.engines.backends import backend_of
-from infer_server.engines.backends.base import Chosen, Progress, Session
+from infer_server.engines.backends.base import Chosen, Progress, Session, TimedNode
 from infer_server.engines.compiler.max_batch import DEFAULT_MAX_BATCH, fitting, usual_max_batch
 from infer_server.engines.errors import ConfigError, did_you_mean
 from infer_server.engines.faults import faults_named
@@ -31,7 +31,12 @@ from infer_server.engines.passes.pipeline import optimise, simplify
 from infer_server.engines.passes.pixels import take_pixels
 from infer_server.engines.passes.quantization.given import is_quantised, quantize_by_fake_quantize
 from infer_server.engines.passes.quantization.kept import kept_nodes
-from infer_server.engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
+from infer_server.engines.passes.quantization.quantize import (
+    FLOAT_PRECISIONS,
+    edges_to_calibrate,
+    quantize,
+    set_float_precision,
+)
 from infer_server.engines.plan.extents import Bounds
 from infer_server.engines.plan.plan import GeneralKernel, IoTensor, Plan
 from infer_server.engines.version import COMPILER_VERSION
@@ -71,6 +76,8 @@ class BuildConfig:
         The image input takes uint8 [N, H, W, C] and normalises it in this way.
     keep_float
         ONNX nodes that an INT8 build leaves in float: names, patterns ("head/*"), "NODE..." for all that follows.
+    float_type
+        Precision of what an INT8 build leaves in float: "fp32", "bf16" or "fp16".
     timing
         Time the tactics; False takes the cheapest by its cost.
     timing_cache
@@ -89,6 +96,7 @@ class BuildConfig:
     optional: tuple[str, ...] = ()
     pixels: Pixels | None = None
     keep_float: tuple[str, ...] = ()
+    float_type: str = "fp32"
     timing: bool = True
     timing_cache: str = ""
     threads: int = 1
@@ -96,6 +104,9 @@ class BuildConfig:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise ConfigError(f"unknown precision '{self.precision}'{did_you_mean(str(self.precision), PRECISIONS)}")
+        if self.float_type not in FLOAT_PRECISIONS:
+            raise ConfigError(f"unknown float_type '{self.float_type}'"
+                              f"{did_you_mean(str(self.float_type), FLOAT_PRECISIONS)}")
         for name in ("max_batch", "opt_batch", "threads"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value > 0):
@@ -214,7 +225,8 @@ class Builder:
             graph = quantize_by_fake_quantize(graph, self.config.keep_float, log)
             return set_float_precision(graph, "fp32" if precision in ("int8", "best") else precision)
         if precision in ("int8", "best") and ranges is not None:
-            return quantize(graph, ranges, keep_float=self.config.keep_float, log=log)
+            graph = quantize(graph, ranges, keep_float=self.config.keep_float, log=log)
+            return graph if self.config.float_type == "fp32" else set_float_precision(graph, self.config.float_type)
         if precision == "int8":
             raise ConfigError("an int8 build needs calibration: give --calib, or --calib-cache with a cache that "
                               "exists (from Python, calibration=Calibration(data, cache=...))")
@@ -284,6 +296,13 @@ class Builder:
                   for name in node.fuses]
         mixed = quantize(graph, ranges, keep_float=(*self.config.keep_float, *slower))
         return [self._chosen(mixed), int8, *floats]
+
+    def times(self, graph: Graph, ranges: Ranges) -> Mapping[str, Sequence[TimedNode]]:
+        """Return the times of the kernels of an optimised graph in INT8, and in each precision of the target."""
+        graphs = {name: set_float_precision(graph, name) for name in FLOAT_PRECISIONS
+                  if name == "fp32" or name in self._session.arithmetic}
+        graphs["int8"] = quantize(graph, ranges, keep_float=self.config.keep_float)
+        return {name: self._chosen(one).times() for name, one in graphs.items()}
 
     def _chosen(self, graph: Graph) -> Chosen:
         max_batch, opt_batch = self._batches(graph)

@@ -108,7 +108,8 @@ def _declared(builder: Builder, source: OnnxModel, partition: Partition) -> Plan
     """Return the plan of a program without compiled segments."""
     config = builder.config
     precision = "fp32" if config.precision == "int8" else config.precision      # segments without calibration are float
-    options = OpenOptions(precision, None, None, config.target, config.keep_float, None, config.threads)
+    options = OpenOptions(precision, None, None, config.target, config.keep_float, None, config.threads,
+                          config.float_type)
     part = ProgramPart(partition.main, options, partition.segments, partition.texts, partition.weights)
     outputs = tuple(IoTensor(name, kind.dtype, kind.shape)
                     for name, kind in zip(partition.main.outputs, partition.main.kinds, strict=True))

@@ -26,11 +26,15 @@ class Calibrated:
     report      fields for the plan's metadata
     warnings    warnings about the data or the result, a sentence each; the user was notified, and the plan keeps them
     poor        True if the quantised model is too inexact: "best" then builds in float
+    keep_float  ONNX nodes to keep in float beside those that the options name
+    float_type  their precision; "" leaves it to the options
     """
     recipe: Recipe
     report: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
     poor: bool = False
+    keep_float: tuple[str, ...] = ()
+    float_type: str = ""
 
 
 class RangeSource(Protocol):

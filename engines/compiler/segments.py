@@ -34,7 +34,8 @@ class SegmentMaker:
         """Take the program's options. precision: overrides the program's, for segments that are calibrated."""
         self._part, options = part, part.options
         self._config = BuildConfig(precision or options.precision, None, None, options.target,
-                                   keep_float=options.keep_float, timing=timing, threads=options.threads)
+                                   keep_float=options.keep_float, timing=timing, threads=options.threads,
+                                   float_type=options.float_type)
 
     def plan(self, part: SegmentPart, feed: Mapping[str, Array]) -> Plan:
         """Return the plan of a segment with open extents, specialised for this feed. Raises EngineError."""

@@ -74,7 +74,7 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
                    for index, extents in enumerate(usual) if extents != subject.usual and extents not in usual[:index])
     config, source = subject.builder.config, subject.source
     options = OpenOptions(config.precision, config.max_batch, config.opt_batch, config.target, config.keep_float,
-                          vars(config.pixels) if config.pixels else None, config.threads)
+                          vars(config.pixels) if config.pixels else None, config.threads, config.float_type)
     declared = tuple(IoTensor(name, kind.dtype.name, kind.shape) for name, kind in subject.types.items())
     part = OpenPart(subject.inputs, _outputs(source, subject.graph), declared, options, recipe, subject.profiles,
                     subject.deciding, subject.builder.timed, source.document(), source.weights, others, general=kernels)
@@ -237,7 +237,7 @@ class Specialiser:
             config = BuildConfig(
                 options.precision, max_batch or options.max_batch, options.opt_batch, target,
                 keep_float=options.keep_float, pixels=Pixels(**options.pixels) if options.pixels else None,
-                timing=self._timing, threads=options.threads)
+                timing=self._timing, threads=options.threads, float_type=options.float_type)
             types = {io.name: TensorType(dtype_named(io.dtype), io.shape) for io in self._part.declared}
             usual = dict.fromkeys((*open_extents(self._part.declared), *map(value_name, self._part.deciding)), 0)
             builder = Builder(config, fewer=max_batch is None)

@@ -255,6 +255,7 @@ class OpenOptions:
     keep_float: tuple[str, ...] = ()
     pixels: Mapping[str, tuple[float, ...]] | None = None
     threads: int = 1
+    float_type: str = "fp32"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from infer_server.calibration.workflow import Calibration
 from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, parse_shape, parse_shapes, positive
 from infer_server.cli.dims import parse_dims, shapes_of_dims
 from infer_server.cli.inspect_engine import by_reference, kernels, layers
-from infer_server.cli.verifying import verify_build
+from infer_server.cli.verifying import TARGET_MISSED, add_target, target_of, verify_build
 from infer_server.engines.backends import known_targets
 from infer_server.engines.compiler.build import EngineBuild, build_engine
 from infer_server.engines.compiler.builder import BuildConfig, Profile
@@ -61,7 +61,8 @@ class Bar:
 
     A thread writes the lines, so that a long step of a build does not delay them.
     """
-    UNITS = {"calibrating": "item", "searching": "trial", "compiling": "kernel"}
+    UNITS = {"calibrating": "item", "searching": "trial", "compiling": "kernel", "evaluating": "item",
+             "ranking": "layer"}
     QUIET, BEAT = 4.0, 0.5      # seconds between lines, and between checks
 
     def __init__(self, quiet: bool = False) -> None:
@@ -139,18 +140,19 @@ def _command(options: argparse.Namespace) -> int:
         _export(build.plan, options.export_qdq, notify)
     if options.tensorrt_cache:
         _for_tensorrt(build.plan, options, notify)
+    missed = not build.plan.metadata.get("target", {}).get("met", True)
     if options.verify and not verify_build(options.output, options.model, config, calibration, notify, _print_error):
         return NOT_VERIFIED
     if options.strip:       # last: verifying asks the plan for its graph
         build.save(options.output, strip=True)
-    return 0
+    return TARGET_MISSED if missed else 0
 
 
 def _config(options: argparse.Namespace) -> BuildConfig:
     return BuildConfig(
         precision=options.precision, max_batch=options.max_batch, opt_batch=options.opt_batch,
         target=options.target or "", shapes=_shapes(options), constants=dict(options.constant or ()),
-        keep_float=tuple(options.keep_float or ()),
+        keep_float=tuple(options.keep_float or ()), float_type=options.float_type,
         pixels=load_preprocess(options.preprocess).pixels if options.uint8_input else None,
         timing=not options.no_timing, timing_cache=options.timing_cache or "", threads=options.threads,
         profiles=_profiles(options), ragged=tuple(options.ragged or ()), optional=tuple(options.optional or ()))
@@ -183,7 +185,8 @@ def _profiles(options: argparse.Namespace) -> tuple[Profile, ...]:
 def _calibration(options: argparse.Namespace) -> Calibration | None:
     if not options.calib and not options.calib_cache:
         return None
-    return Calibration(options.calib, options.calibrator or "", options.calib_cache or "", options.preprocess or "")
+    return Calibration(options.calib, options.calibrator or "", options.calib_cache or "", options.preprocess or "",
+                       target_of(options))
 
 
 def _of_build(calibration: Calibration | None, config: BuildConfig) -> Calibration | None:
@@ -210,6 +213,10 @@ def _check(options: argparse.Namespace) -> None:
         faults.append(f"--calib is for --int8, --best, --fp16 and --verify; this build is {options.precision}")
     if options.uint8_input and not options.preprocess:
         faults.append("--uint8-input needs --preprocess: the scale, mean and std that normalise pixels for the model")
+    if options.max_drop is None and (options.metric or options.eval_data or options.labels):
+        faults.append("--metric, --eval and --labels are of a target: give --max-drop, too")
+    if options.max_drop is not None and options.precision != "int8":
+        faults.append("--max-drop moves layers from INT8 to float: it needs --int8")
     if options.export_qdq and options.precision != "int8":
         faults.append("--export-qdq writes the quantised model: it needs --int8")
     if options.tensorrt_cache and not options.calib_cache:
@@ -280,6 +287,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--entry-file", help=argparse.SUPPRESS)     # for infer-server: the plan's file in the cache
     parser.set_defaults(precision="fp32")
     _add_calibration(parser)
+    add_target(parser)
     _add_shapes(parser)
     _add_tuning(parser)
     _add_output(parser)
@@ -304,6 +312,8 @@ def _add_calibration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-float", action="append", metavar="NODE",
                         help="ONNX node that --int8 leaves in float, or a pattern of names ('head/*'); NODE... also "
                              "leaves all nodes that follow it; can be repeated")
+    parser.add_argument("--float-type", choices=("fp32", "bf16", "fp16"), default="fp32",
+                        help="precision of what --int8 leaves in float (default fp32)")
 
 
 def _add_shapes(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,8 @@
-"""build-engine --verify: compare a plan with the model it was built from."""
+"""build-engine --verify and --max-drop: compare a plan with the model it was built from, and build to an accuracy."""
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Iterable
 
 from tqdm import tqdm
@@ -8,6 +10,8 @@ from tqdm import tqdm
 from infer_server.calibration.accuracy.errors import OutputErrors
 from infer_server.calibration.accuracy.verify import Verification, verify
 from infer_server.calibration.data.items import Feed
+from infer_server.calibration.target.metrics import NAMES as METRICS
+from infer_server.calibration.target.search import AccuracyTarget
 from infer_server.calibration.workflow import Calibration
 from infer_server.cli.common import table
 from infer_server.engines.backends import device_of
@@ -15,6 +19,7 @@ from infer_server.engines.compiler.builder import BuildConfig
 from infer_server.engines.compiler.ranges import Notify
 from infer_server.engines.plan.file import read_plan
 
+TARGET_MISSED = 3           # exit code of --max-drop if the plan, which is written, misses the target
 HEADER = ("output", "largest error", "of range", "item", "mean", "median", "SQNR dB", "cosine", "differ %", "")
 
 
@@ -63,3 +68,40 @@ def _row(errors: OutputErrors, is_fault: bool) -> list[str]:
 def _bar(feeds: Iterable[Feed], slow: bool) -> Iterable[Feed]:
     """Show progress on stderr, if that is a terminal and the verification is slow."""
     return tqdm(feeds, desc="verifying", unit="batch", disable=None, leave=False) if slow else feeds
+
+
+def target_of(options: argparse.Namespace) -> AccuracyTarget | None:
+    """Return the accuracy target of the options, or None."""
+    if options.max_drop is None:
+        return None
+    return AccuracyTarget(options.max_drop, options.metric or "", options.eval_data, options.labels or "")
+
+
+def parse_drop(text: str) -> float:
+    """Parse "0.5%" or "0.005" to 0.005, as an argparse type."""
+    number = text.removesuffix("%")
+    try:
+        value = float(number) / (100.0 if number != text else 1.0)
+        if 0.0 <= value < math.inf:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"'{text}' is not a drop such as 0.5% or 0.005")
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Add the options of an accuracy target."""
+    target = parser.add_argument_group(
+        "accuracy target", f"Keep layers in float until a metric is within --max-drop of the float model's, at the "
+                           f"least cost in time. Exits with {TARGET_MISSED}, and writes the closest plan, if none is.")
+    target.add_argument("--max-drop", type=parse_drop, metavar="DROP",
+                        help="allowed drop of the metric on evaluation items: 0.5%% or 0.005")
+    target.add_argument("--metric", metavar="NAME",
+                        help=f"{', '.join(METRICS)}, or script.py:function(inputs, outputs, labels) (default: top1 "
+                             "with labels, agreement of the classes for classifiers without, cosine for others)")
+    target.add_argument("--eval", dest="eval_data", metavar="PATH",
+                        help="evaluation data, in the forms of --calib (default: every fourth item of --calib, which "
+                             "is not calibrated on)")
+    target.add_argument("--labels", metavar="FILE",
+                        help="classes of the evaluation items: an .npy or .txt file with one number an item, a .csv "
+                             "file with lines path,number, or \"folders\" for a folder of images per class")

@@ -3,7 +3,7 @@ import numpy as np
 from onnx import parser
 
 from infer_server.calibration import Calibration
-from infer_server.calibration.judge import Judge
+from infer_server.calibration.trials.judge import Judge
 from infer_server.engines import build_engine
 from infer_server.engines.codegen.compiler_pool import CompilerPool
 

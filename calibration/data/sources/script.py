@@ -21,6 +21,11 @@ def feeds_of_script(source: str) -> Feeds:
 
     Raises CalibrationError if there is no such script or function. Calling the function raises it if its code fails.
     """
+    return partial(_guarded, source, function_of(source))
+
+
+def function_of(source: str) -> Callable[..., Any]:
+    """Return the function that script.py:function names. Raises CalibrationError if there is none."""
     path, _, name = source.rpartition(":")
     if not Path(path).is_file():
         raise CalibrationError(f"calibration script {path} does not exist")
@@ -31,10 +36,10 @@ def feeds_of_script(source: str) -> Feeds:
         spec.loader.exec_module(module)
     except Exception as error:      # whatever the user's code raises
         raise CalibrationError(f"calibration script {path} failed: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if function is None or not callable(function):
         raise CalibrationError(f"calibration script {path} has no function '{name}'")
-    return partial(_guarded, source, function)
+    return function
 
 
 def _guarded(source: str, function: Callable[[], Iterable[Any]]) -> Iterator[Any]:

@@ -12,12 +12,12 @@ from typing import Any
 from infer_server.calibration.accuracy.comparison import Errors, Reference
 from infer_server.calibration.accuracy.parts import parts_by_tensor
 from infer_server.calibration.accuracy.sources import Sources, selections, sources_of
-from infer_server.calibration.open_data import Feed
-from infer_server.calibration.table import CalibrationTable
+from infer_server.calibration.data.items import Feed
 from infer_server.engines.backends.device import Show
 from infer_server.engines.backends.fallback import to_real
 from infer_server.engines.compiler.subject import KEPT, Subject
 from infer_server.engines.ir.graph import Array, Graph
+from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.passes.outputs import shown_name
 from infer_server.engines.passes.quantization.recipe import prepared
 from infer_server.engines.passes.quantization.smoothing import smoothable, smoothed
@@ -111,7 +111,7 @@ class FloatRuns:
 
 
 class Judge:
-    """Evaluator of calibration tables by the errors of a model's outputs."""
+    """Evaluator of recipes by the errors of a model's outputs."""
 
     def __init__(self, subject: Subject, floats: FloatRuns, tick: Tick = lambda: None) -> None:
         """Take the float model's results as the reference. tick: called after each batch."""
@@ -130,11 +130,11 @@ class Judge:
                 known[key] = {name: sources_of(graph, name) for name in self._floats.tensors if name in graph.producer}
             yield known[key]
 
-    def errors(self, table: CalibrationTable) -> Errors:
-        """Quantise the model by the table and measure its errors on the items."""
+    def errors(self, recipe: Recipe) -> Errors:
+        """Quantise the model by the recipe and measure its errors on the items."""
         builder = self._subject.builder
         engines = GraphEngines(self._subject, lambda graph: builder.trial(
-            prepared(graph, table.recipe, builder.config.keep_float), table.ranges, self._floats.tensors), self._tick)
+            prepared(graph, recipe, builder.config.keep_float), recipe.ranges, self._floats.tensors), self._tick)
         return self._reference.errors(self._outputs(engines))
 
     def _outputs(self, engines: GraphEngines) -> Iterator[Mapping[str, Array]]:

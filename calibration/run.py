@@ -1,0 +1,236 @@
+"""Run of one calibration: observe the float model on the data, then choose biases and ranges by measured error."""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from infer_server.calibration.accuracy.comparison import Errors
+from infer_server.calibration.bias_correction import ChannelMeans
+from infer_server.calibration.collect import collect
+from infer_server.calibration.data.checks import DataCheck
+from infer_server.calibration.data.items import CalibrationData, Feed
+from infer_server.calibration.histogram import Histogram
+from infer_server.calibration.search import CANDIDATES, search
+from infer_server.calibration.smoothing import ALPHAS, ChannelPeaks, smoothing_factors
+from infer_server.calibration.table import CalibrationTable, make_table
+from infer_server.calibration.trials.judge import FloatRuns, GraphEngines, Judge, judged_tensors, watching
+from infer_server.engines.backends.device import Show
+from infer_server.engines.capacity import bytes_of
+from infer_server.engines.compiler.ranges import Notify, Progress
+from infer_server.engines.compiler.subject import Subject
+from infer_server.engines.errors import CalibrationError
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.passes.quantization.smoothing import smoothable
+
+# Budget of the search in multiply-accumulates, so that it is independent of the machine: about 25 s of AVX2.
+BUDGET_MACS = 1.5e12
+MACS_A_WEIGHT = 2600        # cost of quantising and packing a weight in a trial, estimated from VGG-16
+MOST_ITEMS, FEWEST_ITEMS, MOST_TRIALS = 64, 8, 32
+FEW_CANDIDATES = ("percentile", "percentile:99.9999")       # candidates if the budget is too small for all
+WIDEST = "percentile:99.9999"       # calibrator with which smoothing, which reduces outliers, is evaluated
+WATCHED_BYTES = 2 << 30     # maximum bytes of the observed tensors of a batch
+
+
+def model_hash(subject: Subject) -> str:
+    """Return a hash of the model and its pixel normalisation, independent of shapes.
+
+    Builds of one model for different shapes can therefore share ranges.
+    """
+    pixels = subject.builder.config.pixels
+    digest = hashlib.sha256(repr(pixels and vars(pixels)).encode())
+    digest.update(subject.source.document())
+    for name, array in sorted(subject.source.weights.items()):
+        digest.update(name.encode())
+        digest.update(repr(array.tolist()).encode() if array.dtype == object else array.tobytes())      # object: text
+    return digest.hexdigest()[:32]
+
+
+@dataclass
+class _Watched:
+    """Statistics of the float model's tensors over the calibration data."""
+    engines: GraphEngines
+    data: CalibrationData
+    batch: int
+    progress: Callable[[int, int], None]
+    items: int = 0
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+    means: dict[str, Any] = field(default_factory=dict)
+    peaks: dict[str, Any] = field(default_factory=dict)
+
+    def watch(self, edges: tuple[str, ...], kept: FloatRuns, peaking: tuple[str, ...] = (),
+              check: DataCheck | None = None) -> None:
+        """Run over the data once.
+
+        Parameters
+        ----------
+        edges : tuple of str
+            Tensors whose histograms and means are collected.
+        kept : FloatRuns
+            Keeps the first items and their results.
+        peaking : tuple of str
+            Tensors whose peaks by channel are collected.
+        check : DataCheck, optional
+            Checks the items.
+        """
+        means, peaks = ChannelMeans(edges), ChannelPeaks(peaking)
+        self.items = 0
+
+        def run(feed: Feed, count: Show) -> None:
+            def observe(tensor: str, values: Array) -> None:
+                for look in (means.observe, peaks.observe, count):
+                    look(tensor, values)
+
+            if check:
+                check.observe(feed)
+            items = self.data.items_in(feed)
+            kept.run(self.engines, feed, items, observe)
+            self.items += items
+
+        self.histograms = collect(run, self.data, edges, batch=self.batch, progress=self.progress)
+        self.means, self.peaks = means.result(), peaks.result()
+
+    @property
+    def macs(self) -> int:
+        return sum(step.macs for step in self.engines.usual.plan.machine.steps)
+
+
+class CalibrationRun:
+    """Run of one calibration: observes the float model on the data, then chooses biases and ranges by error."""
+
+    def __init__(self, subject: Subject, data: CalibrationData, calibrator: str, check: DataCheck | None,
+                 notify: Notify, progress: Progress) -> None:
+        """Prepare a run. calibrator: "" chooses by measured error. check: checks the items, if they can be checked."""
+        self._subject, self._data, self._calibrator, self._check = subject, data, calibrator, check
+        self._notify, self._progress = notify, progress
+        self._edges, self._uneven = subject.builder.edges(subject.graph), smoothable(subject.graph)
+        self._trials = self._spent = 0      # planned and finished trials of the search, for the progress display
+        self._known: dict[Any, Errors] = {}     # errors of finished trials, by the contents of their tables
+
+    def table(self) -> tuple[CalibrationTable, dict[str, Any]]:
+        """Return the ranges, and the fields for the plan's metadata."""
+        if self._data.note:
+            self._notify(self._data.note)
+        watched = self._watched()
+        check = self._check
+        judged, trials = self._trial_budget(watched)
+        floats = FloatRuns(self._subject.graph, judged)
+        watched.watch(self._edges, floats, self._uneven, check)
+        judge = Judge(self._subject, floats, self._tick)
+        notes = (*self._data.doubts, *check.doubts()) if check else ()
+        preprocess = self._data.preprocess
+        report: dict[str, Any] = {"preprocess": preprocess.to_json()} if preprocess is not None else {}
+        if self._calibrator:
+            table = make_table(self._calibrator, model_hash(self._subject), watched.items,
+                               watched.histograms)
+            errors = self._errors(judge, table)
+        else:
+            table, errors = self._searched(judge, trials, watched, report)
+        return replace(table, notes=notes, fault=errors.fault if errors else ""), report
+
+    def _trial_budget(self, watched: _Watched) -> tuple[int, int]:
+        """Return (number of items on which ranges are evaluated, number of trials)."""
+        if self._calibrator:
+            return FEWEST_ITEMS, 1
+        return _budget(watched.macs, sum(constant.size for constant in self._subject.graph.constants.values()))
+
+    def _errors(self, judge: Judge, table: CalibrationTable) -> Errors | None:
+        """Measure the errors of a named calibrator's ranges on few items; None if no output can be compared."""
+        self._trials = 1
+        try:
+            return self._trial(judge, table)
+        except CalibrationError:
+            return None
+
+    def _watched(self) -> _Watched:
+        subject, graph = self._subject, self._subject.graph
+        shown = (*self._edges, *self._uneven, *judged_tensors(graph))
+        engines = watching(subject, tuple(dict.fromkeys(shown)))
+        engine = engines.usual
+        batch = engine.plan.batch_slots if not engine.dependence else 1
+        batch = max(min(batch, WATCHED_BYTES // max(sum(bytes_of(graph.types[name]) for name in self._edges), 1)), 1)
+        return _Watched(engines, self._data, batch, lambda done, of: self._progress("calibrating", done, of, ""))
+
+    def _tick(self) -> None:
+        self._progress("searching", min(self._spent, self._trials), self._trials, "")
+
+    def _trial(self, judge: Judge, table: CalibrationTable) -> Errors:
+        key = tuple(tuple(part.items()) for part in (table.ranges, table.means, table.smoothing))
+        if key not in self._known:
+            self._known[key] = judge.errors(table.recipe)
+        self._spent += 1
+        self._tick()
+        return self._known[key]
+
+    def _searched(self, judge: Judge, trials: int, watched: _Watched,
+                  report: dict[str, Any]) -> tuple[CalibrationTable, Errors]:
+        """Search for the ranges of least error by so many trials."""
+        spare = trials - (1 + len(ALPHAS)) * bool(self._uneven) - len(CANDIDATES) - 2       # 2: with biases corrected,
+        single = min(max(spare, 0), MOST_TRIALS)                                            # and without
+        candidates = CANDIDATES if spare >= 0 else FEW_CANDIDATES
+        self._trials = ((1 + len(ALPHAS)) * bool(self._uneven) + 2 * (spare >= 0) + len(candidates) + single)
+        factors: dict[str, tuple[float, ...]] = {}
+        if self._uneven:
+            watched, factors = self._smoothing(judge, watched)
+        hash_, items = model_hash(self._subject), watched.items
+        usual = replace(make_table("percentile", hash_, items, watched.histograms), smoothing=factors)
+        if spare < 0:
+            self._notify("a model of this size leaves the search few trials: biases are not corrected, and of the "
+                         f"calibrators only {' and '.join(FEW_CANDIDATES)} are compared")
+        with_means = self._bias_correction(judge, usual, watched.means) if spare >= 0 else {}
+        found = search(watched.histograms, hash_, items,
+                       lambda table: self._trial(judge, replace(table, means=with_means, smoothing=factors)),
+                       single, candidates)
+        self._notify(f"calibrators by their error on {judge.items} calibration items (--calibrator forces one):\n"
+                     f"{found}")
+        report["calibrators"] = {name: vars(errors) for name, errors in found.choice.errors.items()}
+        return replace(found.table, means=with_means, smoothing=factors), found.errors
+
+    def _smoothing(self, judge: Judge, plain: _Watched) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
+        """Return statistics and smoothing factors if smoothing lowers the error, else `plain` and no factors."""
+        edges = tuple(plain.histograms)
+        before = self._trial(judge, make_table(WIDEST, "", 0, plain.histograms)).sqnr_db
+        best, kept, measured = before, "left out", [f"{before:.2f} dB without"]
+        found: tuple[_Watched, dict[str, tuple[float, ...]]] = (plain, {})
+        for alpha in ALPHAS:
+            found_factors = smoothing_factors(self._subject.graph, plain.peaks, alpha)
+            factors = {name: tuple(map(float, s)) for name, s in found_factors.items()}
+            even = replace(plain, engines=watching(self._subject, edges, factors))
+            even.watch(edges, FloatRuns(self._subject.graph, 0))
+            table = replace(make_table(WIDEST, "", 0, even.histograms), smoothing=factors)
+            after = self._trial(judge, table).sqnr_db
+            measured.append(f"{after:.2f} dB with alpha {alpha}")
+            if after > best:
+                best, kept, found = after, f"kept with alpha {alpha}", (even, factors)
+        self._notify(f"smoothing of {len(plain.peaks)} tensors {kept}: {', '.join(measured)}")
+        return found
+
+    def _bias_correction(self, judge: Judge, table: CalibrationTable, means: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the means if correcting biases by them raises the SQNR, else an empty dict."""
+        plain_means = {name: tuple(map(float, values)) for name, values in means.items()}
+        before, after = self._trial(judge, table), self._trial(judge, replace(table, means=plain_means))
+        better = after.sqnr_db > before.sqnr_db
+        self._notify(f"bias correction {'kept' if better else 'left out'}: "
+                     f"{before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
+        return plain_means if better else {}
+
+
+def _budget(macs: int, weights: int) -> tuple[int, int]:
+    """(items on which ranges are judged, trials in all) for a model of so many multiply-accumulates and weights."""
+    items = int(min(max(BUDGET_MACS / max(macs, 1) // 20, FEWEST_ITEMS), MOST_ITEMS))
+    return items, int(BUDGET_MACS / (items * macs + MACS_A_WEIGHT * weights + 1))
+
+
+def judge_of(subject: Subject, data: CalibrationData, trials: int) -> Judge:
+    """Return an evaluator of recipes on the first items, on as many as the budget has for so many trials."""
+    graph = subject.graph
+    engines = watching(subject, judged_tensors(graph))
+    macs = sum(step.macs for step in engines.usual.plan.machine.steps)
+    weights = sum(constant.size for constant in graph.constants.values())
+    items = (BUDGET_MACS / max(trials, 1) - MACS_A_WEIGHT * weights) / max(macs, 1)
+    count = int(min(max(items, FEWEST_ITEMS), MOST_ITEMS))
+    floats = FloatRuns(graph, count)
+    for feed in data.limit(count).batches(1):
+        floats.run(engines, feed, 1, lambda name, array: None)
+    return Judge(subject, floats)

@@ -1,0 +1,79 @@
+"""Scores of a model on evaluation items, in float32 and quantised with some layers kept in float."""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from infer_server.calibration.data.items import CalibrationData
+from infer_server.calibration.target.metrics import Items, Metric, Outputs, metric_of
+from infer_server.calibration.trials.judge import GraphEngines, Tick, watching
+from infer_server.engines.backends.fallback import to_real
+from infer_server.engines.compiler.builder import Builder
+from infer_server.engines.compiler.subject import Subject
+from infer_server.engines.ir.graph import Array
+from infer_server.engines.ir.recipe import Recipe
+from infer_server.engines.passes.quantization.recipe import prepared
+
+
+@contextmanager
+def keeping(builder: Builder, names: Collection[str], float_type: str) -> Iterator[None]:
+    """Keep these ONNX nodes in a float precision in all that the builder compiles inside the block."""
+    config = builder.config
+    if names:
+        builder.config = replace(config, keep_float=(*config.keep_float, *names), float_type=float_type)
+    try:
+        yield
+    finally:
+        builder.config = config
+
+
+class Evaluation:
+    """Evaluation items with the float model's score.
+
+    Attributes
+    ----------
+    metric : Metric
+    reference : float
+        Score of the float model.
+    """
+
+    def __init__(self, subject: Subject, data: CalibrationData, labels: Callable[[int], Sequence[int] | None],
+                 metric: str, tick: Tick) -> None:
+        """Run the float model on the items.
+
+        labels: returns the labels of so many items, or None. tick: called after each item. Raises ConfigError,
+        CalibrationError.
+        """
+        self._subject, self._data, self._tick = subject, data, tick
+        expected = self._outputs(watching(subject, ()))
+        self._items = Items(data, expected, labels(len(expected)))
+        self.metric: Metric = metric_of(metric, self._items)
+        self.reference = self.metric.score(self._items, expected)
+
+    def __len__(self) -> int:
+        return len(self._items.expected)
+
+    def score(self, recipe: Recipe, kept: Collection[str] = (), float_type: str = "fp32") -> float:
+        """Return the score of the model quantised by a recipe with these nodes kept in a float precision."""
+        builder = self._subject.builder
+        with keeping(builder, kept, float_type):
+            engines = GraphEngines(self._subject, lambda graph: builder.trial(
+                prepared(graph, recipe, builder.config.keep_float), recipe.ranges), self._tick)
+            return self.metric.score(self._items, self._outputs(engines))
+
+    def _outputs(self, engines: GraphEngines) -> list[Outputs]:
+        """Run all items, one at a time, and return the outputs of each."""
+        found: list[Outputs] = []
+        names = {io.name: io.dtype for io in engines.usual.outputs}
+        for feed in self._data.batches(1):
+            values: dict[str, Array] = {}
+
+            def keep(name: str, array: Array, values: dict[str, Array] = values) -> None:
+                if name in names:
+                    values[name] = to_real(array, None, names[name])
+
+            engines.show(feed, keep)
+            found.append(values)
+            self._tick()
+        return found

@@ -1,0 +1,147 @@
+"""Builds to an accuracy target keep the layers in float that lose most, and no more."""
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from infer_server.calibration import Calibration
+from infer_server.calibration.target.labels import read_labels
+from infer_server.calibration.target.metrics import Items, metric_of
+from infer_server.calibration.target.search import AccuracyTarget
+from infer_server.cli.build_engine import main
+from infer_server.cli.verifying import parse_drop
+from infer_server.engines import build_engine
+from infer_server.engines.errors import CalibrationError, ConfigError
+
+WIDE = ("wide_a", "wide_b")         # layers that meet at a tensor whose channels have unlike ranges
+CLASSES = 5
+
+
+def model():
+    """Return a classifier of [N, 4] whose layers `wide_a` and `wide_b` cannot be stored in 8 bits between them."""
+    rng = np.random.default_rng(0)
+    shapes = {"first": (4, 16), "wide_a": (16, 16), "wide_b": (16, 16), "last": (16, CLASSES)}
+    weights = {name: (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
+               for name, shape in shapes.items()}
+    weights["wide_a"][:, 0] *= 1000.0
+    weights["wide_b"][0] /= 1000.0
+    nodes, x = [], "x"
+    for name in shapes:
+        nodes.append(helper.make_node("MatMul", [x, f"{name}.w"], [f"{name}.y"], name=name))
+        x = f"{name}.y"
+        if name != "last":
+            nodes.append(helper.make_node("Relu", [x], [f"{name}.r"], name=f"{name}_relu"))
+            x = f"{name}.r"
+    graph = helper.make_graph(
+        nodes, "unlike", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 4])],
+        [helper.make_tensor_value_info(x, TensorProto.FLOAT, ["N", CLASSES])],
+        [numpy_helper.from_array(values, f"{name}.w") for name, values in weights.items()])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def feeds(count=32, seed=1):
+    values = np.random.default_rng(seed).standard_normal((count, 4)).astype(np.float32)
+    return [{"x": row[None]} for row in values]
+
+
+def build(target, data=None, **options):
+    return build_engine(model(), precision="int8", timing=False, cache=False,
+                        calibration=Calibration(data or feeds(), "minmax", target=target), **options).plan.metadata
+
+
+def test_the_layers_that_lose_most_stay_in_float():
+    found = build(AccuracyTarget(0.002, "cosine"))
+    report = found["target"]
+    assert report["met"] and report["float"] - report["score"] <= 0.002 < report["float"] - report["int8"]
+    assert set(report["kept"]) & set(WIDE) and len(report["kept"]) < 4
+    assert set(report["kept"]) <= set(found["kept_float"])
+    assert report["items"] == 8                         # every fourth
+    assert found["calibration_items"] == 24
+    assert {one["layer"] for one in report["layers"]} == {"first", "wide_a", "wide_b", "last"}
+
+
+def test_nothing_stays_in_float_if_int8_is_within_the_target():
+    found = build(AccuracyTarget(1.0, "cosine"))
+    assert found["target"]["met"] and not found["target"]["kept"] and "kept_float" not in found
+
+
+def test_a_target_that_cannot_be_met_gives_the_closest_plan(tmp_path):
+    script = tmp_path / "metric.py"
+    script.write_text("calls = []\n"
+                      "def score(inputs, outputs, labels):\n"
+                      "    assert len(inputs) == len(outputs) == len(labels) == 8\n"
+                      "    calls.append(0)\n"
+                      "    return 1.0 if len(calls) == 1 else 0.5 + len(calls) / 1000\n")
+    notices = []
+    target = AccuracyTarget(0.1, f"{script}:score", feeds(8, seed=2), list(range(8)))
+    found = build(target, notify=notices.append)["target"]
+    assert not found["met"] and found["float"] == 1.0
+    assert any("NOT met" in notice for notice in notices)
+    assert found["items"] == 8
+
+
+def test_the_command_exits_with_3_and_writes_the_plan(tmp_path, capsys):
+    import onnx
+    onnx.save(model(), tmp_path / "m.onnx")
+    np.savez(tmp_path / "data.npz", x=np.concatenate([feed["x"] for feed in feeds()]))
+    np.savetxt(tmp_path / "labels.txt", np.zeros(32, np.int64), "%d")
+    command = [str(tmp_path / "m.onnx"), "-o", str(tmp_path / "m.plan"), "--int8", "--calib",
+               str(tmp_path / "data.npz"),
+               "--no-timing", "--no-cache", "--calibrator", "minmax"]
+    (tmp_path / "worse.py").write_text("scores = [1.0]\ndef f(inputs, outputs, labels):\n"
+                                       "    return scores.pop() if scores else 0.0\n")
+    assert main([*command, "--max-drop", "1%", "--metric", f"{tmp_path / 'worse.py'}:f"]) == 3
+    assert (tmp_path / "m.plan").exists() and "NOT met" in capsys.readouterr().err
+    assert main([*command, "--max-drop", "100%", "--eval", str(tmp_path / "data.npz"),
+                 "--labels", str(tmp_path / "labels.txt")]) == 0
+    assert "top1" in capsys.readouterr().err
+    assert main([*command, "--metric", "top1"]) == 2
+    assert "give --max-drop" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"max_drop": -0.1}, "at least 0"), ({"max_drop": 0.1, "metric": "top2"}, "did you mean 'top1'"),
+    ({"max_drop": 0.1, "metric": "top1"}, "needs labels"), ({"max_drop": 0.1, "labels": [1]}, "give evaluation data")])
+def test_wrong_targets_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        AccuracyTarget(**options)
+
+
+def test_a_number_of_labels_that_does_not_fit_is_refused():
+    with pytest.raises(CalibrationError, match="3 labels for 8 evaluation items"):
+        build(AccuracyTarget(0.1, "top1", feeds(8), [0, 1, 2]))
+
+
+def test_labels_of_folders_and_files(tmp_path):
+    from PIL import Image
+    for name in ("dog/1.png", "cat/2.png", "cat/1.png"):
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (2, 2)).save(tmp_path / "photos" / name)
+    photos = tmp_path / "photos"
+    assert read_labels("folders", photos) == [0, 0, 1]
+    (tmp_path / "labels.csv").write_text("file,label\ncat/1.png,7\ncat/2.png,8\ndog/1.png,9\n")
+    assert read_labels(tmp_path / "labels.csv", photos) == [7, 8, 9]
+    (tmp_path / "labels.csv").write_text("cat/1.png,7\n")
+    with pytest.raises(CalibrationError, match=r"no line for cat/2\.png"):
+        read_labels(tmp_path / "labels.csv", photos)
+    np.save(tmp_path / "labels.npy", np.arange(3))
+    assert read_labels(tmp_path / "labels.npy", photos) == [0, 1, 2]
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        read_labels(tmp_path / "missing.txt", photos)
+
+
+def test_metrics():
+    expected = [{"y": np.array([[0.0, 1.0, 0.5]])}, {"y": np.array([[2.0, 1.0, 0.0]])}]
+    came = [{"y": np.array([[0.0, 2.0, 1.0]])}, {"y": np.array([[0.0, 1.0, 0.5]])}]
+    items = Items(None, expected, [1, 1])
+    assert metric_of("", items).name == "top1" and metric_of("", Items(None, expected)).name == "agreement"
+    assert metric_of("top1", items).score(items, came) == 1.0
+    assert metric_of("agreement", items).score(items, came) == 0.5
+    assert 0.5 < metric_of("cosine", items).score(items, came) < 1.0
+    boxes = Items(None, [{"boxes": np.zeros((1, 3, 4))}])
+    assert metric_of("", boxes).name == "cosine"
+    with pytest.raises(ConfigError, match="is for classifiers"):
+        metric_of("agreement", boxes)
+
+
+def test_drops_are_shares_or_per_cent():
+    assert parse_drop("0.5%") == parse_drop("0.005") == 0.005
