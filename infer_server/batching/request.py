@@ -64,7 +64,7 @@ class EncodesTogether(Protocol):
     """Encoder that can make the responses of several requests with one call."""
 
     def each(self, computed: Arrays, count: int) -> Sequence[Any] | None:
-        """Return the responses of `count` requests of one item each, or None if they must be encoded one by one."""
+        """Return the responses of `count` requests with equally many items, or None if each is to be encoded alone."""
 
 
 @dataclass(frozen=True, slots=True)
