@@ -1,7 +1,6 @@
 """Inference requests inside the server. Each ends exactly once: answered, failed, refused, expired or cancelled."""
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,23 +78,6 @@ class FlowWindow(NamedTuple):
     """Flow control window: limits of the responses to a request that were made but not yet consumed."""
     responses: int                              # limit of their number; 0 for none
     size: int                                   # limit of their bytes
-
-
-class AwaitedReply:
-    """Reply for coroutines: awaiting `response` returns the response or raises the error."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.response: asyncio.Future[Any] = loop.create_future()
-
-    @property
-    def gone(self) -> bool:
-        return self.response.done()
-
-    def send(self, response: Any) -> None:
-        self.response.set_result(response)
-
-    def fail(self, error: Exception) -> None:
-        self.response.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,8 @@ from infer_server.batching import event_loop
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.event_loop import Reads, Waker
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
-from infer_server.batching.request import AwaitedReply, Request
+from infer_server.batching.request import Request
+from tests.infer_server.awaited_reply import AwaitedReply
 
 
 @pytest.fixture(autouse=True)
