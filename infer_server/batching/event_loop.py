@@ -10,7 +10,8 @@ from infer_server.batching.batcher import Batcher
 from infer_server.batching.request import Request
 
 _QUIET_TURNS = 8            # most iterations of the loop without a new request; about 20 us if the loop is idle
-_PROBE = 8                  # one of so many waits goes on after the read that it began with
+_SURE = 4                   # waits for the requests of one read each, after which waits may end with their reads
+_ENDED = 7                  # waits that end so before one goes on again
 _LIMIT_NS = 5_000_000       # limit of the wait while requests keep coming; reached only by a busy loop
 _LONGEST_NS = 1_000_000_000     # longest timer: due times change with the measured times of batches
 
@@ -55,7 +56,7 @@ class Waker:
     instance for the first one would execute it alone, and its thread would compete with the loop for the interpreter
     lock. There is no timer: an idle loop completes its quiet iterations at once. Their number falls to one while
     requests arrive one by one, or together without a quiet iteration between them. While all that arrive together come
-    with one read, the wait ends with that read; every _PROBE-th wait goes on, to find out whether this still holds.
+    with one read, most waits end with that read; the others go on, to find out whether this still holds.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, batcher: Batcher, max_batch_size: int,
@@ -77,7 +78,8 @@ class Waker:
         self._was_alone = False         # the last wait was for one request
         self._read = 0                  # number of the read that the last request came with
         self._from_one_read = False     # all requests of this wait came with it
-        self._single_reads = 0          # consecutive waits for the requests of one read
+        self._single_reads = 0          # consecutive waits that went on, but were for the requests of one read
+        self._may_end = 0               # further waits that may end with their reads
         self._limit_ns = 0
 
     def submitted(self) -> None:
@@ -98,7 +100,8 @@ class Waker:
         self._watching = True
         self._together, self._widest_gap = 1, 0
         self._read, self._from_one_read = reads.count, reads.is_reading
-        if reads.is_reading and self._required_turns == 1 and self._single_reads % _PROBE:
+        if reads.is_reading and self._may_end and self._required_turns == 1:
+            self._may_end -= 1
             reads.at_end(self._end)
             return
         self._limit_ns = time.monotonic_ns() + _LIMIT_NS
@@ -115,17 +118,18 @@ class Waker:
 
     def _end(self) -> None:
         """End the wait: execute what waits, or wake an instance."""
-        self._single_reads = single = self._single_reads + 1 if self._from_one_read else 0
         self._watching = False
         if not self._execute_short():
             self._batcher.wake()
         elif len(self._batcher) and not self._watching:
-            self._quiet_turns = self._required_turns
+            self._quiet_turns, from_one_read = self._required_turns, self._from_one_read
             self._watch()
-            self._from_one_read = single > 0
+            self._from_one_read = from_one_read
 
     def _adapt(self) -> None:
-        """Choose the number of quiet iterations of the next wait."""
+        """Choose the number of quiet iterations of the next wait, and whether waits end with their reads."""
+        self._single_reads = self._single_reads + 1 if self._from_one_read else 0
+        self._may_end = _ENDED if self._single_reads >= _SURE else 0
         was_alone, self._was_alone = self._was_alone, self._together == 1
         if self._was_alone:
             self._required_turns = max(1, self._required_turns // 2)

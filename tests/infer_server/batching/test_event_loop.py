@@ -139,3 +139,7 @@ def test_requests_of_several_reads_are_executed_together() -> None:
 def test_requests_are_soon_executed_together_when_several_reads_begin_to_bring_them() -> None:
     executed = executions([[1]] * 20 + [[1, 1, 1]] * 20)
     assert executed[-12:] == [(3, False)] * 12
+
+
+def test_no_wait_ends_with_its_read_while_some_requests_come_by_several() -> None:
+    assert executions([[5], [1, 1, 1]] * 20) == [(5, False), (3, False)] * 20
