@@ -159,7 +159,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--apart", type=lambda text: [int(part) for part in text.split(",")], default=[],
                         metavar="CLIENT,SERVER", help="cores, and the bare client instead of load-test")
     parser.add_argument("--way", choices=bare.WAYS, default="grpc", help="of the bare client's inputs")
-    parser.add_argument("--grpc-front", default="grpcio", help="as infer-server's")
+    parser.add_argument("--grpc-front", default="nghttp2", choices=("nghttp2", "grpcio"), help="as infer-server's")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks")
     options = parser.parse_args(arguments)
     options.arguments, options.machine = arguments, machine()

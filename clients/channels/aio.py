@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
-from functools import partial
+from collections.abc import Callable
 from typing import cast
 
 from infer_server.clients.channels.addresses import Address
@@ -48,6 +49,26 @@ class AioChannel(ChannelBase):
             except StatusError as error:
                 await asyncio.sleep(attempts.wait_after(error))
             secs = attempts.remaining()
+
+    def prepare(self, path: str, message: Message) -> Callable[[float, Callable[[PendingCall], object]], bool]:
+        """Return a function that makes a call without a coroutine and without retries: start(timeout, done).
+
+        It returns False if no connection is ready; `call` opens one. `done` is called when the call has ended.
+        """
+        encoded = functools.lru_cache(maxsize=4)(functools.partial(self._encoder.encode, path, message))
+
+        def start(timeout: float, done: Callable[[PendingCall], object]) -> bool:
+            connection = self._ready(self._addresses.next(None))
+            if connection is None:
+                return False
+            try:
+                connection.start(encoded(timeout), PendingCall(self._options.max_message_bytes, done),
+                                 time.monotonic() + timeout)
+            except StatusError:
+                return False
+            return True
+
+        return start
 
     async def close(self) -> None:
         self._is_closed = True
@@ -149,6 +170,7 @@ class AioConnection(asyncio.BufferedProtocol):
         self._buffer = memoryview(uninitialised(_RECEIVE_BYTES))
         self._has_room = True                       # in the transport
         self._flushing = False                      # a flush is scheduled
+        self._has_started = False                   # calls were started since the last flush
         self._check: asyncio.TimerHandle | None = None
         self._check_at = math.inf
 
@@ -160,12 +182,8 @@ class AioConnection(asyncio.BufferedProtocol):
     async def call(self, request: CallRequest, max_message_bytes: int, deadline: float | None) -> bytes:
         """Return the serialised response. Raises StatusError."""
         ended = self._loop.create_future()
-        call = PendingCall(max_message_bytes, partial(_set_done, ended))
-        self._http2.open(request, call)
-        self._flush_soon()
-        if deadline is not None:
-            call.deadline = deadline
-        self._check_before(min(call.deadline, time.monotonic() + self._keepalive.secs))
+        call = PendingCall(max_message_bytes, functools.partial(_set_done, ended))
+        self.start(request, call, deadline)
         try:
             await ended
         except asyncio.CancelledError:
@@ -173,6 +191,15 @@ class AioConnection(asyncio.BufferedProtocol):
             self._flush_soon()
             raise
         return call.result()
+
+    def start(self, request: CallRequest, call: PendingCall, deadline: float | None) -> None:
+        """Begin a call. Raises StatusError if the connection takes no more calls."""
+        self._http2.open(request, call)
+        self._has_started = True
+        self._flush_soon()
+        if deadline is not None:
+            call.deadline = deadline
+        self._check_before(min(call.deadline, time.monotonic() + self._keepalive.secs))
 
     async def check_health(self, encoder: RequestEncoder, secs: float) -> None:
         """Raise StatusError if the server does not serve."""
@@ -209,11 +236,15 @@ class AioConnection(asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        http2 = self._http2
+        http2, self._flushing = self._http2, True
         http2.receive(self._buffer[:nbytes])
+        self._flushing = False
         if http2.is_ready and not self._ready.done():
             self._ready.set_result(None)
-        self._flush_soon()
+        if self._has_started:                       # by calls that have ended
+            self.flush()
+        else:                                       # tasks that await ended calls may start others
+            self._flush_soon()
 
     def pause_writing(self) -> None:
         self._has_room = False
@@ -241,7 +272,7 @@ class AioConnection(asyncio.BufferedProtocol):
 
     def flush(self) -> None:
         """Send as much as the flow-control windows and the transport's buffer allow."""
-        self._flushing = False
+        self._flushing = self._has_started = False
         http2, transport = self._http2, self._transport
         if transport is None:
             return

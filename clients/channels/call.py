@@ -114,11 +114,15 @@ class PendingCall:
 
     def result(self) -> bytes:
         """Return the message of a call that has ended. Raises StatusError."""
-        if self._error:
-            raise self._error
-        if self._message is None:
-            raise StatusError("INTERNAL", "the server answered OK without a message")
+        if error := self.failure():
+            raise error
         return cast(bytes, self._message)           # or a bytearray that is no longer modified
+
+    def failure(self) -> StatusError | None:
+        """Return the error of a call that has ended; None if it has succeeded."""
+        if self._error is None and self._message is None:
+            self._error = StatusError("INTERNAL", "the server answered OK without a message")
+        return self._error
 
     def begin(self, headers: tuple[Header, ...], is_last: bool) -> None:
         """Process the response headers."""

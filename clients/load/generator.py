@@ -27,7 +27,7 @@ from infer_server.clients.load.measure import (
 )
 from infer_server.clients.load.schedule import Closed, Load, Open
 from infer_server.clients.load.statistics import Reading, ServerSplit, difference
-from infer_server.clients.load.transports.transport import Send
+from infer_server.clients.load.transports.transport import Send, StartedSend
 
 MAX_IN_FLIGHT = 4096            # in an open loop; further requests wait in the client, and latency includes that wait
 MAX_BYTES_IN_FLIGHT = 512 << 20
@@ -93,37 +93,49 @@ class Sender:
         self._next_request = itertools.cycle(requests).__next__
         self._timeout = timeout
 
-    async def send(self, due: float) -> None:
-        status = OK
-        sent = time.monotonic()
+    def send(self, due: float, group: asyncio.TaskGroup, ended: Callable[[], None]) -> None:
+        """Send the next request, in a task of the group if it needs one; `ended` is called when it has ended."""
+        send, sent = self._next_request(), time.monotonic()
+
+        def done(error: StatusError | None) -> None:
+            if error:
+                self.messages.setdefault(error.status, error.details)
+            self.recorder.add(due, sent, time.monotonic(), error.status if error else OK)
+            ended()
+
+        if not (isinstance(send, StartedSend) and send.start(self._timeout, done)):
+            group.create_task(self._await(send, done))
+
+    async def _await(self, send: Send, done: Callable[[StatusError | None], None]) -> None:
         try:
-            await self._next_request()(self._timeout)
+            await send(self._timeout)
         except StatusError as error:
-            status = error.status
-            self.messages.setdefault(status, error.details)
-        self.recorder.add(due, sent, time.monotonic(), status)
+            done(error)
+        else:
+            done(None)
 
 
 async def send_closed(sender: Sender, load: Closed, stop: asyncio.Event) -> None:
     """Send requests in a closed loop until `stop`, and wait for the last answer."""
-    async def user() -> None:
-        while not stop.is_set():
-            await sender.send(time.monotonic())
+    slots = asyncio.Semaphore(0)                # users that have stopped
 
-    await asyncio.gather(*(user() for _ in range(load.concurrency)))
+    async with asyncio.TaskGroup() as group:
+        def next_request() -> None:
+            if stop.is_set():
+                slots.release()
+            else:
+                sender.send(time.monotonic(), group, next_request)
+
+        for _ in range(load.concurrency):
+            next_request()
+        for _ in range(load.concurrency):
+            await slots.acquire()
 
 
 async def send_open(sender: Sender, load: Open, seed: int, stop: asyncio.Event) -> None:
     """Send requests on schedule until `stop`, and wait for the last answer."""
     slots = asyncio.Semaphore(sender.most_in_flight)
     start = time.monotonic()
-
-    async def one(due: float) -> None:
-        try:
-            await sender.send(due)
-        finally:
-            slots.release()
-
     with Alarm() as alarm:
         async with asyncio.TaskGroup() as group:
             for offset in load.arrivals(seed):
@@ -132,8 +144,11 @@ async def send_open(sender: Sender, load: Open, seed: int, stop: asyncio.Event) 
                     await alarm.wait_until(min(due, now + LONGEST_SLEEP))
                 await slots.acquire()
                 if stop.is_set():
+                    slots.release()
                     break
-                group.create_task(one(due))
+                sender.send(due, group, slots.release)
+            for _ in range(sender.most_in_flight):
+                await slots.acquire()
 
 
 async def run_level(load: Load, sender: Sender, batch: int, timing: Timing, seed: int,

@@ -32,6 +32,7 @@ Refuse = Callable[[list[Request], ServeError], None]
 # Requests in order of arrival with removal in O(1). In a plain dict, finding the first key skips all deleted entries.
 _Queue = OrderedDict[Request, object]
 _GONE = object()
+_SAMPLED_NS = 1_000_000         # of shorter batches of one size, one in this time is measured
 
 
 class _Level:
@@ -79,6 +80,7 @@ class Batcher:
         self._paying = AdaptiveBatchLimit(batching.max_batch_size, instances)
         self._timeouts = Expiries()                 # queue timeouts of requests that are not delayed
         self._deadlines = Expiries()                # deadlines of clients
+        self._sampled_ns: dict[int, int] = {}       # times at which short batches were measured, by number of items
         self._idle = 0                              # instances that wait for requests
         self._refused = 0                           # instances that wait for admission
         self._closed = False
@@ -205,8 +207,12 @@ class Batcher:
 
     def record_time(self, items: int, ns: int) -> None:
         """Record that a batch of `items` took `ns` from `take` until its responses were handed on."""
+        now_ns = self._clock_ns()
+        if ns < _SAMPLED_NS and items <= self._batching.max_batch_size:
+            if now_ns < self._sampled_ns.get(items, 0):
+                return
+            self._sampled_ns[items] = now_ns + _SAMPLED_NS
         with self._lock:
-            now_ns = self._clock_ns()
             self._times.add(items, ns, now_ns)
             self._paying.add(items, ns, now_ns)
 

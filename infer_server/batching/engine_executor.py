@@ -5,6 +5,7 @@ are not copied either.
 """
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -106,10 +107,11 @@ class EngineExecutor:
         if not items:
             self._blank(context, batch[0])
         placed = self._gather(context, batch, slots)
-        there = [self._output_buffers(context, request, slots) if request.output_buffers else _NOWHERE
-                 for request in batch]
-        for name in {name for mine in there for name in mine}:
-            placed[name] = [mine.get(name, request.items) for mine, request in zip(there, batch, strict=True)]
+        there: Sequence[Mapping[str, Any]] = ()
+        if self._gpu is not None:
+            there = [self._output_buffers(context, request, slots) for request in batch]
+            for name in {name for mine in there for name in mine}:
+                placed[name] = [mine.get(name, request.items) for mine, request in zip(there, batch, strict=True)]
         copied_ns = time.monotonic_ns()
         if placed:
             cast(InPlaceContext, context).execute_with(slots, placed)
@@ -203,7 +205,7 @@ class EngineExecutor:
         """Encode single-item requests with one call of their common encoder; return None if it cannot."""
         encode = batch[0].encode
         each = getattr(encode, "each", None)        # of EncodesTogether; isinstance with a protocol takes 10 us
-        if each is None or any([request.encode is not encode for request in batch]) or any(there):
+        if each is None or any(there) or any([request.encode is not encode for request in batch]):
             return None
         return cast(EncodesTogether, encode).each(outputs, len(batch))
 
@@ -211,14 +213,15 @@ class EngineExecutor:
                  there: Sequence[Mapping[str, Any]]) -> list[Outcome]:
         """Encode each request's outputs while their views are valid.
 
-        `there` has the outputs that are in each request's own buffers.
+        `there` has the outputs that are in each request's own buffers; it may be empty.
         """
         outputs = {name: context.output(name, items) for name in self._outputs}
-        if self._batched and len(batch) == items > 1 and (responses := self._encoded_together(batch, outputs, there)):
+        if self._batched and len(batch) in (1, items) and batch[0].items and (
+                responses := self._encoded_together(batch, outputs, there)):
             return list(zip(batch, responses, strict=True))
         outcomes: list[Outcome] = []
         first = 0
-        for request, own in zip(batch, there, strict=True):
+        for request, own in zip(batch, there or itertools.repeat(_NOWHERE), strict=False):
             end = first + request.items
             mine = {name: view[first:end] for name, view in outputs.items()} if self._batched else outputs
             outcomes.append((request, request.encode({**mine, **own} if own else mine)))

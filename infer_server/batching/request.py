@@ -1,7 +1,6 @@
 """Inference requests inside the server. Each ends exactly once: answered, failed, refused, expired or cancelled."""
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +63,7 @@ class EncodesTogether(Protocol):
     """Encoder that can make the responses of several requests with one call."""
 
     def each(self, computed: Arrays, count: int) -> Sequence[Any] | None:
-        """Return the responses of `count` requests of one item each, or None if they must be encoded one by one."""
+        """Return the responses of `count` requests with equally many items, or None if each is to be encoded alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +78,6 @@ class FlowWindow(NamedTuple):
     """Flow control window: limits of the responses to a request that were made but not yet consumed."""
     responses: int                              # limit of their number; 0 for none
     size: int                                   # limit of their bytes
-
-
-class AwaitedReply:
-    """Reply for coroutines: awaiting `response` returns the response or raises the error."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.response: asyncio.Future[Any] = loop.create_future()
-
-    @property
-    def gone(self) -> bool:
-        return self.response.done()
-
-    def send(self, response: Any) -> None:
-        self.response.set_result(response)
-
-    def fail(self, error: Exception) -> None:
-        self.response.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)

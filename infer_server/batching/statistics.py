@@ -9,10 +9,12 @@ import copy
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from operator import sub
+from functools import partial
+from operator import mul, sub
 from typing import NamedTuple
 
 from infer_server.batching.batch_times import size_bucket
@@ -22,6 +24,9 @@ from infer_server.observing.latencies import Latencies
 ANSWERED_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)     # histogram bounds in ms
 PHASES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 CACHE_PHASES = ("cache_hit", "cache_miss")
+_column_of = partial(bisect_left, [ms * 1_000_000 for ms in ANSWERED_MS])       # column of a time in ns
+_MOST_PENDING = 64              # executions that are counted together
+_PENDING_NS = 1_000_000_000     # and the time within which they ended
 
 
 class Failure(Enum):
@@ -90,6 +95,14 @@ class BatchExecution(NamedTuple):
     apart_ns: tuple[int, ...] = ()              # queueing times of requests that are answered after the execution
 
 
+class _Record(NamedTuple):
+    """Arguments of `Statistics.executed`."""
+    execution: BatchExecution
+    enqueued_ns: Sequence[int]
+    closed: str
+    responding_ns: Sequence[int]
+
+
 class Totals(NamedTuple):
     """Cumulative counters of requests."""
     requests: int               # number of answered requests
@@ -104,6 +117,7 @@ class Statistics:
         self._lock = threading.Lock()
         self._counters = Counters()
         self._latencies = {phase: Latencies() for phase in (*PHASES, *CACHE_PHASES)}
+        self._pending: list[_Record] = []       # executions that are not counted yet; counting many is cheaper
 
     def executed(self, execution: BatchExecution, enqueued_ns: Sequence[int], closed: str = FREE,
                  responding_ns: Sequence[int] = ()) -> None:
@@ -120,38 +134,59 @@ class Statistics:
         responding_ns : sequence of int
             See `answered`.
         """
-        e, c, requests = execution, self._counters, len(enqueued_ns) + len(execution.apart_ns)
         with self._lock:
+            pending = self._pending
+            pending.append(_Record(execution, enqueued_ns, closed, responding_ns))
+            if len(pending) >= _MOST_PENDING or (
+                    execution.encoded_ns - pending[0].execution.encoded_ns > _PENDING_NS):
+                self._count_pending()
+
+    def _count_pending(self) -> None:
+        """Add the pending executions to the counters. The lock is held."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        c, now_ns = self._counters, pending[-1].execution.encoded_ns
+        c.last_inference_ms = (time.time_ns() - time.monotonic_ns() + now_ns) // 1_000_000
+        c.used_ns = now_ns
+        c.execution_count += len(pending)
+        batches = []
+        for e, _, closed, _ in pending:
             c.closed[closed] += 1
-            size = size_bucket(e.items, c.batches)
-            batch = c.batches.get(size)
-            if batch is None:
-                batch = c.batches[size] = BatchStatistics()
-            c.last_inference_ms, c.used_ns = time.time_ns() // 1_000_000, time.monotonic_ns()
             c.inference_count += e.items
-            c.execution_count += 1
-            device = c.devices.setdefault(e.gpu, Executions())
+            device = c.devices.get(e.gpu) or c.devices.setdefault(e.gpu, Executions())
             device.items += e.items
             device.batches += 1
-            waited_ns = [e.started_ns - since_ns for since_ns in (*enqueued_ns, *e.apart_ns)]
-            c.queue.add(requests, sum(waited_ns))
-            self._latencies["queue"].add(waited_ns, 1, e.encoded_ns)
-            self._answered([e.encoded_ns - since_ns for since_ns in enqueued_ns], e.encoded_ns, responding_ns)
-            for phase, total, of_size, ns in (
-                    ("compute_input", c.compute_input, batch.compute_input, e.copied_ns - e.started_ns),
-                    ("compute_infer", c.compute_infer, batch.compute_infer, e.computed_ns - e.copied_ns),
-                    ("compute_output", c.compute_output, batch.compute_output, e.encoded_ns - e.computed_ns)):
-                self._latencies[phase].add((ns,), requests, e.encoded_ns)
-                total.count += requests
-                total.ns += ns * requests
-                of_size.count += 1
-                of_size.ns += ns
+            size = size_bucket(e.items, c.batches)
+            batches.append(c.batches.get(size) or c.batches.setdefault(size, BatchStatistics()))
+        waited_ns = [e.started_ns - ns for e, enqueued_ns, _, _ in pending for ns in (*enqueued_ns, *e.apart_ns)]
+        c.queue.add(len(waited_ns), sum(waited_ns))
+        self._latencies["queue"].add(waited_ns, now_ns)
+        self._answered([e.encoded_ns - ns for e, enqueued_ns, _, _ in pending for ns in enqueued_ns], now_ns,
+                       [ns for record in pending for ns in record.responding_ns])
+        requests = [len(enqueued_ns) + len(e.apart_ns) for e, enqueued_ns, _, _ in pending]
+        _, _, started_ns, copied_ns, computed_ns, encoded_ns, _, _ = zip(*[e for e, _, _, _ in pending], strict=True)
+        self._count_phase("compute_input", map(sub, copied_ns, started_ns), requests, batches, now_ns)
+        self._count_phase("compute_infer", map(sub, computed_ns, copied_ns), requests, batches, now_ns)
+        self._count_phase("compute_output", map(sub, encoded_ns, computed_ns), requests, batches, now_ns)
+
+    def _count_phase(self, phase: str, durations_ns: Iterable[int], requests: Sequence[int],
+                     batches: Iterable[BatchStatistics], now_ns: int) -> None:
+        """Count the durations of a phase in several executions, each with its number of requests."""
+        times_ns = list(durations_ns)
+        self._latencies[phase].add(times_ns, now_ns, requests)
+        total: Duration = getattr(self._counters, phase)
+        total.add(sum(requests), sum(map(mul, times_ns, requests)))
+        for batch, ns in zip(batches, times_ns, strict=True):
+            of_size: Duration = getattr(batch, phase)
+            of_size.count += 1
+            of_size.ns += ns
 
     def looked_up(self, hit: bool, ns: int) -> None:
         """Count a lookup in the response cache. A hit is a success, but no execution."""
         now_ns = time.monotonic_ns()
         with self._lock:
-            self._latencies["cache_hit" if hit else "cache_miss"].add((ns,), 1, now_ns)
+            self._latencies["cache_hit" if hit else "cache_miss"].add((ns,), now_ns)
             if hit:
                 self._counters.cache_hit.add(1, ns)
                 self._answered((ns,), now_ns)
@@ -170,14 +205,10 @@ class Statistics:
         self._counters.success.add(len(times_ns), sum(times_ns))
         self._counters.responding_ns += sum(responding_ns)
         answered = self._counters.answered
-        first_ns = list(map(sub, times_ns, responding_ns)) if responding_ns else times_ns
-        if first_ns and (column := bisect_left(ANSWERED_MS, min(first_ns) / 1e6)) == (
-                bisect_left(ANSWERED_MS, max(first_ns) / 1e6)):
-            answered[column] += len(first_ns)
-        else:
-            for ns in first_ns:
-                answered[bisect_left(ANSWERED_MS, ns / 1e6)] += 1
-        self._latencies["request"].add(times_ns, 1, now_ns)
+        for column, count in Counter(map(_column_of, map(sub, times_ns, responding_ns) if responding_ns else times_ns)
+                                     ).items():
+            answered[column] += count
+        self._latencies["request"].add(times_ns, now_ns)
 
     def failed(self, reason: Failure, ns: int) -> None:
         """Count a request that failed `ns` after it was received."""
@@ -192,13 +223,16 @@ class Statistics:
         """
         now_ns = time.monotonic_ns()
         with self._lock:
+            self._count_pending()
             return {phase: latencies.quantiles(levels, now_ns) for phase, latencies in self._latencies.items()}
 
     def totals(self) -> Totals:
         """Return the counters of requests alone, which is cheaper than a snapshot."""
         with self._lock:
+            self._count_pending()
             return Totals(self._counters.success.count, self._counters.success.ns, self._counters.fail.count)
 
     def snapshot(self) -> Counters:
         with self._lock:
+            self._count_pending()
             return copy.deepcopy(self._counters)

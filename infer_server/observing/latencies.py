@@ -5,10 +5,14 @@ its durations. Two half windows are kept; the older one is dropped when the newe
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 _HALF_NS = 30_000_000_000
 _BITS = 4                   # bits of a duration after the leading one that select the bucket
+_MANY = 32                  # number of durations from which numpy is faster
 
 
 class Latencies:
@@ -19,16 +23,12 @@ class Latencies:
         self._before: dict[int, int] = {}
         self._since_ns = 0
 
-    def add(self, times_ns: Sequence[int], count: int, now_ns: int) -> None:
-        """Count each of these durations `count` times."""
+    def add(self, times_ns: Sequence[int], now_ns: int, counts: Iterable[int] = itertools.repeat(1)) -> None:
+        """Count durations, each as often as `counts` says."""
         if now_ns - self._since_ns > _HALF_NS:
             self._turn(now_ns)
         recent = self._recent
-        if len(times_ns) > 2 and (bucket := _bucket(min(times_ns))) == _bucket(max(times_ns)):
-            recent[bucket] = recent.get(bucket, 0) + count * len(times_ns)      # the common case within a batch
-            return
-        for ns in times_ns:
-            bucket = _bucket(ns)
+        for bucket, count in zip(_buckets(times_ns), counts, strict=False):
             recent[bucket] = recent.get(bucket, 0) + count
 
     def quantiles(self, levels: Sequence[float], now_ns: int) -> list[float]:
@@ -50,6 +50,15 @@ class Latencies:
     def _turn(self, now_ns: int) -> None:
         gap = now_ns - self._since_ns > 2 * _HALF_NS
         self._before, self._recent, self._since_ns = {} if gap else self._recent, {}, now_ns
+
+
+def _buckets(times_ns: Sequence[int]) -> Iterable[int]:
+    if len(times_ns) < _MANY:
+        return map(_bucket, times_ns)
+    times = np.array(times_ns)
+    shifts = np.maximum(np.frexp(times)[1] - 1 - _BITS, 0)          # exponents are exact up to 2 ** 53 ns
+    buckets: list[int] = ((shifts << _BITS) + (times >> shifts)).tolist()
+    return buckets
 
 
 def _bucket(ns: int) -> int:

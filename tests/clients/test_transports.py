@@ -23,11 +23,13 @@ from infer_server.clients.load.arguments import parse
 from infer_server.clients.load.cli import CANNOT_RUN, FAILED, FINE, main
 from infer_server.clients.load.schedule import Closed
 from infer_server.clients.load.transports import over_shared_memory, split_url
+from infer_server.clients.load.transports.over_grpc import GrpcTransport
 from infer_server.clients.load.transports.over_http import HttpTransport
 from infer_server.clients.load.transports.over_shared_memory import SharedMemoryTransport
-from infer_server.clients.load.transports.transport import MOST_OF_DESCRIPTORS, SETUP_SECS
+from infer_server.clients.load.transports.transport import MOST_OF_DESCRIPTORS, SETUP_SECS, StartedSend
 from infer_server.protos import inference as pb
 from scripts.testing.numpy_engine import write_model
+from tests.clients.channels.peers import Proxy, proxy_to
 from tests.infer_server.serving import RunningServer, serving
 
 FAST = ["--duration", "0.2", "--warmup", "0"]
@@ -203,3 +205,27 @@ def test_an_answer_that_is_not_the_protocols_is_said_without_a_traceback(
             another.shutdown()
             serves.result()
     assert "GET /v2/models/m: the answer is not the protocol's JSON" in capsys.readouterr().err
+
+
+def test_requests_without_a_coroutine_need_a_connection_and_end_with_it(server: RunningServer) -> None:
+    async def run(url: str, proxy: Proxy) -> None:
+        loop, transport = asyncio.get_running_loop(), GrpcTransport(url)
+        (send,) = await transport.prepare("affine", "", [{"x": np.ones((1, 4), np.float32)}])
+        assert isinstance(send, StartedSend)
+        for _ in range(2):
+            assert not send.start(SETUP_SECS, lambda error: None), "there is no connection yet, or any more"
+            assert await send(SETUP_SECS), "it is opened by a coroutine"
+            ends: list[asyncio.Future[StatusError | None]] = [loop.create_future() for _ in range(20)]
+            assert all(send.start(SETUP_SECS, end.set_result) for end in ends)
+            assert await asyncio.gather(*ends) == [None] * 20
+            late: asyncio.Future[StatusError | None] = loop.create_future()
+            assert send.start(0.0, late.set_result)
+            assert (error := await late) and error.status == "DEADLINE_EXCEEDED"
+            proxy.cut()
+            async with asyncio.timeout(SETUP_SECS):
+                while send.start(SETUP_SECS, lambda error: None):       # until the end of the connection is noticed
+                    await asyncio.sleep(0.01)
+        await transport.close()
+
+    with proxy_to(server.address) as (url, proxy):
+        asyncio.run(run(url, proxy))

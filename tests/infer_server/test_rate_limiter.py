@@ -15,11 +15,12 @@ import tritonclient.grpc as triton
 
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
-from infer_server.batching.request import AwaitedReply, Request
+from infer_server.batching.request import Request
 from infer_server.config.groups import RateLimit, Resource
 from infer_server.errors import ModelConfigError
 from infer_server.rate_limiter import RateGate, RateLimiter
 from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, write_model
+from tests.infer_server.awaited_reply import AwaitedReply
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.serving import serving
 

@@ -17,7 +17,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from infer_server import protos
-from infer_server.batching.request import AwaitedReply, Request
+from infer_server.batching.request import Request
 from infer_server.endpoints import inflight
 from infer_server.endpoints.grpc.context import CallContext, unary
 from infer_server.endpoints.grpc.grpcio.server import Handlers
@@ -27,6 +27,7 @@ from infer_server.errors import InvalidRequestError
 from scripts.stress import INFER, ask_on, request
 from scripts.testing.mute_client import MuteClient
 from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
+from tests.infer_server.awaited_reply import AwaitedReply
 from tests.infer_server.endpoints.test_serving import eventually, executions, infer
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 

@@ -18,6 +18,20 @@ SETUP_SECS = 30.0                               # timeout of calls that are not 
 MOST_OF_DESCRIPTORS = 512                       # requests in flight that have one each: below what a process may have
 
 
+class StartedSend(ABC):
+    """Send that can do without a coroutine."""
+
+    @abstractmethod
+    def __call__(self, timeout: float) -> Awaitable[bytes | None]: ...
+
+    @abstractmethod
+    def start(self, timeout: float, done: Callable[[StatusError | None], None]) -> bool:
+        """Send the request; `done` is called with the error, or None, when it has ended.
+
+        Returns False if that requires a coroutine now: the request is not sent then.
+        """
+
+
 class Slots:
     """Limit on concurrent requests. The wait for a slot counts towards a request's timeout."""
 

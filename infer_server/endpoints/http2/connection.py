@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from infer_server.batching.event_loop import Reads
 from infer_server.endpoints.http2.limits import ConnectionTimers
 from infer_server.endpoints.http2.settings import ConnectionSettings
 from infer_server.endpoints.http2.streams import CountedStream, PartsWriter, RequestHandler
@@ -90,6 +91,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._shared = shared
         self._settings = settings = shared.settings
         self.loop, self.inflight = shared.loop, shared.inflight
+        self._reads = Reads.of(shared.loop)
         self.peer = ""
         self._http2 = http2 = server_connection(settings.max_streams, _WINDOW_BYTES)
         self._receive_data, self._events = http2.receive_data, http2.events
@@ -134,13 +136,16 @@ class Http2Connection(asyncio.BufferedProtocol):
         if self._lingers:
             return
         self._limits.received()
+        self._flushing = True               # as this function will do
+        self._reads.begin()
         try:
             self._receive_data(data)
             self._handle_events()
         except NGH2Error as error:
             self.failed(error)
-            return
-        self.flush()
+        finally:
+            self._reads.end()
+            self.flush()
 
     def eof_received(self) -> bool:
         return False                        # closes the transport

@@ -12,9 +12,10 @@ import pytest
 
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.policy import BatchPolicy, Priorities, QueuePolicy
-from infer_server.batching.request import AwaitedReply, Request
+from infer_server.batching.request import Request
 from infer_server.errors import DeadlineExceededError, QueueFullError, UnavailableError
 from scripts.testing.numpy_engine import TIMEOUT_SECS
+from tests.infer_server.awaited_reply import AwaitedReply
 
 
 class Clock:

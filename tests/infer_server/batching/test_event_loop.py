@@ -8,9 +8,10 @@ import pytest
 
 from infer_server.batching import event_loop
 from infer_server.batching.batcher import Batcher
-from infer_server.batching.event_loop import Waker
+from infer_server.batching.event_loop import Reads, Waker
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
-from infer_server.batching.request import AwaitedReply, Request
+from infer_server.batching.request import Request
+from tests.infer_server.awaited_reply import AwaitedReply
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +91,55 @@ def test_after_requests_that_came_together_without_pauses_the_next_ones_are_wait
 
 def test_nobody_is_woken_for_what_the_loop_has_executed_by_itself() -> None:
     assert submissions([0, 30, 0], executes=True) == []
+
+
+def executions(rounds: list[list[int]]) -> list[tuple[int, bool]]:
+    """Read these numbers of requests, those of a round in one turn of the loop, and a dozen turns between rounds.
+
+    Returns the requests of each execution on the loop, and whether it was at the end of a read.
+    """
+
+    async def read_all() -> list[tuple[int, bool]]:
+        loop, executed, in_read = asyncio.get_running_loop(), list[tuple[int, bool]](), False
+        batcher, reads = CountingBatcher(), Reads.of(loop)
+
+        def execute() -> bool:
+            executed.append((len(batcher), in_read))
+            return batcher.take_all()
+
+        waker = Waker(loop, batcher, max_batch_size=100, execute_short=execute)
+        for counts in rounds:
+            in_read = True
+            for count in counts:
+                reads.begin()
+                for _ in range(count):
+                    batcher.submit(Request({"x": np.zeros(1)}, 1, (), lambda outputs: b"", AwaitedReply(loop)))
+                    waker.submitted()
+                reads.end()
+            in_read = False
+            for _ in range(12):
+                await asyncio.sleep(0)
+        return executed
+
+    return asyncio.run(read_all())
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_requests_of_one_read_are_executed_at_its_end_once_all_have_come_so(count: int) -> None:
+    executed = executions([[count]] * 40)
+    assert [requests for requests, _ in executed] == [count] * 40
+    assert not executed[0][1], "other reads may follow"
+    assert [at_end for _, at_end in executed[24:]].count(False) == 2, "every eighth wait looks for other reads"
+
+
+def test_requests_of_several_reads_are_executed_together() -> None:
+    assert executions([[1, 1, 1]] * 20) == [(3, False)] * 20
+
+
+def test_requests_are_soon_executed_together_when_several_reads_begin_to_bring_them() -> None:
+    executed = executions([[1]] * 20 + [[1, 1, 1]] * 20)
+    assert executed[-12:] == [(3, False)] * 12
+
+
+def test_no_wait_ends_with_its_read_while_some_requests_come_by_several() -> None:
+    assert executions([[5], [1, 1, 1]] * 20) == [(5, False), (3, False)] * 20

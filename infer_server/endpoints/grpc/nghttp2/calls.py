@@ -67,7 +67,8 @@ class InferCall(InferReply):
                  "answered_at", "is_partial", "partial_bytes")
 
     def __init__(self, connection: Carrier, stream: int, head: RequestHead, calls: TakesInfer) -> None:
-        super().__init__()
+        self.held = self.submitted = None           # as InferReply's
+        self.gone = False
         self._connection, self._stream, self._head, self._calls = connection, stream, head, calls
         self._reader: MessageReader | None = None       # while a message arrives in pieces
         self._uncounted = 0                             # bytes of it that are not counted yet

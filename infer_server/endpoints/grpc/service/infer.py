@@ -107,7 +107,7 @@ class GrpcEncoder:
         return join_response(prefix, self._id, raw)
 
     def each(self, computed: Arrays, count: int) -> list[bytes] | None:
-        """Return the responses of `count` requests of one item each, or None if they must be encoded one by one."""
+        """See EncodesTogether."""
         served = self._served
         if len(served.outputs) != 1 or self._id:
             return None
@@ -115,8 +115,8 @@ class GrpcEncoder:
         if array.nbytes > _FEW_BYTES or array.dtype != spec.datatype.array or spec.datatype.name == "BYTES":
             return None
         raw, size = array.tobytes(), array.nbytes // count
-        prefix = response_prefix(_response_header(served, ((1, *array.shape[1:]),)), size)
-        return [prefix + raw[at:at + size] for at in range(0, len(raw), size)]
+        prefix = response_prefix(_response_header(served, ((len(array) // count, *array.shape[1:]),)), size)
+        return [prefix + raw] if count == 1 else [prefix + raw[at:at + size] for at in range(0, len(raw), size)]
 
 
 def _requested(tensor: Any) -> RequestedTensor:
