@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from infer_server.engines.backends import device_of
 from infer_server.engines.backends.device import GpuInfo, OneOfSeveral
 from infer_server.engines.errors import ConfigError, EngineError, InputError, PlanError, PlanTargetError
+from infer_server.engines.plan.extents import CACHE_CAPACITY
 from infer_server.engines.plan.file import read_outline, read_plan
 from infer_server.engines.plan.plan import GeneralKernel, IoTensor, Plan
 from infer_server.engines.runtime.engine import Engine
@@ -172,11 +173,12 @@ class _LateSpecialiser:
 
     def __init__(self, plan: Plan, cache: str | os.PathLike[str] | bool) -> None:
         from infer_server.engines.compiler.engine_cache import EngineCache
-        from infer_server.engines.compiler.template import Templates, stored_templates
+        from infer_server.engines.compiler.template import CACHING, TEMPLATES, Templates, stored_templates
         self.first: Engine | None = None
         self._plan, self._cache = plan, None if cache is False else EngineCache("" if cache is True else cache)
-        stored = stored_templates(plan, self._cache)
-        self._stored = Templates(lambda counting, extents: None, None, stored) if stored else None
+        # Of plans with caches in place, and of others.
+        self._stored = {kind == CACHING: Templates(lambda counting, extents: None, None, stored)
+                        for kind in (CACHING, TEMPLATES) if (stored := stored_templates(plan, self._cache, kind))}
         self._made: SpecialisationMaker | None = None
         self._making = threading.Lock()
 
@@ -197,10 +199,10 @@ class _LateSpecialiser:
         return self._specialiser().plan(extents, max_batch)
 
     def general(self, extents: Extents) -> Plan:
-        stored = self._stored
+        stored = self._stored.get(CACHE_CAPACITY in extents)
         if stored and (plan := stored.plan(extents)):
             return plan
-        self._stored = None         # the compiler reads them, too
+        self._stored.pop(CACHE_CAPACITY in extents, None)       # the compiler reads them, too
         return self._specialiser().general(extents)
 
     @property
