@@ -35,6 +35,7 @@ from infer_server.protos import model_config
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.cores import CpuDealer, check_memory
 from infer_server.repository.folders import Source
+from infer_server.repository.kinds.padding import PaddedExecutor, padding_of
 from infer_server.repository.kinds.ragged import RaggedExecutor, single_request_shapes
 from infer_server.repository.kinds.warmup import warmup_requests
 from infer_server.repository.model import QueuedModel
@@ -83,6 +84,9 @@ class EngineModel(QueuedModel):
         own = [engines.loaded[device].engine for device in config.devices]
         cpus = [dealer.deal(each.threads) if config.build.pin == "true" else None for each in own]
         contexts = [each.create_context(given) for each, given in zip(own, cpus, strict=True)]
+        padding = padding_of(config, engine, contexts[0])
+        if padding:
+            signature.padded = padding.padded
         short = _short(engines, config, message)
         began = time.monotonic()
         for context, device in zip(contexts, config.devices, strict=True):
@@ -97,6 +101,7 @@ class EngineModel(QueuedModel):
                                       *(config.sequences.kept if config.sequences else ())]))
         executors: list[Executor] = [
             RaggedExecutor(context, config, config.ragged, device) if config.ragged else
+            PaddedExecutor(padding, context, outputs, engine.max_batch, device) if padding else
             EngineExecutor(context, outputs, engine.max_batch, opened, device, is_mixed(engine))
             for context, device in zip(contexts, config.devices, strict=True)]
         for executor in executors:
@@ -104,7 +109,7 @@ class EngineModel(QueuedModel):
                 executor.execute([request])
         self.warmup_secs = time.monotonic() - began
         self.precision, self.built_secs = precision_of(engine), next(iter(engines.loaded.values())).built_secs
-        if not (config.ragged or config.sequences):     # such batches are assembled in host memory
+        if not (config.ragged or padding or config.sequences):      # such batches are assembled in host memory
             self.zero_copy_devices = {None, *(device for context, device in zip(contexts, config.devices, strict=True)
                                     if device is not None and isinstance(context, InPlaceContext)
                                     and context.binds_arrays)}
