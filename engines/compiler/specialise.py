@@ -71,6 +71,9 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
     caches = [cache.document() for cache in caches_of(subject.source)]
     usual = [{name: bounds[name][1] if name in bounds else value for name, value in subject.usual.items()}
              for bounds in subject.profiles]
+    outputs = _outputs(subject.source, subject.graph)
+    subject.graphs.clear()          # a graph has all weights in float: one at a time
+    trim()
     kernels, code = _dynamic_kernels(subject, recipe)
     others = tuple(_plan(subject, recipe, extents)
                    for index, extents in enumerate(usual) if extents != subject.usual and extents not in usual[:index])
@@ -78,7 +81,7 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
     options = OpenOptions(config.precision, config.max_batch, config.opt_batch, config.target, config.keep_float,
                           vars(config.pixels) if config.pixels else None, config.threads)
     declared = tuple(IoTensor(name, kind.dtype.name, kind.shape) for name, kind in subject.types.items())
-    part = OpenPart(subject.inputs, _outputs(source, subject.graph), declared, options, recipe, subject.profiles,
+    part = OpenPart(subject.inputs, outputs, declared, options, recipe, subject.profiles,
                     subject.deciding, subject.builder.timed, source.document(), source.weights, others, general=kernels)
     return replace(plan, machine=replace(plan.machine, code=(*plan.machine.code, *code)), open=part,
                    metadata={**plan.metadata, **({CACHES: caches} if caches else {})})
