@@ -76,6 +76,22 @@ def serving(plan: Path, options: argparse.Namespace) -> Iterator[Ports]:
         process.wait()
 
 
+@contextmanager
+def serving_folder(folder: Path, models: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Run an infer-server with one core for its models; yields its gRPC address and process when they are ready."""
+    grpc, http, metrics = (free_port() for _ in range(3))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", folder, "--threads", "1", "--cores", "1",
+         "--log-level", "warning", "--grpc-port", str(grpc), "--http-port", str(http), "--metrics-port", str(metrics)])
+    try:
+        for model in models:
+            wait_until_ready(f"127.0.0.1:{grpc}", model, process)
+        yield f"127.0.0.1:{grpc}", process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
 def _pin(cores: Sequence[int]) -> None:
     if cores:
         os.sched_setaffinity(0, cores)

@@ -212,7 +212,8 @@ class Calibration:
 def _source_of(data: Any) -> Source:
     """Return data as a path or a function. A generator's feeds are kept in memory."""
     if isinstance(data, str | Path) or callable(data):
-        return data
+        source: Source = data
+        return source
     kept = [data] if isinstance(data, Mapping) else list(data) if isinstance(data, Iterator) else data
     return lambda: kept
 

@@ -2,8 +2,10 @@
 
     python -m benchmarks.measure.generate                       # 8 layers of 1024, weights of float32 and of four bits
     python -m benchmarks.measure.generate --layers 4 --hidden 384 --heads 6 --shared-heads 2 --inner 1024 --words 4000
+    python -m benchmarks.measure.generate --capacity 2048       # ours appends to its caches in place
 
 One thread each; CPU time of the process, by turns: both run the same step, whose inputs are ONNX Runtime's outputs.
+With --capacity only the tokens are; the caches are filled by a prompt.
 "first" is the slowest of the first four steps, "new" the slowest of the others: a length whose kernels are made.
 """
 from __future__ import annotations
@@ -25,6 +27,8 @@ import onnxruntime
 from benchmarks.measure.decoders import Decoder
 from benchmarks.reports.document import machine, markdown_table
 from infer_server.engines import build_engine, load_engine
+from infer_server.engines.runtime.open_context import CacheContext
+from infer_server.engines.runtime.open_engine import OpenEngine
 
 _FIRST = 4                  # steps
 _PAGE = resource.getpagesize()
@@ -39,6 +43,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, nargs="+", choices=[4, 32], default=[32, 4])
     parser.add_argument("--prompt", type=int, default=128, help="tokens before the first step")
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--capacity", type=int, default=0, help="tokens that our caches have room for")
     parser.add_argument("--specialise", default="", help="as load_engine takes it")
     options = parser.parse_args()
     print(f"On {machine()}, ONNX Runtime {onnxruntime.__version__}:\n", flush=True)
@@ -61,9 +66,17 @@ def _measured(decoder: Decoder, options: argparse.Namespace) -> list[Any]:
         peer = _resident_mb() - loaded
         names = [output.name for output in session.get_outputs()]
         feeds = decoder.feeds(1, options.prompt, np.random.default_rng(1))
+        run = engine.run
+        if options.capacity:
+            assert isinstance(engine, OpenEngine)
+            cache, feeds = engine.create_cache(options.capacity), decoder.feeds(
+                options.prompt, 0, np.random.default_rng(1))
+            run = partial(_run_cached, cache)
+            run(feeds)
+            feeds = decoder.next_feeds(dict(zip(names, session.run(None, feeds), strict=True)))
         ours, theirs, largest = list[float](), list[float](), 0.0
         for _ in range(options.tokens):
-            made = _timed(ours, partial(engine.run, feeds))
+            made = _timed(ours, partial(run, feeds))
             expected = dict(zip(names, _timed(theirs, partial(session.run, None, feeds)), strict=True))
             largest = max(largest, float(np.abs(made["logits"] - expected["logits"]).max()
                                          / np.abs(expected["logits"]).max()))
@@ -71,6 +84,10 @@ def _measured(decoder: Decoder, options: argparse.Namespace) -> list[Any]:
         middle, other = median(ours), median(theirs)
         return [f"{decoder.bits} bits", middle, other, middle / other, max(ours[:_FIRST]), max(ours[_FIRST:]),
                 f"{largest:.1e}", round(loaded), round(_resident_mb() - peer)]
+
+
+def _run_cached(cache: CacheContext, feeds: dict[str, Any]) -> dict[str, Any]:
+    return cache.run({name: array for name, array in feeds.items() if not name.startswith("past.")})
 
 
 def _timed(times_ms: list[float], run: Callable[[], Any]) -> Any:

@@ -115,6 +115,17 @@ class WorksInArrays(Protocol):
 
 
 @runtime_checkable
+class WorksInPlace(WorksInArrays, Protocol):
+    """Execution that can overwrite an array of the caller."""
+
+    def lend_in_place(self, view: TensorView, array: Array) -> bool:
+        """Use the caller's array as the buffer of an input and the output that overwrites it, until `take_back`.
+
+        Returns False if the array cannot be used and has to be copied.
+        """
+
+
+@runtime_checkable
 class TakesItems(WorksInArrays, Protocol):
     """Execution that can read the items of an input from several arrays of the caller."""
 

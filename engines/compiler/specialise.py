@@ -19,7 +19,7 @@ from infer_server.engines.compiler.agreement import agree
 from infer_server.engines.compiler.builder import BuildConfig, Builder, io_tensors
 from infer_server.engines.compiler.engine_cache import EngineCache
 from infer_server.engines.compiler.subject import Subject
-from infer_server.engines.compiler.template import Templates, stored_templates
+from infer_server.engines.compiler.template import CACHING, Templates, stored_templates
 from infer_server.engines.errors import ConfigError, EngineError, PlanTargetError
 from infer_server.engines.faults import faults_named
 from infer_server.engines.frontend.onnx_file import OnnxModel
@@ -31,8 +31,9 @@ from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.machine import object_cache
 from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
+from infer_server.engines.passes.caches import Cache, caches_of
 from infer_server.engines.passes.quantization.recipe import prepared
-from infer_server.engines.plan.extents import Extents, open_extents, value_name
+from infer_server.engines.plan.extents import CACHE_CAPACITY, CACHES, Extents, open_extents, value_name
 from infer_server.engines.plan.plan import GeneralKernel, IoTensor, OpenOptions, OpenPart, Plan, graph_of
 from infer_server.engines.runtime.engine import Engine
 
@@ -67,8 +68,12 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
         return plan
     subject.builder.take_over(plan)
     subject.dependence = plan.dependence
+    caches = [cache.document() for cache in caches_of(subject.source)]
     usual = [{name: bounds[name][1] if name in bounds else value for name, value in subject.usual.items()}
              for bounds in subject.profiles]
+    outputs = _outputs(subject.source, subject.graph)
+    subject.graphs.clear()          # a graph has all weights in float: one at a time
+    trim()
     kernels, code = _dynamic_kernels(subject, recipe)
     others = tuple(_plan(subject, recipe, extents)
                    for index, extents in enumerate(usual) if extents != subject.usual and extents not in usual[:index])
@@ -76,9 +81,10 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
     options = OpenOptions(config.precision, config.max_batch, config.opt_batch, config.target, config.keep_float,
                           vars(config.pixels) if config.pixels else None, config.threads, config.float_type)
     declared = tuple(IoTensor(name, kind.dtype.name, kind.shape) for name, kind in subject.types.items())
-    part = OpenPart(subject.inputs, _outputs(source, subject.graph), declared, options, recipe, subject.profiles,
+    part = OpenPart(subject.inputs, outputs, declared, options, recipe, subject.profiles,
                     subject.deciding, subject.builder.timed, source.document(), source.weights, others, general=kernels)
-    return replace(plan, machine=replace(plan.machine, code=(*plan.machine.code, *code)), open=part)
+    return replace(plan, machine=replace(plan.machine, code=(*plan.machine.code, *code)), open=part,
+                   metadata={**plan.metadata, **({CACHES: caches} if caches else {})})
 
 
 def _dynamic_kernels(subject: Subject, recipe: Recipe | None) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
@@ -138,6 +144,8 @@ class Specialiser:
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._importing = threading.Lock()
         self._templates = Templates(self._symbolic_plan, self._is_right, stored_templates(plan, cache))
+        self._caching = Templates(self._symbolic_plan, self._is_right, stored_templates(plan, cache, CACHING))
+        self._caches = tuple(Cache(**document) for document in plan.metadata.get(CACHES, ()))
         self.first: Engine | None = None        # loaded engine of the plan, if there is one
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
@@ -161,21 +169,33 @@ class Specialiser:
     def general(self, extents: Extents) -> Plan:
         """Return the general version for numbers of the open extents: a plan with dynamic-shape kernels.
 
-        Without such kernels for the target the plan is for the NumPy backend, which is slow.
+        Without such kernels for the target the plan is for the NumPy backend, which is slow. With CACHE_CAPACITY among
+        the extents, the plan appends to caches in place. Raises EngineError.
         """
+        templates = self._caching if CACHE_CAPACITY in extents else self._templates
         try:
             with object_cache.using(self._cache.objects if self._cache else None):
-                plan = self._templates.plan(extents) or self._alone(extents)
+                plan = templates.plan(extents) or self._alone(extents)
         except ImportError as error:
             log.warning("%s: NumPy computes %s, slowly, for the compiler is not installed (%s)", self._plan.name,
                         dict(extents), error)
             plan = None
+        if not plan and CACHE_CAPACITY in extents:
+            raise PlanTargetError(f"{self._plan.name}: there are no kernels for caches in place on this target")
         return plan or self._made("numpy", extents)
 
     def _alone(self, extents: Extents) -> Plan | None:
         """Return the general version for these extents only, without a template; None if the backend has none."""
-        subject, recipe = self._imported(self._target, extents, apart=True), self._part.recipe
-        plan = subject.builder.dynamic_plan(_graph(subject, recipe, extents), recipe.ranges if recipe else None,
+        recipe = self._part.recipe
+        if CACHE_CAPACITY in extents:
+            with self._importing:
+                subject = self._subject(self._target, apart=True)
+                graph = subject.import_graph(extents, self._caches)
+            graph = prepared(graph, recipe, subject.builder.config.keep_float) if recipe else graph
+        else:
+            subject = self._imported(self._target, extents, apart=True)
+            graph = _graph(subject, recipe, extents)
+        plan = subject.builder.dynamic_plan(graph, recipe.ranges if recipe else None,
                                             lambda: _graph(subject, recipe, self._plan.extents))
         return replace(plan, extents=dict(extents)) if plan else None
 
@@ -199,7 +219,7 @@ class Specialiser:
             subject, recipe = self._subject(self._target, apart=True), self._part.recipe
             if subject.builder.target != self._plan.machine.target:
                 return None
-            graph = subject.import_graph(extents)
+            graph = subject.import_graph(extents, self._caches if CACHE_CAPACITY in extents else ())
         if recipe:
             graph = prepared(graph, recipe, subject.builder.config.keep_float)
         return subject.builder.symbolic_plan(graph, recipe.ranges if recipe else None)

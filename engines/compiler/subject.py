@@ -23,8 +23,10 @@ from infer_server.engines.frontend.extents import open_types, shapes_for, withou
 from infer_server.engines.frontend.onnx_file import Model, OnnxModel, read_model
 from infer_server.engines.ir.graph import BATCH, Array, Graph, TensorType
 from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.passes.caches import Cache, shapes_with_capacity, with_caches_in_place
 from infer_server.engines.passes.pixels import types_of_pixels
 from infer_server.engines.plan.extents import (
+    CACHE_CAPACITY,
     Bounds,
     Extents,
     bounds_of,
@@ -89,18 +91,23 @@ class Subject:
             self.graphs[key] = graph
         return graph
 
-    def import_graph(self, extents: Extents) -> Graph:
-        """Import and optimise the graph for extents, which may be symbolic, bypassing the cache."""
+    def import_graph(self, extents: Extents, caches: Sequence[Cache] = ()) -> Graph:
+        """Import and optimise the graph for extents, which may be symbolic, bypassing the cache.
+
+        caches: caches to be placed in memory with room for extents[CACHE_CAPACITY] tokens.
+        """
         if not self.usual:
             return self.builder.graph(self.source)
         shapes = shapes_for(self.types, extents)
+        if caches:
+            shapes = shapes_with_capacity(shapes, caches, extents[CACHE_CAPACITY])
         values = {name: np.array(extents[value_name(name)]).astype(self.types[name].dtype).reshape(
             _numbers(shapes.pop(name))) for name in self.deciding}
         decided = f"the values of {', '.join(values)} decide what is computed" if values else self.dependence
         graph = self.builder.graph(self.source.with_constants(values), shapes, decided)
         if values and not graph.dependence and any(graph.shape(name)[:1] == (BATCH,) for name in graph.inputs):
             graph = replace(graph, dependence=decided or "")
-        return graph
+        return with_caches_in_place(graph, caches, extents[CACHE_CAPACITY]) if caches else graph
 
     def extents_of(self, feed: Mapping[str, Array]) -> dict[str, Any]:
         """Return the numbers of open extents and the values of deciding inputs in a feed. Raises InputError."""

@@ -25,6 +25,7 @@ from infer_server.engines.plan.plan import Plan
 from infer_server.engines.plan.template import LateMachine, Template
 
 MOST = 16           # maximum number of templates of a model; the last used are kept
+TEMPLATES, CACHING = "templates of", "templates with caches in place of"        # kinds of stored templates
 CREDIT = 8          # traces before giving up: each template that serves a second shape earns another two
 
 log = logging.getLogger(__name__)
@@ -145,16 +146,16 @@ class Templates:
             return None
 
 
-def stored_templates(plan: Plan, cache: EngineCache | None) -> StoredTemplates | None:
+def stored_templates(plan: Plan, cache: EngineCache | None, kind: str = TEMPLATES) -> StoredTemplates | None:
     """Return the templates of a plan in a cache; None without a cache, or for a plan that was not read from a file.
 
-    $INFER_OBJECT_CACHE holds for them, too.
+    $INFER_OBJECT_CACHE holds for them, too. kind: CACHING for those that append to caches in place.
     """
     if cache is None or not plan.fingerprint:
         return None
     with object_cache.using(cache.objects):
         objects = object_cache.current()
-    key = cache.key({"plan": plan.fingerprint}, {"templates of": detect().model})
+    key = cache.key({"plan": plan.fingerprint}, {kind: detect().model})
     return StoredTemplates(objects, key) if objects else None
 
 

@@ -110,6 +110,8 @@ class Graph:
     types: Mapping[str, TensorType] = field(default_factory=dict)
     dependence: str = ""        # why items of a batch depend on each other; "" if they do not
     watched: tuple[str, ...] = ()       # outputs that are read as soon as they are final, and not kept
+    in_place: Mapping[str, str] = field(default_factory=dict)   # results of Concat and ScatterElements that overwrite
+                                                                # an input, which nothing else reads later
 
     @cached_property
     def producer(self) -> Mapping[str, Node]:

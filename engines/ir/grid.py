@@ -104,7 +104,8 @@ def _few_levels(weights: Array) -> bool:
 
 
 def _in_blocks(rows: Array, block: int) -> Array:
-    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % block))).reshape(-1, block)
+    padding = -rows.shape[1] % block
+    return (np.pad(rows, ((0, 0), (0, padding))) if padding else rows).reshape(-1, block)
 
 
 def _scales(rows: Array, usual: Sequence[int] = STEPS, inside: Callable[[Array], Array] | None = None) -> Array:

@@ -107,6 +107,7 @@ def _gather_parts(ctx: Context, node: Node) -> Iterator[ProblemCall]:
         if ctx.type(name).quant != quant:
             raise Refused(f"'{name}' and the result have different quantisation parameters")
         extent = as_int(ctx.type(name).shape[node.attrs["axis"]])
-        if not ctx.placements.is_view(name, node.outputs[0]):
-            yield copy_call(node, ctx.placements[name], output.part(axis, start, start + extent))
+        part, is_kept = output.part(axis, start, start + extent), node.outputs[0] in ctx.graph.in_place
+        if not (ctx.placements.is_view(name, node.outputs[0]) or is_kept and ctx.placements[name] == part):
+            yield copy_call(node, ctx.placements[name], part)
         start += extent

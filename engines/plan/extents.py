@@ -19,6 +19,8 @@ from infer_server.engines.plan.plan import IoTensor
 
 Shapes = Mapping[str, Sequence[int]]
 Extents = Mapping[str, Any]                     # an int for each extent, a tuple of numbers for each deciding input
+CACHES = "caches"               # key of Plan.metadata: inputs that may grow in place, as passes/caches.py finds them
+CACHE_CAPACITY = "cache capacity"       # the extent of such inputs: the number of tokens that they have room for
 _OPTIONS = ("--min-shapes", "--opt-shapes", "--max-shapes")
 Bounds = Mapping[str, tuple[int, int, int]]     # extent -> (min, opt, max)
 

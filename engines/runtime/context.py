@@ -15,6 +15,7 @@ from infer_server.engines.backends.device import (
     ShowsOutputs,
     TakesItems,
     WorksInArrays,
+    WorksInPlace,
     ready,
 )
 from infer_server.engines.errors import ConfigError, InputError
@@ -94,6 +95,27 @@ class ExecutionContext:
                 is_ours = self._lender.take_back()
         made = {name: lent[name] if name in lent else self.output(name, batch) for name in self._outputs}
         return {name: array if name in lent and is_ours else array.copy() for name, array in made.items()}
+
+    def run_in_place(self, arrays: Mapping[str, Array], batch: int, caches: Mapping[str, Array]) -> dict[str, Array]:
+        """Run on checked inputs, some of which are caches that outputs overwrite, and return the other outputs."""
+        copied = dict[str, Array]()
+        try:
+            for name, array in caches.items():
+                if not (isinstance(self.execution, WorksInPlace) and
+                        self.execution.lend_in_place(self._inputs[name], array)):
+                    copied[name] = array
+                    np.copyto(self.input(name, batch), array)
+            for name, array in arrays.items():
+                np.copyto(self.input(name, batch), array)
+            self.execute(batch)
+        finally:
+            if self._lender:
+                self._lender.take_back()
+        for name, array in copied.items():
+            np.copyto(array, self.input(name, batch))
+        buffers = {self._inputs[name].buffer for name in caches}
+        return {name: self.output(name, batch).copy() for name, view in self._outputs.items()
+                if view.buffer not in buffers}
 
     def expect(self, batch: int, unread: Collection[str] = ()) -> None:
         """Set `rerun` for a batch size that has run before.

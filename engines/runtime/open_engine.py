@@ -39,7 +39,7 @@ from infer_server.engines.plan.extents import (
 )
 from infer_server.engines.plan.plan import GeneralKernel, IoTensor, Plan, Step
 from infer_server.engines.runtime.engine import Engine, PlanProperties
-from infer_server.engines.runtime.open_context import OpenContext
+from infer_server.engines.runtime.open_context import CacheContext, OpenContext
 from infer_server.engines.runtime.policy import MEMORY_SHARE, REMEMBERED, Demand, IdleMemory, Kept, Policy
 from infer_server.engines.runtime.rerun import LastRun
 from infer_server.engines.runtime.staged import StagedContext
@@ -87,8 +87,7 @@ class OpenEngine(PlanProperties):
         self._last: LastRun | None = None                     # last run, by the engine at the end of `_ready`
         self._lock = threading.RLock()                      # guards the tables; the other locks are held for seconds
         self._making, self._making_general = threading.Lock(), threading.Lock()
-        self._waiting: dict[Key, Ordered] = {}
-        self._refused: dict[Key, str] = {}
+        self._waiting, self._refused = dict[Key, Ordered](), dict[Key, str]()
         self._demand = Demand(policy.most)
         self._make = specialiser
         self._specialiser: SpecialisationMaker | None = None
@@ -117,8 +116,7 @@ class OpenEngine(PlanProperties):
         """Run the model (see Engine.run) on any shapes that the model and the profiles allow."""
         if type(feeds) is not dict:
             feeds = self.feeds_of(feeds)
-        again = self.rerun(feeds)
-        if again is not None:
+        if (again := self.rerun(feeds)) is not None:
             return again
         arrays = {name: as_in_memory(np.asarray(value)) for name, value in self.defaults.complete(feeds).items()}
         engine = self.for_feed(arrays)
@@ -139,6 +137,15 @@ class OpenEngine(PlanProperties):
         if self.part.deciding:
             return StagedContext(self, self._usual)
         return OpenContext(self, cpus)
+
+    def create_cache(self, capacity: int) -> CacheContext:
+        """Create a context that keeps the keys and values of a decoder's tokens (see CacheContext)."""
+        return CacheContext(self, capacity)
+
+    def caching(self, extents: Extents) -> Engine:
+        """Return an engine that appends to caches in place, for extents with CACHE_CAPACITY. Raises EngineError."""
+        with self._making_general:
+            return self._engine(self._specialisers().general(extents))
 
     def close(self) -> None:
         """Stop the background thread and the helper threads of pooled contexts."""
@@ -224,16 +231,14 @@ class OpenEngine(PlanProperties):
         with self._lock:
             others = tuple(engine.plan for engine in self._ready.values() if engine.plan.extents != self.plan.extents)
             general, made = self._specialiser.generals if self._specialiser else (self.part.general, ())
-        machine = self.plan.machine
-        machine = replace(machine, code=tuple(dict.fromkeys((*machine.code, *made))))
+        machine = replace(self.plan.machine, code=tuple(dict.fromkeys((*self.plan.machine.code, *made))))
         return replace(self.plan, machine=machine, open=replace(self.part, others=others, general=general),
                        fingerprint="")
 
     def takes(self, extents: Extents) -> bool:
         """Return True if the model can be specialised for these numbers and the usual values; it is then."""
-        shapes = {io.name: io.shape_of(1, extents) for io in self.part.inputs}
         try:
-            self.at(shapes)
+            self.at({io.name: io.shape_of(1, extents) for io in self.part.inputs})
         except EngineError:
             return False
         return True

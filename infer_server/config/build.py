@@ -35,6 +35,8 @@ class BuildOptions:
     max_batch: str = ""                     # items of one execution of a model served with max_batch_size 0
     pin: str = ""                           # "true": pin each thread of an instance to its own CPU
     split_requests: str = ""                # "true": split requests of more than max_batch_size items
+    ragged: str = ""                        # "pad": requests of different lengths share a batch, padded to a bucket
+    buckets: str = ""                       # lengths to pad to, comma-separated; "": 8, 10, 12, 14, 16, 20, ...
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -42,6 +44,10 @@ class BuildOptions:
                                    f"'{self.precision}'")
         if self.specialise not in ("", "wait", "background", "off"):
             raise ModelConfigError(f"parameter specialise: expected wait, background or off, got '{self.specialise}'")
+        if self.ragged not in ("", "pad"):
+            raise ModelConfigError(f"parameter ragged: expected pad, got '{self.ragged}'")
+        if self.buckets and not self.ragged:
+            raise ModelConfigError('parameter buckets: it needs the parameter ragged: "pad"')
         for name in _TRUTHS:
             if getattr(self, name) not in ("", "true", "false"):
                 raise ModelConfigError(f"parameter {name}: expected true or false, got '{getattr(self, name)}'")

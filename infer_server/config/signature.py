@@ -43,7 +43,13 @@ ANY_ITEMS = 1 << 62                         # value of `most` if larger requests
 
 
 class ModelSignature:
-    """Inputs and outputs of a model, by name."""
+    """Inputs and outputs of a model, by name.
+
+    Attributes
+    ----------
+    padded : callable
+        Returns the shape of an input's item as it is executed: requests of equal shapes can share a batch.
+    """
 
     def __init__(self, config: ModelConfig, items: Items, check: Callable[[Shapes], None] | None = None,
                  defaults: Arrays = _NONE) -> None:
@@ -68,6 +74,7 @@ class ModelSignature:
         self._items = items
         self._reshapes = any(spec.reshape is not None for spec in (*config.inputs, *config.outputs))
         self._check, self._defaults = check, defaults
+        self.padded: Callable[[str, tuple[int, ...]], tuple[int, ...]] = lambda name, item: item
 
     def fit(self, declared: Iterable[InputTensor]) -> Fit:
         """Check the inputs of a request.
@@ -101,7 +108,7 @@ class ModelSignature:
                     raise InvalidRequestError(f"input '{name}' batch size does not match other inputs for "
                                               f"'{self._model}': it has {own}, and those before it {items}")
                 items = own
-            shapes.append(() if spec.is_ragged else (1, *item))
+            shapes.append(() if spec.is_ragged else (1, *self.padded(name, item)))
         items = 1 if items is None else items
         least = bool(self._batched or self._items.axes)         # only a request without a batch axis may be empty
         if not least <= items <= self._items.most:

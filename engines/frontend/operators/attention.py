@@ -3,14 +3,15 @@
     scores = softcap(scale * q k') + mask;  y = softmax(scores) v       softcap(x) = c tanh(x / c)
 
 passes.fusion.attention fuses them again if its kernel can run them. q is [N, heads, S, D] or [N, S, heads * D]; if
-several query heads share keys and values, the heads become two axes, [N, key heads, queries per key head, S, D]. A mask
-is added to the scores, or is a bool per key. With a causal mask query i sees keys up to i + the length of the past; a
+several query heads share keys and values, the heads become two axes, [N, key heads, queries per key head, S, D]; if
+S is 1, the query heads that share keys are the rows of one product, so that keys and values are read once. A mask is
+added to the scores, or is a bool per key. With a causal mask query i sees keys up to i + the length of the past; a
 window limits the distance on each side of that key.
 """
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,37 +28,46 @@ RAW, CAPPED, MASKED, WEIGHTS = range(4)         # qk_matmul_output_mode: the sta
 
 @dataclass(frozen=True)
 class _Heads:
-    """Numbers of query heads and of key heads."""
+    """Numbers of query heads and of key heads. as_rows: query heads that share keys are rows of one product."""
     queries: int
     keys: int
+    as_rows: bool = False
 
     @property
     def each(self) -> int:
         return self.queries // self.keys
+
+    @property
+    def apart(self) -> bool:
+        """True if query heads that share keys have an axis of their own, so that scores have five axes."""
+        return self.each > 1 and not self.as_rows
 
 
 @rule("Attention")
 def _attention(call: OperatorCall) -> list[Node]:
     node, w = call.node, NodeBuilder(call)
     flat = call.rank == 3
+    queries = _extent(call.type().shape[1 if flat else 2])
     heads = _heads(call, flat)
+    heads = replace(heads, as_rows=heads.each > 1 and queries == 1)
     mode = call.attr("qk_matmul_output_mode", RAW)
     if mode not in (RAW, CAPPED, MASKED, WEIGHTS):
         raise GraphError(f"qk_matmul_output_mode is {mode}, but must be 0 to 3")
     q = _split(w, call, QUERY, heads.queries) if flat else node.inputs[QUERY]
     keys, values = (_with_past(w, call, which, past, heads, output) for which, past, output in (
         (KEY, PAST_KEY, PRESENT_KEY), (VALUE, PAST_VALUE, PRESENT_VALUE)))
-    queries = _extent(call.type().shape[1 if flat else 2])
     past = _extent(call.type(PAST_KEY).shape[2]) if call.has(PAST_KEY) else 0
     seen = past + _extent(call.type(KEY).shape[1 if flat else 2])
     depth = fixed(call.type().shape[-1:])[0] // (heads.queries if flat else 1)
     items = call.type().shape[0]
-    if heads.each > 1:
+    if heads.as_rows:
+        q = w("Reshape", q, shape=(items, heads.keys, heads.each, depth))
+    if heads.apart:
         value_depth = fixed(call.type(VALUE).shape[-1:])[0] // (heads.keys if flat else 1)
         q = w("Reshape", q, shape=(items, heads.keys, heads.each, queries, depth))
         keys = w("Reshape", keys, shape=(items, heads.keys, 1, seen, depth))
         values = w("Reshape", values, shape=(items, heads.keys, 1, seen, value_depth))
-    turn = (0, 1, 3, 2) if heads.each == 1 else (0, 1, 2, 4, 3)
+    turn = (0, 1, 2, 4, 3) if heads.apart else (0, 1, 3, 2)
     scale = call.attr("scale", 1 / math.sqrt(depth))
     dtype = call.type().dtype
     scores = w("MatMul", w("Mul", q, w.constant(np.array(scale, dtype))), w("Transpose", keys, perm=turn))
@@ -69,7 +79,7 @@ def _attention(call: OperatorCall) -> list[Node]:
     for mask in _masks(w, call, heads, queries, seen, past):
         scores = w("Add", scores, mask)
     stages[MASKED] = scores
-    weights = stages[WEIGHTS] = _softmax(w, call, scores, axis=3 if heads.each == 1 else 4)
+    weights = stages[WEIGHTS] = _softmax(w, call, scores, axis=4 if heads.apart else 3)
     y = w("MatMul", weights, values)
     every = (items, heads.queries, queries)
     if len(node.outputs) > SCORES:
@@ -158,6 +168,8 @@ def _mask_input(w: NodeBuilder, call: OperatorCall, heads: _Heads, seen: int) ->
     if heads.each == 1 or len(shape) < 3:
         return name
     *items, count, rows, columns = shape
+    if heads.as_rows:
+        return name if count == 1 else w("Reshape", name, shape=(*items, heads.keys, heads.each, columns))
     apart = (1, 1) if count == 1 else (heads.keys, heads.each)
     return w("Reshape", name, shape=(*items, *apart, rows, columns))
 
@@ -169,7 +181,7 @@ def _where(w: NodeBuilder, seen: str, dtype: np.dtype[np.generic]) -> str:
 def _of_lengths(w: NodeBuilder, call: OperatorCall, heads: _Heads, queries: int, seen: int, left: int,
                 right: int) -> list[str]:
     """Return masks for items of different lengths: of length n, keys before n are visible, and queries are the last."""
-    items, rank = call.type(LENGTHS).shape[0], 4 if heads.each == 1 else 5
+    items, rank = call.type(LENGTHS).shape[0], 5 if heads.apart else 4
     length = w("Reshape", call.node.inputs[LENGTHS], shape=(items, *(1,) * (rank - 1)))
     column = w.constant(np.arange(seen))
     conditions = [w("Less", column, length)]

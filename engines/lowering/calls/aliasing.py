@@ -5,6 +5,7 @@
   Reshape          the output is the input, if the strides allow it
   Transpose        next to a product of two run-time tensors, which reads and writes any axis order
   Pad with zeros   the output is the input with its halo
+  Graph.in_place   the output is the leading part of the input that it overwrites
 
 Tensors in one buffer share its halo. Constant tensors have placements in the plan's constants.
 """
@@ -47,6 +48,9 @@ class Aliasing:
         self._required = self._required_halos()
         self._parent: dict[str, _ViewOf] = {}
         _check_dtypes(graph)
+        for output, source in graph.in_place.items():
+            axis = graph.producer[output].attrs["axis"] % len(graph.shape(output))
+            self._parent[output] = _ViewOf(source, cuts=((axis - 1, 0, as_int(graph.shape(output)[axis]), 1),))
         for node in graph.nodes:
             self._record_views(node)
             self._record_pad(node)

@@ -10,7 +10,7 @@ from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refu
 from infer_server.engines.lowering.calls.placement import Placement, as_one_item
 from infer_server.engines.lowering.nest.pointwise import write_node
 from infer_server.engines.lowering.nest.program import ITEM, KINDS, Linear, NestProgram, Number, Term, Writer
-from infer_server.engines.lowering.problems.nest import Nest, Scatter
+from infer_server.engines.lowering.problems.nest import Nest, Scatter, Update
 from infer_server.engines.lowering.problems.view import View
 
 THE_ITEM, THE_FIRST = Linear(0, ((ITEM, 1),)), Linear(0)
@@ -172,7 +172,8 @@ class NestWriter(Writer):
             view = View(view.dtype, y.view.shape, (0,) * len(y.view.shape), 0)
         program = self.program(value.to(KINDS[y.view.dtype]), *indices[self.batched:])
         program, sources = self._pruned(program, first=1)
-        spec = Scatter((view, *(source.view for source in sources)), y.view, self.loops, program, combined)
+        kind = Update if self.node.outputs[0] in self.ctx.graph.in_place else Scatter
+        spec = kind((view, *(source.view for source in sources)), y.view, self.loops, program, combined)
         return ProblemCall(self.node, spec, (replace(x, view=view), *(source.placement for source in sources)), (y,))
 
     def _pruned(self, program: NestProgram, first: int = 0) -> tuple[NestProgram, list[_Source]]:

@@ -2,6 +2,7 @@
 
     Nest        y[n, i, j, ...] = program                               reductions, gathers, windows, odd dtypes
     Scatter     y = x, then for each i, j, ... in order: y[n, place] = combine(y[n, place], value)
+    Update      a Scatter whose x lies where y does
 """
 from __future__ import annotations
 
@@ -100,6 +101,12 @@ class Scatter(Problem):
         else:
             y[at] = value       # the last of equal places wins
         return (store(self.y.dtype, y),)
+
+
+@dataclass(frozen=True)
+class Update(Scatter):
+    """Scatter that overwrites elements of x in the memory of x. No place is given twice, so that it may be repeated."""
+    family = "update"
 
 
 def touched(view: View) -> int:

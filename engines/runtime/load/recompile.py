@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from infer_server.engines.errors import EngineError, InputError, PlanError, PlanTargetError
+from infer_server.engines.plan.extents import CACHE_CAPACITY
 from infer_server.engines.plan.plan import GeneralKernel, Plan
 from infer_server.engines.runtime.engine import Engine
 
@@ -82,11 +83,12 @@ class LateSpecialiser:
 
     def __init__(self, plan: Plan, cache: str | os.PathLike[str] | bool) -> None:
         from infer_server.engines.compiler.engine_cache import EngineCache
-        from infer_server.engines.compiler.template import Templates, stored_templates
+        from infer_server.engines.compiler.template import CACHING, TEMPLATES, Templates, stored_templates
         self.first: Engine | None = None
         self._plan, self._cache = plan, None if cache is False else EngineCache("" if cache is True else cache)
-        stored = stored_templates(plan, self._cache)
-        self._stored = Templates(lambda counting, extents: None, None, stored) if stored else None
+        # Of plans with caches in place, and of others.
+        self._stored = {kind == CACHING: Templates(lambda counting, extents: None, None, stored)
+                        for kind in (CACHING, TEMPLATES) if (stored := stored_templates(plan, self._cache, kind))}
         self._compiler: SpecialisationMaker | None = None
         self._importing = threading.Lock()
 
@@ -104,10 +106,10 @@ class LateSpecialiser:
         return self._specialiser().plan(extents, max_batch)
 
     def general(self, extents: Extents) -> Plan:
-        stored = self._stored
+        stored = self._stored.get(CACHE_CAPACITY in extents)
         if stored and (plan := stored.plan(extents)):
             return plan
-        self._stored = None         # the compiler reads them, too
+        self._stored.pop(CACHE_CAPACITY in extents, None)       # the compiler reads them, too
         return self._specialiser().general(extents)
 
     @property

@@ -35,6 +35,7 @@ from infer_server.protos import model_config
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.cores import CpuDealer, check_memory
 from infer_server.repository.folders import Source
+from infer_server.repository.kinds.padding import PaddedExecutor, Padding, padding_of
 from infer_server.repository.kinds.ragged import RaggedExecutor, single_request_shapes
 from infer_server.repository.kinds.warmup import warmup_requests
 from infer_server.repository.model import QueuedModel
@@ -72,8 +73,7 @@ class EngineModel(QueuedModel):
         config = from_message(message, source.folder)
         if config.batched and not config.ragged and (why := _why_unbatched(engine)):
             config = _without_merging(config, message, why)
-        opened = is_open(engine)
-        checked = opened and not config.sequences       # requests of sequences lack the shapes of states
+        checked = is_open(engine) and not config.sequences      # requests of sequences lack the shapes of states
         signature = make_signature(config, items_of(config, engine), _check(engine, config) if checked else None,
                                    defaults_of(config, engine))
         super().__init__(source.name, source.version, message, config, signature, loop)
@@ -83,6 +83,9 @@ class EngineModel(QueuedModel):
         own = [engines.loaded[device].engine for device in config.devices]
         cpus = [dealer.deal(each.threads) if config.build.pin == "true" else None for each in own]
         contexts = [each.create_context(given) for each, given in zip(own, cpus, strict=True)]
+        padding = padding_of(config, engine, contexts[0])
+        if padding:
+            signature.padded = padding.padded
         short = _short(engines, config, message)
         began = time.monotonic()
         for context, device in zip(contexts, config.devices, strict=True):
@@ -95,16 +98,14 @@ class EngineModel(QueuedModel):
                     short.add(batch, ns, ns)
         outputs = list(dict.fromkeys([*(spec.name for spec in config.outputs),
                                       *(config.sequences.kept if config.sequences else ())]))
-        executors: list[Executor] = [
-            RaggedExecutor(context, config, config.ragged, device) if config.ragged else
-            EngineExecutor(context, outputs, engine.max_batch, opened, device, is_mixed(engine))
-            for context, device in zip(contexts, config.devices, strict=True)]
+        executors = [_executor(context, config, outputs, engine, padding, device)
+                     for context, device in zip(contexts, config.devices, strict=True)]
         for executor in executors:
             for request in warmup_requests(self, message, source.folder):
                 executor.execute([request])
         self.warmup_secs = time.monotonic() - began
         self.precision, self.built_secs = precision_of(engine), next(iter(engines.loaded.values())).built_secs
-        if not (config.ragged or config.sequences):     # such batches are assembled in host memory
+        if not (config.ragged or padding or config.sequences):      # such batches are assembled in host memory
             self.zero_copy_devices = {None, *(device for context, device in zip(contexts, config.devices, strict=True)
                                     if device is not None and isinstance(context, InPlaceContext)
                                     and context.binds_arrays)}
@@ -114,6 +115,15 @@ class EngineModel(QueuedModel):
             for device, each in engines.loaded.items()}
         self.memory_bytes = sum(self.device_bytes.values())
         self.start(executors, limiter, [given[0] if given else None for given in cpus], short)
+
+
+def _executor(context: ExecutionContext, config: ModelConfig, outputs: Sequence[str], engine: Engine,
+              padding: Padding | None, gpu: int | None) -> Executor:
+    if config.ragged:
+        return RaggedExecutor(context, config, config.ragged, gpu)
+    if padding:
+        return PaddedExecutor(padding, context, outputs, engine.max_batch, gpu)
+    return EngineExecutor(context, outputs, engine.max_batch, is_open(engine), gpu, is_mixed(engine))
 
 
 def _warm_up(name: str, context: ExecutionContext, engine: Engine) -> Mapping[int, int]:

@@ -68,9 +68,13 @@ class Arena:
         owner = self._owner(view.buffer)
         return array_at(owner._bytes, owner._layout.offsets[view.buffer], view, batch)
 
-    def redirect(self, view: TensorView, array: Array) -> bool:
-        """Make an array replace the buffer of an input or output. Returns False if it cannot."""
-        operands, begin = self._program.zero_copy.operands.get(view.buffer), address_of(array)
+    def redirect(self, view: TensorView, array: Array, in_place: bool = False) -> bool:
+        """Make an array replace the buffer of an input or output. Returns False if it cannot.
+
+        in_place: of an input, and the output that overwrites it.
+        """
+        buffers = self._program.zero_copy
+        operands, begin = (buffers.in_place if in_place else buffers.operands).get(view.buffer), address_of(array)
         if operands is None or begin is None:
             return False
         offsets = self._program.operand_offsets
@@ -122,6 +126,9 @@ class SerialExecution:
 
     def lend(self, view: TensorView, array: Array) -> bool:
         return self._arena.redirect(view, array)
+
+    def lend_in_place(self, view: TensorView, array: Array) -> bool:
+        return self._arena.redirect(view, array, in_place=True)
 
     def takes(self, view: TensorView, array: Array | None = None) -> bool:
         return self._program.zero_copy.takes(view, array)

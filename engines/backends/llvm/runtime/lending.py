@@ -50,6 +50,16 @@ class ZeroCopyBuffers:
                 if self._is_alone(view) and _is_all(view, machine, self._plan.batch_slots)}
 
     @cached_property
+    def in_place(self) -> dict[int, OperandNumbers]:
+        """Return the operands in each buffer of an input with an output that overwrites it, or a part of it."""
+        machine = self._plan.machine
+        if machine.item_major or any(step.fallback for step in machine.steps):
+            return {}
+        written = {touched.buffer for step in machine.steps for touched in step.writes}
+        return {view.buffer: self._operands_of(view.buffer) for view in machine.inputs
+                if view.buffer in written and _is_all(view, machine, self._plan.batch_slots)}
+
+    @cached_property
     def items(self) -> dict[int, OperandNumbers]:
         """Return the operands in each input's buffer whose items arrays may replace; none for symbolic extents."""
         machine = self._plan.machine

@@ -124,22 +124,32 @@ def _turned(w: StandardNodeBuilder, call: OperatorCall, x: str, positions: str) 
 
 
 def _present(w: StandardNodeBuilder, call: OperatorCall, cache: _Cache, new: str, past: int) -> str:
-    """Return the keys or values of all tokens, in a tensor of the past's capacity if that suffices."""
-    before = call.node.inputs[past] if call.has(past) else ""
+    """Return the keys or values of all tokens, in a tensor of the past's capacity if that suffices.
+
+    Elements behind an item's tokens are unspecified: they are what the past has there, or another token.
+    """
+    before = call.node.inputs[past] if cache.room else ""
+    if not before:
+        return new
     if cache.prompt:
-        return _filled(w, new, cache.present - cache.new)
-    if cache.new == 1:      # each item's token follows its last one
-        here = w("Equal", w.constant(array_of(_column, [cache.present], (cache.present, 1), np.int32)),
+        return w("Concat", new, w.cut(before, 2, cache.new, cache.room), axis=2) if cache.room > cache.new else new
+    if cache.new == 1 and cache.room >= cache.tokens:       # each item's token follows its last one
+        return _scattered(w, call, before, new)
+    if cache.new == 1:
+        here = w("Equal", w.constant(array_of(_column, [cache.room], (cache.room, 1), np.int32)),
                  w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
-        return w("Where", here, new, _filled(w, before, cache.present - cache.room))
+        return w("Concat", w("Where", here, new, before), new, axis=2)
     if cache.room < cache.tokens:
         return w("Concat", before, new, axis=2)
     old, behind = (w.cut(before, 2, *ends) for ends in ((0, cache.tokens - cache.new), (cache.tokens, cache.room)))
     return w("Concat", old, new, *[behind] * (cache.tokens < cache.room), axis=2)
 
 
-def _filled(w: StandardNodeBuilder, x: str, more: int) -> str:
-    return w("Pad", x, w.ints(0, 0, 0, 0, 0, 0, more, 0)) if more else x
+def _scattered(w: StandardNodeBuilder, call: OperatorCall, past: str, new: str) -> str:
+    """Return the past with each item's new token behind its last one."""
+    heads, _, depth = fixed(call.type(PAST_KEY).shape[1:])
+    places = w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1)
+    return w("ScatterElements", past, w("Expand", places, w.ints(1, heads, 1, depth)), new, axis=2)
 
 
 # ---- masks

@@ -19,7 +19,7 @@ from infer_server.engines.codegen.nest.loops import Code, LoopState
 from infer_server.engines.codegen.nest.order import NONE, Cut, Loops
 from infer_server.engines.codegen.nest.results import independent_loops, update
 from infer_server.engines.codegen.nest.values import load, store
-from infer_server.engines.lowering.problems.nest import Scatter
+from infer_server.engines.lowering.problems.nest import Scatter, Update
 
 
 @solves(Scatter)
@@ -92,3 +92,11 @@ class ScatterKernel(Kernel[Scatter]):
             step = steps[0] if steps[0] or count == 1 else 0
             value = load(code.machine, source.dtype, at[0], step, count)
             store(code.machine, target.dtype, value, at[1], steps[1], count)
+
+
+@solves(Update)
+class UpdateKernel(ScatterKernel):
+    """Kernel of scatters whose data are in place."""
+
+    def _copy(self, code: Code, x: Value, y: Value, indices: Sequence[Value]) -> None:
+        """Copy nothing."""
