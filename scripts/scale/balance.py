@@ -16,6 +16,7 @@ import json
 import re
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,19 +27,22 @@ from typing import Any
 
 import numpy as np
 
-from scripts.scale._servers import MODEL, ROOT, Server, child, free_ports, servers
+from scripts.scale._servers import MODEL, ROOT, Server, child, cpu_ns, free_ports, servers
 
-CLIENTS = ("nghttp2", "grpcio", "triton", "triton-plain")
+CLIENTS = ("nghttp2", "grpcio", "plain", "triton", "triton-plain")
 DEADLINE_SECS = 3.0
 STOPPED_SECS = 4.0
 INPUT = np.zeros((1, 1, 28, 28), np.float32)
+Proxy = tuple[str, "subprocess.Popen[bytes]"]          # its address and its process
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--proxy", choices=("envoy", "haproxy", "client"), required=True)
     parser.add_argument("--client", choices=CLIENTS, default="nghttp2",
-                        help="our client by either transport, or tritonclient with and without channel_args")
+                        help="our client by either transport, or tritonclient; plain: round robin alone")
+    parser.add_argument("--cost", type=float, default=0, metavar="SECS",
+                        help="measure the CPU time of a request for so long, in turns of 1 s, before the accidents")
     parser.add_argument("--accidents", default="kill,term,stop", help="any of kill, term, stop")
     parser.add_argument("--concurrency", type=int, default=6)
 
@@ -50,10 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     met = True
     with servers(3, "--drain-grace-secs", "2") as running, ExitStack() as stack:
-        address = ",".join(server.address for server in running)
+        address, proxy = ",".join(server.address for server in running), None
         if arguments.proxy != "client":
-            address = stack.enter_context(_PROXIES[arguments.proxy](running))
-        for accident in accidents:
+            address, proxy = stack.enter_context(_PROXIES[arguments.proxy](running))
+        for _ in range(int(arguments.cost)):
+            _print_cost(arguments, address, running, proxy)
+        for accident in filter(None, accidents):
             load = Load(lambda: open_client(arguments.client, address), arguments.concurrency)
             with load.running():
                 time.sleep(2)
@@ -64,6 +70,20 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{arguments.proxy} ({arguments.client}), {accident}: {load.lost} lost of {load.ends.total()}; "
                   f"at most {bar} may be. Longest {load.longest:.2f} s. {json.dumps(load.messages)}", flush=True)
     return 0 if met else 1
+
+
+def _print_cost(arguments: argparse.Namespace, address: str, running: list[Server],
+                proxy: subprocess.Popen[bytes] | None) -> None:
+    """Print the CPU time of the servers and of the proxy for a request, in us."""
+    load = Load(lambda: open_client(arguments.client, address), arguments.concurrency)
+    pids = [server.process.pid for server in running if server.process]
+    before = sum(map(cpu_ns, pids)), cpu_ns(proxy.pid) if proxy else 0
+    with load.running():
+        time.sleep(1)
+    servers_ns, proxy_ns = sum(map(cpu_ns, pids)) - before[0], (cpu_ns(proxy.pid) if proxy else 0) - before[1]
+    count = load.ends.total()
+    print(f"{arguments.proxy}: {count} requests, servers {servers_ns / count / 1e3:.0f} us each, "
+          f"proxy {proxy_ns / count / 1e3:.0f} us each", flush=True)
 
 
 # ---- accidents
@@ -138,7 +158,8 @@ def open_client(kind: str, address: str) -> Callable[[], object]:
         return _triton(address, has_policy=kind == "triton")
     from infer_server import InferenceClient
     addresses = address.split(",")
-    client = InferenceClient(addresses if len(addresses) > 1 else address, transport=kind)
+    options: dict[str, Any] = {"service_config": {}} if kind == "plain" else {"transport": kind}
+    client = InferenceClient(addresses if len(addresses) > 1 else address, **options)
     return lambda: client.infer(MODEL, {"image": INPUT}, timeout=DEADLINE_SECS)
 
 
@@ -156,7 +177,7 @@ def _triton(address: str, has_policy: bool) -> Callable[[], object]:
 
 # ---- proxies, by the files of deploy/
 @contextmanager
-def _envoy(running: list[Server]) -> Iterator[str]:
+def _envoy(running: list[Server]) -> Iterator[Proxy]:
     import yaml
     port, admin = free_ports(2)
     config = yaml.safe_load((ROOT / "deploy" / "envoy.yaml").read_text())
@@ -170,12 +191,13 @@ def _envoy(running: list[Server]) -> Iterator[str]:
     with TemporaryDirectory() as folder:
         path = Path(folder, "envoy.json")
         path.write_text(json.dumps(config))
-        with child("envoy", "-c", str(path), "--concurrency", "1", "--use-dynamic-base-id", "--log-level", "error"):
-            yield _answering(port)
+        with child("envoy", "-c", str(path), "--concurrency", "1", "--use-dynamic-base-id", "--log-level",
+                   "error") as process:
+            yield _answering(port), process
 
 
 @contextmanager
-def _haproxy(running: list[Server]) -> Iterator[str]:
+def _haproxy(running: list[Server]) -> Iterator[Proxy]:
     port, stats = free_ports(2)
     text = (ROOT / "deploy" / "haproxy.cfg").read_text()
     lines = "\n".join(f"  server s{number} {server.address} port {server.http_port}"
@@ -186,8 +208,8 @@ def _haproxy(running: list[Server]) -> Iterator[str]:
     with TemporaryDirectory() as folder:
         path = Path(folder, "haproxy.cfg")
         path.write_text(text)
-        with child("haproxy", "-db", "-f", str(path)):
-            yield _answering(port)
+        with child("haproxy", "-db", "-q", "-f", str(path)) as process:
+            yield _answering(port), process
 
 
 def _answering(port: int) -> str:
