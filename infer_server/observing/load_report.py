@@ -77,7 +77,9 @@ class LoadReports:
         requests = max(0, self._sample.requests - before.requests)          # an unloaded model takes its counts along
         queue_ns = max(0, self._sample.queue_ns - before.queue_ns)
         return orca.OrcaLoadReport(
-            cpu_utilization=max(0.0, self._cpu - cpu) / secs / self._cores, rps_fractional=requests / secs,
+            cpu_utilization=max(0.0, self._cpu - cpu) / secs / self._cores,
+            # At least the request whose response has the report: Envoy refuses reports of 0 requests.
+            rps_fractional=max(1, requests) / secs,
             eps=max(0, self._sample.failures - before.failures) / secs, named_metrics={
                 "queue_seconds_per_request": queue_ns / 1e9 / requests if requests else 0.0,
                 "pending_requests": float(self._sample.waiting)})
