@@ -5,7 +5,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -24,9 +24,9 @@ class AsyncInferenceClient:
     infer_server.clients.client.InferenceClient.
     """
 
-    def __init__(self, url: str, **options: Any) -> None:
-        self.url = url
-        self._channel = open_async_channel(url, ChannelOptions(**options))
+    def __init__(self, url: str | Sequence[str], **options: Any) -> None:
+        self.url = url if isinstance(url, str) else ",".join(url)
+        self._channel = open_async_channel(self.url, ChannelOptions(**options))
 
     async def __aenter__(self) -> AsyncInferenceClient:
         return self

@@ -5,7 +5,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -24,13 +24,14 @@ class InferenceClient:
 
     Parameters
     ----------
-    url : "HOST:PORT", several of them with commas between, or "unix:PATH". Nothing is sent until the first call.
+    url : "HOST:PORT" or "unix:PATH"; for several servers a sequence of "HOST:PORT", one string with commas between, or
+        "dns:///NAME:PORT", which stands for all addresses of a name. Nothing is sent until the first call.
     options : the fields of infer_server.clients.channels.ChannelOptions.
     """
 
-    def __init__(self, url: str, **options: Any) -> None:
-        self.url = url
-        self._channel = open_channel(url, ChannelOptions(**options))
+    def __init__(self, url: str | Sequence[str], **options: Any) -> None:
+        self.url = url if isinstance(url, str) else ",".join(url)
+        self._channel = open_channel(self.url, ChannelOptions(**options))
 
     def __enter__(self) -> InferenceClient:
         return self

@@ -39,6 +39,7 @@ from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.listeners import SENDING_SECS, Listeners
 from infer_server.observing.access_log import AccessLog
 from infer_server.observing.custom_metrics import CustomMetrics
+from infer_server.observing.load_report import LoadReports
 from infer_server.observing.spans import SpanSettings, SpanTracer
 from infer_server.observing.trace_files import TraceFiles
 from infer_server.observing.trace_settings import TraceSettings
@@ -172,16 +173,19 @@ class Server:
                                     self.repository, self.log_settings, self._tracer or TraceFiles(TraceSettings())))
         log_of = AccessLog(options.access_log) if options.access_log else None
         inferences = Inferences(self.repository, log_of, self._tracer, options.forwarded)
-        self._services = InferenceServices(inferences, self._inflight, regions, on_demand, options.max_message_bytes,
-                                           options.max_json_bytes)
+        self._workers: FrontendWorkers | None = None
+        self._state = ServerState(self.repository, self.lifecycle, self._inflight, options.max_inflight_bytes,
+                                  self._worker_processes)
+        self._services = InferenceServices(
+            inferences, self._inflight, regions, on_demand, options.max_message_bytes, options.max_json_bytes,
+            LoadReports(self._state.load_totals, self._state.cpu_secs, options.cores))
         restrictions = Restrictions(options.grpc_secrets, HEADER_PREFIX)
         self._methods = service_methods(self._service, self._services, self.lifecycle, restrictions,
                                         options.grpc_reflection)
-        self._workers = FrontendWorkers(options.workers, self._inflight, self._methods) if options.workers > 1 else None
+        if options.workers > 1:
+            self._workers = FrontendWorkers(options.workers, self._inflight, self._methods)
         self._loading: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
-        self._state = ServerState(self.repository, self.lifecycle, self._inflight, options.max_inflight_bytes,
-                                  self._worker_processes)
         self._history = History(self.repository.models)
         redaction.register([*(root.path for root in self._roots), *filter(None, [options.cache_dir])])
 

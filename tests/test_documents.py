@@ -89,7 +89,7 @@ def faults(text: str) -> Iterator[str]:
 
 
 def dotted_faults(text: str) -> Iterator[str]:
-    files = (".py", ".md", ".onnx", ".plan", ".npz", ".json", ".toml", ".txt")
+    files = (".py", ".md", ".onnx", ".plan", ".npz", ".json", ".toml", ".txt", ".yaml", ".cfg")
     yield from (name for name in DOTTED.findall(COMMAND.sub("", text))
                 if ours(name) and name not in FOREIGN and not name.endswith(files) and not known(name))
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import cast
 
-from infer_server.clients.channels.addresses import Address
+from infer_server.clients.channels.addresses import Address, connect_limit
 from infer_server.clients.channels.base import ChannelBase
 from infer_server.clients.channels.call import CallRequest, PendingCall, RequestEncoder
 from infer_server.clients.channels.connection import ClientConnection, Keepalive, require_http2
-from infer_server.clients.channels.health import HealthCheck, require_healthy
+from infer_server.clients.channels.health import MOST_SECS, HealthCheck, require_healthy
 from infer_server.clients.channels.options import ChannelOptions, Message, Metadata
 from infer_server.clients.channels.retry import Attempts
 from infer_server.clients.channels.status import StatusError, deadline_exceeded
@@ -41,6 +41,8 @@ class AioChannel(ChannelBase):
         while True:
             try:
                 request = self._encoder.encode(path, message, secs, metadata, attempts.retries)
+                if self._dns:
+                    await self._follow_dns(attempts)
                 address = attempts.address = self._addresses.next(attempts.address)
                 connection = self._ready(address) or await self._connect_any(address, attempts)
                 answer = await connection.call(request, self._options.max_message_bytes, attempts.deadline)
@@ -87,44 +89,60 @@ class AioChannel(ChannelBase):
         if self._is_closed:
             raise StatusError("CANCELLED", "the client is closed")
         reasons = []
-        for address in self._addresses.candidates(first):
+        candidates = self._addresses.candidates(first)
+        for number, address in enumerate(candidates, 1):
             try:
                 attempts.address = address
                 if connection := self._ready(address):
                     return connection
                 async with asyncio.timeout(attempts.remaining()):
-                    return await asyncio.shield(self._connect(address))
+                    return await asyncio.shield(self._connect(address, connect_limit(
+                        self._options.connect_secs, candidates[number:])))
             except TimeoutError:
                 raise deadline_exceeded() from None
             except (OSError, StatusError) as error:
                 reasons.append(f"{address.name}: {error}")
         raise StatusError("UNAVAILABLE", "; ".join(reasons))
 
-    def _connect(self, address: Address) -> asyncio.Task[AioConnection]:
+    async def _follow_dns(self, attempts: Attempts) -> None:
+        """Look the name up before the first call, and drain connections to addresses that it has lost."""
+        assert self._dns
+        if not self._dns.addresses:
+            try:
+                async with asyncio.timeout(attempts.remaining()):
+                    await asyncio.to_thread(self._dns.look_up)
+            except TimeoutError:
+                raise deadline_exceeded() from None
+        while self._dns.removed:
+            if connection := self._connections.pop(self._dns.removed.pop().name, None):
+                connection.drain()
+
+    def _connect(self, address: Address, secs: float) -> asyncio.Task[AioConnection]:
         """Start to connect, or to check the health of an existing connection, unless another call already has."""
         name = address.name
         task = self._connecting.get(name)
         if task is None:
-            task = self._connecting[name] = asyncio.get_running_loop().create_task(self._healthy(address))
+            task = self._connecting[name] = asyncio.get_running_loop().create_task(self._healthy(address, secs))
             task.add_done_callback(lambda ended: (self._connecting.pop(name), ended.exception()))
         return task
 
-    async def _healthy(self, address: Address) -> AioConnection:
-        """Return a connection to a server that is serving. Raises OSError, StatusError."""
-        secs, connection = self._options.connect_secs, self._connections.get(address.name)
+    async def _healthy(self, address: Address, secs: float) -> AioConnection:
+        """Return a connection to a server that is serving, within `secs`. Raises OSError, StatusError."""
+        connection, is_connected = self._connections.get(address.name), False
         try:
             if connection is None or not connection.takes_calls:
                 async with asyncio.timeout(secs):
                     connection = await self._new_connection(address)
+            is_connected = True
             if connection.health.is_due:
-                await connection.check_health(self._encoder, secs)
+                await connection.check_health(self._encoder, min(secs, MOST_SECS))
         except TimeoutError:
-            address.failed()
+            self._failed(address, is_connected)
             raise StatusError("UNAVAILABLE", f"no connection within {secs:g} s") from None
         except asyncio.CancelledError:
             raise StatusError("CANCELLED", "the client is closed") from None
         except (OSError, StatusError):
-            address.failed()
+            self._failed(address, is_connected)
             if connection:
                 connection.drain()
             raise
@@ -142,7 +160,7 @@ class AioChannel(ChannelBase):
             connection.ended.add_done_callback(lambda _: self._open.discard(connection))
             return connection
 
-        tls, host = self._tls, address.host if self._tls else None
+        tls, host = self._tls, (self._tls_host or address.host) if self._tls else None
         transport, connection = await (
             loop.create_unix_connection(protocol, address.path, ssl=tls, server_hostname=host) if address.path else
             loop.create_connection(protocol, address.host, address.port, ssl=tls, server_hostname=host))
@@ -190,6 +208,8 @@ class AioConnection(asyncio.BufferedProtocol):
             self._http2.cancel(call)
             self._flush_soon()
             raise
+        if time.monotonic() >= call.deadline:       # perhaps not answered
+            self.health.expire()
         return call.result()
 
     def start(self, request: CallRequest, call: PendingCall, deadline: float | None) -> None:

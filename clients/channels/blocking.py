@@ -8,11 +8,11 @@ import time
 from collections import defaultdict, deque
 from contextlib import suppress
 
-from infer_server.clients.channels.addresses import Address
+from infer_server.clients.channels.addresses import Address, connect_limit
 from infer_server.clients.channels.base import ChannelBase
 from infer_server.clients.channels.call import CallRequest, PendingCall, RequestEncoder
 from infer_server.clients.channels.connection import ClientConnection, Keepalive, require_http2
-from infer_server.clients.channels.health import HealthCheck, require_healthy
+from infer_server.clients.channels.health import MOST_SECS, HealthCheck, require_healthy
 from infer_server.clients.channels.options import ChannelOptions, Message, Metadata
 from infer_server.clients.channels.retry import Attempts
 from infer_server.clients.channels.status import StatusError, deadline_exceeded
@@ -64,26 +64,40 @@ class BlockingChannel(ChannelBase):
         """Return a connection without a call. Raises StatusError if no address has a healthy server."""
         if self._is_closed:
             raise StatusError("CANCELLED", "the client is closed")
+        if self._dns:
+            self._follow_dns()
         reasons = []
-        for address in self._addresses.candidates(self._addresses.next(attempts.address)):
+        candidates = self._addresses.candidates(self._addresses.next(attempts.address))
+        for number, address in enumerate(candidates, 1):
             attempts.address = address
             connection, remaining = self._idle_connection(address), attempts.remaining()
             secs = self._options.connect_secs if remaining is None else min(remaining, self._options.connect_secs)
+            secs = connect_limit(secs, candidates[number:])
             try:
                 if connection is None:
-                    connection = BlockingConnection(address, self._keepalive, self._tls, self._config.health_service,
-                                                    secs)
-                connection.check_health(self._encoder, secs)
+                    connection = BlockingConnection(address, self._keepalive, self._tls, self._tls_host,
+                                                    self._config.health_service, secs)
+                connection.check_health(self._encoder, min(secs, MOST_SECS))
             except (OSError, StatusError) as error:
-                attempts.remaining()
-                address.failed()
+                self._failed(address, connection is not None)
                 if connection:
                     connection.close()
+                attempts.remaining()
                 reasons.append(f"{address.name}: {error}")
                 continue
             address.succeeded()
             return address, connection
         raise StatusError("UNAVAILABLE", "; ".join(reasons))
+
+    def _follow_dns(self) -> None:
+        """Look the name up before the first call, and close connections to addresses that it has lost."""
+        assert self._dns
+        if not self._dns.addresses:
+            self._dns.look_up()
+        while self._dns.removed:
+            idle = self._idle.pop(self._dns.removed.pop().name, deque())
+            while idle:
+                idle.pop().close()
 
     def _idle_connection(self, address: Address) -> BlockingConnection | None:
         idle = self._idle[address.name]
@@ -98,10 +112,10 @@ class BlockingChannel(ChannelBase):
 class BlockingConnection:
     """Connection for one call at a time."""
 
-    def __init__(self, address: Address, keepalive: Keepalive, tls: ssl.SSLContext | None,
+    def __init__(self, address: Address, keepalive: Keepalive, tls: ssl.SSLContext | None, tls_host: str | None,
                  health_service: str | None, secs: float) -> None:
-        """Connect within `secs`. Raises OSError, StatusError."""
-        self._socket = _connect(address, tls, secs)
+        """Connect within `secs`; certificates are for `tls_host` or the address. Raises OSError, StatusError."""
+        self._socket = _connect(address, tls, tls_host or address.host, secs)
         self._http2 = ClientConnection(keepalive)
         self._health = HealthCheck(health_service)
         self._buffer = uninitialised(_RECEIVE_BYTES)
@@ -152,6 +166,7 @@ class BlockingConnection:
                 self._receive(deadline)
                 self._send(deadline)
         except StatusError as error:                # the deadline
+            self._health.expire()
             self._http2.cancel(call)
             call.end(error)
             if self._http2.takes_calls:
@@ -205,7 +220,7 @@ class BlockingConnection:
             self._socket.settimeout(None)
 
 
-def _connect(address: Address, tls: ssl.SSLContext | None, secs: float) -> socket.socket:
+def _connect(address: Address, tls: ssl.SSLContext | None, tls_host: str, secs: float) -> socket.socket:
     """Open a socket to the address, with TLS if `tls` is given. Raises OSError."""
     if not address.path:
         connected = socket.create_connection((address.host, address.port), timeout=secs)
@@ -218,7 +233,7 @@ def _connect(address: Address, tls: ssl.SSLContext | None, secs: float) -> socke
         else:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls:
-            connected = tls.wrap_socket(connected, server_hostname=address.host)
+            connected = tls.wrap_socket(connected, server_hostname=tls_host)
             require_http2(connected.selected_alpn_protocol())
         return connected
     except BaseException:

@@ -11,7 +11,7 @@ import grpc
 
 from infer_server.clients.channels.addresses import parse_url
 from infer_server.clients.channels.call import whole
-from infer_server.clients.channels.options import ChannelOptions, Message, Metadata, Tls
+from infer_server.clients.channels.options import ChannelOptions, Message, Metadata, Tls, is_balanced
 from infer_server.clients.channels.status import StatusError
 
 
@@ -71,11 +71,12 @@ def _open(library: Any, url: str, options: ChannelOptions) -> Any:
     """Open a channel of grpc or of grpc.aio."""
     arguments: dict[str, Any] = {"grpc.max_send_message_length": options.max_message_bytes,
                                  "grpc.max_receive_message_length": options.max_message_bytes}
-    target, document = url, dict(options.config().document)
+    target, document = url, dict(options.config(is_balanced(url)).document)
+    if is_balanced(url):
+        document.setdefault("loadBalancingConfig", [{"round_robin": {}}])
     if "," in url:                                  # gRPC takes several addresses as numbers only
         addresses = [(socket.gethostbyname(address.host), address.port) for address in parse_url(url)]
         target = "ipv4:" + ",".join(f"{host}:{port}" for host, port in addresses)
-        document.setdefault("loadBalancingConfig", [{"round_robin": {}}])
     arguments["grpc.service_config"] = json.dumps(document)
     if options.keepalive_secs is not None:
         arguments["grpc.keepalive_time_ms"] = round(options.keepalive_secs * 1e3)

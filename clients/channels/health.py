@@ -12,6 +12,7 @@ from infer_server.clients.channels.status import StatusError
 from infer_server.protos import health
 
 CHECK_SECS = 5.0                # between the checks of a connection that is used
+MOST_SECS = 1.0                 # time for the answer to a check
 _PATH = next(method.path for method in protos.methods(protos.HEALTH_SERVICE) if method.name == "Check")
 
 
@@ -25,6 +26,10 @@ class HealthCheck:
     @property
     def is_due(self) -> bool:
         return self._service is not None and time.monotonic() - self._checked_at > CHECK_SECS
+
+    def expire(self) -> None:
+        """Have the server checked before the next call: the last one was not answered in time."""
+        self._checked_at = float("-inf")
 
     def request(self, encoder: RequestEncoder, timeout: float) -> CallRequest:
         """Return the request of a check. The next one is due after CHECK_SECS."""

@@ -3,14 +3,20 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from infer_server.clients.channels.service_config import ServiceConfig
+from infer_server.clients.channels.addresses import DNS
+from infer_server.clients.channels.service_config import ServiceConfig, default_service_config
 
 Message = bytes | tuple[bytes, ...]            # serialised, whole or in parts
 Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+def is_balanced(url: str) -> bool:
+    """Return True if a URL stands for several servers: a list of addresses, or a DNS name with dns: in front."""
+    return "," in url or url.startswith(DNS)
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class ChannelOptions:
     ----------
     max_message_bytes : the largest message that is sent or taken, after decompression; -1: any.
     tls : files, or a context of the standard library, which only libnghttp2 takes; None: no TLS.
-    service_config : retries, timeouts and health checks in gRPC's form, as a mapping or as JSON.
+    service_config : retries, timeouts and health checks in gRPC's form, as a mapping or as JSON; None: that of
+        default_service_config() for several servers, an empty one for a single server.
     metadata : sent with every call; the values of names that end with -bin are bytes.
     compression : "gzip" compresses requests. Responses may always be compressed.
     connect_secs : seconds for a connection to be made.
@@ -59,7 +66,7 @@ class ChannelOptions:
     """
     max_message_bytes: int = -1
     tls: Tls | ssl.SSLContext | None = None
-    service_config: Mapping[str, Any] | str = field(default_factory=dict)
+    service_config: Mapping[str, Any] | str | None = None
     metadata: Metadata = ()
     compression: Literal["gzip"] | None = None
     connect_secs: float = 20.0
@@ -74,8 +81,10 @@ class ChannelOptions:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
         object.__setattr__(self, "metadata", tuple(map(tuple, self.metadata)))
 
-    def config(self) -> ServiceConfig:
+    def config(self, is_balanced: bool) -> ServiceConfig:
         """Return the service config. Raises ValueError that names what is wrong with it."""
+        if self.service_config is None:
+            return ServiceConfig.read(default_service_config() if is_balanced else {})
         return ServiceConfig.read(self.service_config)
 
     def tls_context(self) -> ssl.SSLContext | None:

@@ -108,6 +108,7 @@ class Totals(NamedTuple):
     requests: int               # number of answered requests
     ns: int                     # sum of their durations
     failures: int
+    queue_ns: int               # sum of the times that they waited
 
 
 class Statistics:
@@ -230,7 +231,8 @@ class Statistics:
         """Return the counters of requests alone, which is cheaper than a snapshot."""
         with self._lock:
             self._count_pending()
-            return Totals(self._counters.success.count, self._counters.success.ns, self._counters.fail.count)
+            counters = self._counters
+            return Totals(counters.success.count, counters.success.ns, counters.fail.count, counters.queue.ns)
 
     def snapshot(self) -> Counters:
         with self._lock:

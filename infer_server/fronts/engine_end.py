@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from functools import lru_cache
 
+from infer_server.endpoints.grpc.context import asks_for_load
 from infer_server.endpoints.grpc.infer_reply import InferReply
 from infer_server.endpoints.grpc.methods import Methods
 from infer_server.endpoints.http.exchange import Exchange, Handler
@@ -48,7 +49,7 @@ class EngineEnd(Link):
         super().__init__()
         assert methods.infer
         self._inflight, self._handle, self._ready, self._gone = inflight, handle, ready, gone
-        self._infers = methods.infer
+        self._infers, self._load_report = methods.infer, methods.load_report
         self._replies: dict[int, _Reply] = {}               # pending gRPC calls by number
         self._exchanges: dict[int, _Connection] = {}        # pending HTTP requests by number
         self._streams = ForwardedStreams(methods.find, self)
@@ -104,6 +105,10 @@ class EngineEnd(Link):
             log.log(number, "%s", frame.payload.decode())
         else:
             self._ready("" if kind == link.READY else frame.payload.decode())
+
+    def load_report(self) -> bytes:
+        """Return the serialised load report; empty if there is none."""
+        return self._load_report() if self._load_report else b""
 
     def forget(self, number: int, held: OpenCall | None) -> None:
         """Drop a reply that has ended."""
@@ -173,7 +178,8 @@ class _Reply(InferReply):
         held, self.held = self.held, None
         flag = self._end.held(self._number, held, len(response))
         self._end.forget(self._number, None)
-        self._end.send(link.ANSWER | flag, self._number, response)
+        report = self._end.load_report() if self.wants_load else b""
+        self._end.send(link.ANSWER | flag, self._number, response, about=report)
 
     def refuse(self, code: int, details: str) -> None:
         self._end.forget(self._number, self.held)
@@ -182,6 +188,10 @@ class _Reply(InferReply):
     def leave(self) -> None:
         super().leave()
         self._end.forget(self._number, self.held)
+
+    @property
+    def wants_load(self) -> bool:
+        return bool(self._about) and asks_for_load(self.metadata())
 
     def metadata(self) -> list[tuple[str, str]]:
         metadata: list[tuple[str, str]] = json.loads(self._about) if self._about else []

@@ -43,9 +43,10 @@ class GrpcCalls:
         self._most_bytes = settings.max_message_bytes
         self._replies: dict[int, InferReply] = {}               # pending ModelInfer calls by number
         self._streams: dict[int, _Stream] = {}
+        self._load_report = b""                                 # the last that came with a response
 
     def methods(self) -> Methods:
-        return Methods(self._find, self)
+        return Methods(self._find, self, lambda: self._load_report)
 
     def _find(self, path: str) -> Serve | None:
         if path == INFER_PATH:
@@ -63,7 +64,8 @@ class GrpcCalls:
             return
         self._replies[number] = reply
         reply.submitted = _Forwarded(self._end, self._replies, number)
-        self._end.send(link.INFER, number, data, about=_encoded(reply.metadata()) if self._tells_metadata else b"",
+        tells_metadata = self._tells_metadata or reply.wants_load
+        self._end.send(link.INFER, number, data, about=_encoded(reply.metadata()) if tells_metadata else b"",
                        peer=reply.peer().encode(), received_ns=received_ns,
                        remaining_secs=link.NEVER if remaining_secs is None else remaining_secs)
 
@@ -91,6 +93,8 @@ class GrpcCalls:
             return
         if is_held:
             self._inflight.held_as(reply.held, frame.number)
+        if frame.about:
+            self._load_report = bytes(frame.about)
         reply.send(bytes(frame.payload))
 
     def failed(self, number: int, code: int, details: str) -> None:

@@ -12,6 +12,8 @@ https://opentelemetry.io/docs/specs/otel/trace
 """
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +26,8 @@ from infer_server.observing.traces import TIMESTAMPS, RequestTrace
 
 MODE = "opentelemetry"
 _PARENT = ("traceparent", "tracestate")     # request headers with the client's span
-_RESOURCE = {"service.name": "infer-server"}
+# Resource attributes of a pod by the environment variables that deploy/kubernetes sets.
+_OF_POD = {"k8s.pod.name": "POD_NAME", "k8s.namespace.name": "POD_NAMESPACE", "k8s.node.name": "NODE_NAME"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,15 @@ class SpanSettings:
     rate: int = 1000        # trace one of `rate` requests without a client's span, as in Triton; 0 for none
     count: int = -1         # number of such requests to trace; -1 for no limit
     resource: Mapping[str, str] = field(default_factory=dict)   # resource attributes of this server
+
+
+def _resource(given: Mapping[str, str]) -> Any:
+    """Return the resource of all spans: defaults, then OTEL_RESOURCE_ATTRIBUTES and its like, then the command line."""
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+    of_pod = {name: value for name, variable in _OF_POD.items() if (value := os.environ.get(variable))}
+    defaults = {"service.name": "infer-server", "host.name": of_pod.get("k8s.node.name") or socket.gethostname(),
+                **of_pod}
+    return Resource.create(defaults).merge(OTELResourceDetector().detect()).merge(Resource(dict(given)))
 
 
 def is_installed() -> bool:
@@ -51,7 +63,6 @@ class SpanTracer:
     def __init__(self, settings: SpanSettings, exporter: Any = None) -> None:
         """Create a tracer that exports to settings.url, or with `exporter` if it is given."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
@@ -59,7 +70,7 @@ class SpanTracer:
         self._settings = settings
         self._sampler = Sampler(TraceSettings(levels=(TIMESTAMPS,), rate=settings.rate, count=settings.count))
         self._provider = TracerProvider(sampler=ParentBased(ALWAYS_ON), shutdown_on_exit=False,
-                                        resource=Resource.create({**_RESOURCE, **settings.resource}))
+                                        resource=_resource(settings.resource))
         self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=settings.url)))
         self._tracer = self._provider.get_tracer("infer_server")
         self._propagator = TraceContextTextMapPropagator()
@@ -90,7 +101,8 @@ class SpanTracer:
         """Create the spans of a request that has ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
         attributes: dict[str, Any] = {
-            "triton.model_name": entry.model, "triton.model_version": entry.version, "triton.request_id": entry.id,
+            "triton.model_name": entry.model, "triton.request_id": entry.id,
+            "triton.model_version": str(trace.version) if trace.version >= 0 else entry.version,
             "rpc.system": entry.protocol, "client.address": entry.client, "infer.items": entry.batch}
         request = self._tracer.start_span("InferRequest", trace.parent, SpanKind.SERVER, attributes,
                                           start_time=self._epoch_ns + entry.received_ns)

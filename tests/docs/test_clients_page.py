@@ -18,7 +18,7 @@ def test_the_blocks_of_the_page_run_in_order(tmp_path: Path, capsys: pytest.Capt
     write_model(tmp_path, "resnet50", shape=[3, 224, 224])
     names: dict[str, object] = {"__name__": "notebook"}
     found = [block for block in blocks(PAGE) if block.language == "python"]
-    assert len(found) == 6
+    assert len(found) == 7
     with serving(tmp_path) as server:
         renamed = {":8001": f":{server.ports.grpc}", '"input"': '"x"', '"output"': '"y"'}     # as the test's model has
         for block in found:
@@ -27,7 +27,7 @@ def test_the_blocks_of_the_page_run_in_order(tmp_path: Path, capsys: pytest.Capt
                 code = code.replace(old, new)
             exec(compile("\n" * block.line + code, str(PAGE), "exec"), names)
     assert "resnet51" in capsys.readouterr().out and len(names["answers"]) == 16        # type: ignore[arg-type]
-    for name in ("client", "careful", "encrypted", "patient", "spread"):
+    for name in ("client", "careful", "encrypted", "patient", "spread", "pods", "replicas"):
         names[name].close()                                                             # type: ignore[attr-defined]
 
 

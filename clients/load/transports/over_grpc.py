@@ -18,7 +18,8 @@ _PATH = METHODS[pb.ModelInferResponse].path
 class GrpcTransport(Transport):
     def __init__(self, address: str) -> None:
         self.client = AsyncInferenceClient(address)
-        self._channel = open_async_channel(address, ChannelOptions())
+        # Without retries, also to several servers: failures are counted.
+        self._channel = open_async_channel(address, ChannelOptions(service_config={}))
 
     async def metadata(self, model: str, version: str) -> pb.ModelMetadataResponse:
         return await self.client.model_metadata(model, version, timeout=SETUP_SECS)

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 from infer_server.errors import MalformedMessageError
+from infer_server.observing.load_report import HEADER
 
 
 class CallContext(Protocol):
@@ -79,6 +80,11 @@ class CallClient:
 
     def disconnect(self) -> None:
         self._context.disconnect()
+
+
+def asks_for_load(metadata: Iterable[tuple[str, Any]]) -> bool:
+    """Return True if the metadata of a call asks for a load report with the response."""
+    return any(name == HEADER for name, _ in metadata)
 
 
 def peer_of(name: Any) -> str:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from infer_server.endpoints.grpc.context import CallContext
+from infer_server.endpoints.grpc.context import CallContext, asks_for_load
 from infer_server.endpoints.grpc.errors import ForwardedStatusError, described
 from infer_server.endpoints.inflight import OpenCall
 
@@ -46,6 +46,11 @@ class InferReply(ABC):
     def metadata(self) -> Iterable[tuple[str, Any]]:
         """Return the metadata that the client sent."""
         return ()
+
+    @property
+    def wants_load(self) -> bool:
+        """True if the client asks for a load report with the response."""
+        return False
 
     def headers(self) -> Iterable[tuple[str, str]]:
         """Return the metadata whose values are text."""
@@ -87,6 +92,10 @@ class AwaitedInfer(InferReply):
 
     def metadata(self) -> Iterable[tuple[str, Any]]:
         return self._context.metadata()
+
+    @property
+    def wants_load(self) -> bool:
+        return asks_for_load(self._context.metadata())
 
     def peer(self) -> str:
         return self._context.peer()

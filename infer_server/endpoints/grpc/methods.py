@@ -34,9 +34,11 @@ class Methods:
 
     find : returns the call for a path such as "/inference.GRPCInferenceService/ServerLive"; None if there is none.
     infer : takes ModelInfer without a coroutine, for the transports that can; None: `find` serves it.
+    load_report : returns the serialised load report, for responses of ModelInfer to clients that ask for it.
     """
     find: Callable[[str], Serve | None]
     infer: TakesInfer | None = None
+    load_report: Callable[[], bytes] | None = None
 
 
 def awaiting(takes: TakesInfer, inflight: Inflight, max_message_bytes: int) -> Serve:

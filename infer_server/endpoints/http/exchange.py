@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from http import HTTPStatus
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -38,12 +38,13 @@ class Connection(Protocol):
 
 class Exchange:
     """A request and its response. Belongs to the event loop."""
-    __slots__ = ("request", "held", "_connection", "left")
+    __slots__ = ("request", "held", "_connection", "left", "more_headers")
     _tasks: ClassVar[set[asyncio.Task[None]]] = set()       # the loop itself keeps no task alive
 
     def __init__(self, connection: Connection, request: HttpRequest, held: OpenCall) -> None:
         self.request, self.held, self._connection = request, held, connection
         self.left: Callable[[], None] | None = None     # called if the client disconnects before the response
+        self.more_headers: Callable[[], Mapping[str, str]] | None = None    # returns headers to add to the response
 
     def answer_later(self, work: Coroutine[Any, Any, None]) -> None:
         """Start a coroutine that answers the exchange; an exception of it becomes the response."""
@@ -93,6 +94,8 @@ class Exchange:
 
     def respond(self, response: HttpResponse) -> None:
         if not self.gone:
+            if self.more_headers:
+                response = response._replace(headers={**response.headers, **self.more_headers()})
             self._connection.respond(self, response)
 
     def fail(self, error: Exception) -> None:

@@ -22,6 +22,7 @@ from infer_server.endpoints.metrics import CONTENT_TYPE, Metrics
 from infer_server.endpoints.restrictions import HostCheck, Restrictions
 from infer_server.endpoints.service import Service
 from infer_server.endpoints.status.snapshot import Snapshots
+from infer_server.observing.load_report import HEADER
 from infer_server.repository.repository import Repository
 from infer_server.workers import PeriodicValue
 
@@ -84,6 +85,8 @@ def _with_inference(services: InferenceServices, repository: Repository, restric
             routes(exchange)
         elif exchange.request.method == "POST":
             restrictions.check("inference", exchange.request.header_bytes)
+            if services.load and (form := exchange.request.headers.get(HEADER)):
+                exchange.more_headers = partial(services.load.headers, form)
             submit = partial(_submit, exchange, path["model"], path["version"] or "", path["how"])
             if services.on_demand:
                 services.on_demand.when_loaded(path["model"], submit, exchange.fail)

@@ -7,6 +7,7 @@ from typing import Any
 
 from infer_server.endpoints.inflight import Inflight
 from infer_server.lifecycle import Lifecycle, ServerPhase
+from infer_server.observing.load_report import LoadTotals
 from infer_server.observing.machine import Samples
 from infer_server.process import cpu_secs, resident_bytes
 from infer_server.repository.model import VersionState
@@ -43,6 +44,17 @@ class ServerState:
             "inflight_bytes": self._inflight.held_bytes, "inflight_limit_bytes": self._max_inflight_bytes,
             "startup_secs": {phase: round(secs, 2) for phase, secs in self._startup_secs().items()},
             "versions": self._states()}
+
+    def load_totals(self) -> LoadTotals:
+        """Return the counters of all models that load reports are made of."""
+        models = [*self.repository.models()]
+        totals = [model.statistics.totals() for model in models]
+        return LoadTotals(sum(each.requests for each in totals), sum(each.failures for each in totals),
+                          sum(each.queue_ns for each in totals), sum(model.pending for model in models))
+
+    def cpu_secs(self) -> float:
+        """Return the CPU time of all processes of the server."""
+        return float(sum(usage["cpu_secs"] for usage in self.usage().values()))
 
     def usage(self) -> dict[str, Any]:
         """Return CPU time in seconds and resident memory in bytes of each process. From any thread."""

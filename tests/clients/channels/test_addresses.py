@@ -35,7 +35,7 @@ def answering(peer: Peer, stream: int, headers: dict[bytes, bytes]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_go_to_the_servers_in_turn(kind: str, transport: str) -> None:
     with (scripted(answering) as (a, one), scripted(answering) as (b, other),
-          client_of(kind, f"{a},{b}", transport=transport) as client):
+          client_of(kind, f"{a},{b}", transport=transport, service_config={}) as client):
         for _ in range(20):
             assert client.is_server_live(timeout=TIMEOUT_SECS)
         deadline = time.monotonic() + TIMEOUT_SECS          # grpcio connects to the second while it uses the first
@@ -50,12 +50,12 @@ def test_a_server_that_is_gone_is_left_out_until_its_backoff_is_over(
         kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with scripted(answering) as (a, server), serving(Doubler()) as b, proxy_to(b) as (c, proxy):
         proxy.upstream = None                               # connections are accepted, and closed
-        with client_of(kind, f"{a},{c}") as client:
+        with client_of(kind, f"{a},{c}", service_config={}) as client:
             assert all(client.is_server_live(timeout=TIMEOUT_SECS) for _ in range(10))
             assert len(server.requests) == 10 and proxy.count == 1
         proxy.upstream = b
         monkeypatch.setattr(addresses, "_FIRST_BACKOFF_SECS", 1e-6)
-        with client_of(kind, f"127.0.0.1:1,{c}") as client:
+        with client_of(kind, f"127.0.0.1:1,{c}", service_config={}) as client:
             assert all(client.is_server_live(timeout=TIMEOUT_SECS) for _ in range(4))
             assert proxy.count == 2
 

@@ -1,6 +1,7 @@
 """Tests of the OpenTelemetry spans of inferences, as children of the clients' spans."""
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,9 @@ def test_a_request_has_spans_under_its_clients(library: Any, server: RunningServ
     assert request.start_time <= queue.start_time <= queue.end_time == compute.start_time <= compute.end_time
     assert compute.end_time <= request.end_time and compute.attributes["infer.batch"] == 1
     assert request.attributes["triton.model_name"] == "affine" and request.attributes["triton.request_id"] == "7"
+    assert request.attributes["triton.model_version"] == "1"            # the client named none
     assert request.resource.attributes["service.name"] == "infer-server" and request.status.is_unset
+    assert request.resource.attributes["host.name"] == socket.gethostname()
 
 
 def test_what_goes_wrong_is_an_error_and_what_its_client_does_not_trace_is_not_traced(
@@ -114,6 +117,18 @@ def made_of(settings: SpanSettings, *requests: dict[str, str]) -> Any:
             trace.end(AccessEntry("", "gRPC", "", "m", "", 0), OK)
     tracer.close()
     return exporter.get_finished_spans()
+
+
+def test_spans_name_the_pod_and_what_the_environment_and_the_command_line_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("POD_NAME", "infer-server-7"), ("NODE_NAME", "node-1"), ("OTEL_SERVICE_NAME", "vision"),
+                        ("OTEL_RESOURCE_ATTRIBUTES", "cloud.region=north,team=a")):
+        monkeypatch.setenv(name, value)
+    (span,) = (each for each in made_of(SpanSettings(resource={"team": "b"}), WITH_CONTEXT)
+               if each.name == "InferRequest")
+    attributes = dict(span.resource.attributes)
+    expected = {"service.name": "vision", "host.name": "node-1", "k8s.pod.name": "infer-server-7",
+                "k8s.node.name": "node-1", "k8s.namespace.name": None, "cloud.region": "north", "team": "b"}
+    assert {name: attributes.get(name) for name in expected} == expected
 
 
 def test_spans_go_to_a_collector_before_the_server_ends(tmp_path: Path) -> None:

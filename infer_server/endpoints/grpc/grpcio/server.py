@@ -8,12 +8,13 @@ from typing import Any
 
 import grpc
 
-from infer_server.endpoints.grpc.context import Serve
+from infer_server.endpoints.grpc.context import Serve, asks_for_load
 from infer_server.endpoints.grpc.errors import described
 from infer_server.endpoints.grpc.grpcio import connections
 from infer_server.endpoints.grpc.methods import INFER_PATH, Methods
 from infer_server.endpoints.inflight import Inflight
 from infer_server.endpoints.tls import ServerTls
+from infer_server.observing.load_report import TRAILER
 
 
 def _concerns_us(record: logging.LogRecord) -> bool:
@@ -112,6 +113,8 @@ class Handlers(grpc.GenericRpcHandler):    # type: ignore[misc]     # grpc has n
         call = _UnaryContext(context, self._disconnect, data)
         del data
         await self._answer(serve, call, context)
+        if (reports := self._methods.load_report) and asks_for_load(call.metadata()):
+            context.set_trailing_metadata(((TRAILER, reports()),))
         return call.answer
 
     async def _serve(self, serve: Serve, _: Any, context: grpc.aio.ServicerContext) -> None:

@@ -169,6 +169,10 @@ class InferCall(InferReply):
     def metadata(self) -> Iterable[tuple[str, Any]]:
         return self._head.metadata
 
+    @property
+    def wants_load(self) -> bool:
+        return self._head.wants_load
+
     def peer(self) -> str:
         return self._connection.peer
 

@@ -20,6 +20,7 @@ from infer_server.endpoints.grpc.nghttp2.head import (
     RequestHead,
     read_head,
     status_headers,
+    success_headers,
 )
 from infer_server.endpoints.http2.connection import WRITE_BYTES, Http2Connection, Sending, Shared
 from infer_server.protos.grpc_framing import prefix_of
@@ -81,7 +82,8 @@ class GrpcConnection(Http2Connection):
             else:                               # without a copy of it
                 http2.send_data(stream, prefix)
                 http2.send_data(stream, response)
-            http2.send_trailers(stream, SUCCESS)
+            reports = self._methods.load_report if head.wants_load else None
+            http2.send_trailers(stream, success_headers(reports()) if reports else SUCCESS)
         except NGH2Error as error:
             self.failed(error)
         self.sending()

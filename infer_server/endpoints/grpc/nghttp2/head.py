@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from infer_server.protos.grpc_framing import binary_value, percent_encoded, timeout_secs
+from infer_server.observing import load_report
+from infer_server.protos.grpc_framing import binary_text, binary_value, percent_encoded, timeout_secs
 from infer_server.protos.http2 import Header
 
 _CONTENT_TYPE = b"application/grpc"
 _CODINGS = (b"", b"identity", b"gzip", b"deflate")
+_LOAD = load_report.HEADER.encode()
 # Headers of gRPC itself, which are not part of a call's metadata.
 _RESERVED = frozenset((b"te", b"content-type", b"grpc-timeout", b"grpc-encoding", b"grpc-accept-encoding"))
 
@@ -36,6 +38,7 @@ class RequestHead:
     remaining_secs: float | None = None
     accepts_gzip: bool = False
     is_encoded: bool = False            # messages may be compressed
+    wants_load: bool = False            # the client asks for a load report
     size: int = 0                       # bytes, as HPACK counts them
 
     @cached_property
@@ -67,11 +70,18 @@ def read_head(headers: tuple[Header, ...]) -> RequestHead:
                 head.details = f"grpc-encoding {value[:40]!r} is not served; send identity, gzip or deflate"
         elif name == b"grpc-accept-encoding":
             head.accepts_gzip = b"gzip" in value
+        elif name == _LOAD:
+            head.wants_load = True
     if method != b"POST":
         head.http_status = 405
     elif content_type != _CONTENT_TYPE and not content_type.startswith((b"application/grpc+", b"application/grpc;")):
         head.http_status = 415
     return head
+
+
+def success_headers(report: bytes) -> tuple[Header, ...]:
+    """Return the trailers of a call that has succeeded, with a serialised load report."""
+    return (*SUCCESS, (load_report.TRAILER.encode(), binary_text(report)))
 
 
 def status_headers(code: int, details: str) -> tuple[Header, ...]:

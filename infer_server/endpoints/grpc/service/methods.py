@@ -40,7 +40,7 @@ def service_methods(service: Service, services: InferenceServices, lifecycle: Li
     methods |= health_methods(lifecycle, partial(_check, restrictions, "health"))
     if has_reflection:
         methods |= reflection_methods()
-    return Methods(methods.get, infers)
+    return Methods(methods.get, infers, services.load.binary if services.load else None)
 
 
 def _check(restrictions: Restrictions, category: str, context: CallContext) -> None:
