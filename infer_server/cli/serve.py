@@ -158,30 +158,38 @@ async def _serve(options: ServerOptions, exit_on_error: bool, load_engine: Engin
     server.lifecycle.startup.took("importing", imported_secs)
     server.log_settings.install()
     ports = await server.start()
-    log.info("gRPC on %s, HTTP on %s, metrics on %s",
+    log.info("gRPC on %s, HTTP on %s, metrics on %s%s",
              *(address(options.hosts.get(name, options.host), port) if port else "none"
-               for name, port in vars(ports).items()))
-    loading = asyncio.create_task(_report_loaded(server, stop if exit_on_error else None))
+               for name, port in vars(ports).items()),
+             "; gRPC and HTTP open when the models are loaded" if options.listen_when_ready else "")
+    loading = asyncio.create_task(_report_loaded(server, stop, exit_on_error))
     await stop.wait()
+    has_ports = not loading.done() or loading.result()
     loading.cancel()
-    failed = exit_on_error and bool(server.failures())
+    failed = not has_ports or exit_on_error and bool(server.failures())
     log.info("draining: accepted requests are answered; a second signal exits at once")
     answered = await server.stop()
     log.info("stopped")
     return answered and not failed
 
 
-async def _report_loaded(server: Server, stop: asyncio.Event | None) -> None:
-    """Log when the models are loaded; set `stop` if one has failed."""
-    await server.loaded()
+async def _report_loaded(server: Server, stop: asyncio.Event, exit_on_error: bool) -> bool:
+    """Log when the models are loaded. Set `stop` if a port cannot be opened (returns False), or a model has failed."""
+    try:
+        await server.loaded()
+    except OSError as error:
+        log.error("%s", error)
+        stop.set()
+        return False
     failures = server.failures()
     if not failures:
         log.info("ready")
-        return
+        return True
     log.error("%d of the models to be served failed: %s", len(failures), ", ".join(failures))
-    if stop:
+    if exit_on_error:
         log.error("--exit-on-error: exiting")
         stop.set()
+    return True
 
 
 def _on_reopen(number: int) -> None:
@@ -210,6 +218,7 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         repository_cache_bytes=parsed.repository_cache_mib << 20,
         model_memory_bytes=(parsed.model_memory_limit_mib or 0) << 20,
         poll_secs=parsed.repository_poll_secs if parsed.model_control_mode == "poll" else 0.0,
+        retry_secs=parsed.repository_poll_secs, listen_when_ready=parsed.listen_when_ready,
         load_threads=parsed.model_load_thread_count or min(_USUAL_LOADS, max(LOADS, parsed.cores)),
         load_models=None if parsed.load_model == ["*"] else tuple(parsed.load_model),
         rate_limit=dict(parsed.rate_limit_resource) if parsed.rate_limit == "execution_count" else None,
@@ -258,6 +267,11 @@ def _add_ports(parser: argparse.ArgumentParser) -> None:
                              "a separate process (default %(default)s)")
     parser.add_argument("--grpc-front", choices=GRPC_LIBRARIES, default=NGHTTP2,
                         help="library that serves gRPC; grpcio costs more for each request (default %(default)s)")
+    parser.add_argument("--listen-when-ready", type=boolean, nargs="?", const=True, metavar="BOOL",
+                        default="KUBERNETES_SERVICE_HOST" in os.environ,
+                        help="true: refuse connections to gRPC and HTTP until the models of the start are loaded, so "
+                             "that clients go to other servers; the metrics port answers /v2/health meanwhile (default "
+                             "true in a Kubernetes pod, else false)")
     parser.add_argument("--http-port", type=_port, default=8000, metavar="N",
                         help="port of HTTP/REST: inference, metadata, health, control (default %(default)s)")
     parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N",
@@ -273,7 +287,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
                         help="load models at their first request, and unload the least recently used ones when all "
                              "together exceed N MiB (default: every model is loaded at start)")
     parser.add_argument("--repository-poll-secs", type=seconds, default=15.0, metavar="S",
-                        help="interval of --model-control-mode poll (default %(default)s)")
+                        help="interval of --model-control-mode poll, and of further tries while a remote repository "
+                             "is unreachable at the start (default %(default)s)")
     parser.add_argument("--load-model", action="append", default=[], metavar="NAME",
                         help="model to load at start under explicit control; * is every model; can be repeated")
     parser.add_argument("--model-load-thread-count", type=up_to(MOST_LOADS), metavar="N",

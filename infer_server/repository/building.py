@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -22,6 +23,7 @@ from infer_server.engines.machine.cpu import detect
 from infer_server.errors import NotBuiltError, RepositoryError
 from infer_server.process import blocked
 from infer_server.repository.folders import Source, file_stats
+from infer_server.repository.roots import Durations
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class Compiler:
         self._lock = threading.Lock()
         self._closed = False
         self._running: set[subprocess.Popen[str]] = set()
+        self.durations = Durations()
 
     def build(self, source: Source, threads: int, target: str = "") -> AbstractContextManager[Path]:
         """Build a plan from the ONNX file of `source`; the plan file exists until the context exits.
@@ -100,7 +103,9 @@ class Compiler:
             plan = Path(folder, f"{source.name}.plan")
             log.info("building %s", source.file)
             entry = Path(folder, "entry")
+            began = time.monotonic()
             said, status = self._run(command(plan) + (["--entry-file", str(entry)] if threads else []))
+            self.durations.add(time.monotonic() - began)
             lines = [line for line in said.splitlines() if line.strip()]
             if status:
                 reason = "\n".join(lines[-_REASON_LINES:]) or f"exit status {status}"

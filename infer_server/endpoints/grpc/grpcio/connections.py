@@ -83,7 +83,7 @@ async def send_away(port: int) -> None:
 def _has_room(connection: socket.socket) -> bool:
     """Return True if less than a quarter of the send buffer is in use."""
     with suppress(OSError):
-        queued = _INT.unpack(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(_INT.size)))[0]
+        queued: int = _INT.unpack(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(_INT.size)))[0]
         return queued < connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4
     return False
 
