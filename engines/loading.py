@@ -46,7 +46,8 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
     specialisations
         The most that are kept in memory.
     cache
-        Where specialisations are kept on disk: the user's engine cache (True), a folder, or nowhere (False).
+        Where plans that are compiled for this CPU or for new shapes are kept on disk: the user's engine cache (True), a
+        folder, or nowhere (False).
     gpu
         The number of the GPU that a plan for GPUs runs on.
     retune
@@ -120,7 +121,7 @@ def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relow
                                   "build it here, or without --strip")
         if on_target_mismatch == "refuse":
             raise PlanTargetError(f"{name}: {mismatch}; build it here, or load it with on_target_mismatch='relower'")
-        plan = _relower(plan, f"{name}: {mismatch}", quietly=on_target_mismatch == ON_TRIAL)
+        plan = _relower(plan, f"{name}: {mismatch}", cache, quietly=on_target_mismatch == ON_TRIAL)
     if plan.open is None:
         engine = Engine(plan, threads, cpus, gpu=gpu)
         if not plan.stripped:
@@ -171,10 +172,9 @@ class _LateSpecialiser:
     """Specialiser that imports the compiler at the first shape for which no template of an earlier process holds."""
 
     def __init__(self, plan: Plan, cache: str | os.PathLike[str] | bool) -> None:
-        from infer_server.engines.compiler.engine_cache import EngineCache
         from infer_server.engines.compiler.template import Templates, stored_templates
         self.first: Engine | None = None
-        self._plan, self._cache = plan, None if cache is False else EngineCache("" if cache is True else cache)
+        self._plan, self._cache = plan, _engine_cache(cache)
         stored = stored_templates(plan, self._cache)
         self._stored = Templates(lambda counting, extents: None, None, stored) if stored else None
         self._made: SpecialisationMaker | None = None
@@ -211,12 +211,10 @@ class _LateSpecialiser:
 def _retuned(plan: Plan, cache: str | os.PathLike[str] | bool, gpu: int) -> Plan:
     """Return the plan with tactics timed here. Raises PlanTargetError if it is stripped or there is no compiler."""
     try:
-        from infer_server.engines.compiler.engine_cache import EngineCache
         from infer_server.engines.compiler.specialise import retuned
     except ImportError as error:
         raise PlanTargetError(f"{plan.name}: to choose its tactics anew, install what is missing ({error})") from error
-    kept = None if cache is False else EngineCache("" if cache is True else cache)
-    found: Plan = retuned(plan, kept, gpu)
+    found: Plan = retuned(plan, _engine_cache(cache), gpu)
     return found
 
 
@@ -240,18 +238,24 @@ def _with_max_batch(plan: Plan, items: int) -> Plan:
     return larger
 
 
-def _relower(plan: Plan, why: str, quietly: bool) -> Plan:
+def _relower(plan: Plan, why: str, cache: str | os.PathLike[str] | bool, quietly: bool) -> Plan:
     if not quietly:
         import logging  # imported here to load matching plans a few milliseconds sooner
         logging.getLogger(__name__).warning("%s; compiling its graph again for this machine", why)
     try:
-        from infer_server.engines.compiler.specialise import relower
+        from infer_server.engines.compiler.specialise import relowered
     except ImportError as error:
         raise PlanTargetError(f"{why}; to compile it again here, install what is missing ({error})") from error
     try:
-        relowered: Plan = relower(plan)
+        found: Plan = relowered(plan, _engine_cache(cache))
     except PlanError:
         raise
     except EngineError as error:
         raise PlanTargetError(f"{why}; its graph cannot be compiled again here: {error}") from error
-    return relowered
+    return found
+
+
+def _engine_cache(cache: str | os.PathLike[str] | bool) -> Any:
+    """Return the EngineCache that the argument of load_engine names, or None."""
+    from infer_server.engines.compiler.engine_cache import EngineCache
+    return None if cache is False else EngineCache("" if cache is True else cache)

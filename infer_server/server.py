@@ -68,6 +68,8 @@ class ServerOptions:
     repository_cache: Path | None = None        # folder of the copies of remote repositories; None: the user's cache
     repository_cache_bytes: int = 20 << 30      # limit of the copies of each remote repository
     cache_dir: Path | None = None               # folder of the engine cache; None: the user's
+    plan_store: str = ""                        # address of the plan store behind it; "": none
+    plan_store_key: Path | None = None          # file with the secret that signs its plans
     host: str = "127.0.0.1"
     hosts: Mapping[str, str] = field(default_factory=dict)      # hosts of "grpc", "http", "metrics"; default `host`
     closed: frozenset[str] = frozenset()        # those of "grpc", "http", "metrics" without a port
@@ -140,7 +142,7 @@ class Server:
 
     def __init__(self, options: ServerOptions, load_engine: EngineLoader = load_plan) -> None:
         self._options = options
-        self._compiler = Compiler(options.cache_dir)
+        self._compiler = Compiler(options.cache_dir, options.plan_store, options.plan_store_key)
         if load_engine is load_plan and options.cache_dir:
             load_engine = partial(load_plan, cache=options.cache_dir)
         self._custom_metrics = CustomMetrics()

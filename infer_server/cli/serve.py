@@ -15,7 +15,7 @@ from typing import Any
 
 from infer_server.backend import EngineLoader, describe_plan, load_plan
 from infer_server.cli.access import access_of, add_access
-from infer_server.cli.common import add_version, boolean, natural, positive, seconds, up_to
+from infer_server.cli.common import add_plan_store, add_version, boolean, natural, positive, seconds, up_to
 from infer_server.cli.triton_options import (
     add_triton_options,
     cache_bytes,
@@ -25,6 +25,7 @@ from infer_server.cli.triton_options import (
     without_effect,
 )
 from infer_server.config.fields import MOST_THREADS
+from infer_server.engines.errors import ConfigError
 from infer_server.engines.machine.cpu import allowed_cpus
 from infer_server.errors import RepositoryError
 from infer_server.grpc_ports import GRPC_LIBRARIES, NGHTTP2
@@ -73,7 +74,7 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
     raise_descriptor_limit()
     try:
         answered = _run(_serve(_options(parsed), bool(parsed.exit_on_error), load_engine))
-    except (OSError, RepositoryError) as error:
+    except (OSError, RepositoryError, ConfigError) as error:
         print(f"infer-server: error: {error}", file=sys.stderr)
         return 1
     return 0 if answered else 1
@@ -113,6 +114,8 @@ def _mistake(parsed: argparse.Namespace) -> str:
         access_of(parsed)
     except ValueError as error:
         return str(error)
+    if parsed.plan_store_key and not parsed.plan_store:
+        return "--plan-store-key signs the plans of --plan-store: give that, too"
     if "*" in parsed.load_model and len(parsed.load_model) > 1:
         return "--load-model=* loads every model; remove the other --load-model options"
     return ""
@@ -208,6 +211,7 @@ def _on_signal(number: int, stop: asyncio.Event) -> None:
 def _options(parsed: argparse.Namespace) -> ServerOptions:
     return ServerOptions(
         model_repositories=tuple(parsed.model_repository), cache_dir=parsed.cache_dir, host=parsed.host.strip("[]"),
+        plan_store=parsed.plan_store, plan_store_key=Path(parsed.plan_store_key) if parsed.plan_store_key else None,
         grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
         workers=parsed.workers, grpc_front=parsed.grpc_front, threads=parsed.threads, cores=parsed.cores,
         kind_gpu=parsed.kind_gpu, kind_auto=parsed.kind_auto, name=parsed.id,
@@ -320,6 +324,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
                         help="size in bytes of the cache for models with response_cache (default 64 MiB)")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR",
                         help="folder of the engine cache (default: build-engine's)")
+    add_plan_store(parser)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
