@@ -99,9 +99,9 @@ class Compiler:
         found = self._cache().noted(request_key(source, threads))
         if found is None:
             return None
-        entry, texts = found
+        entry: Path = found[0]
         log.info("%s: from the engine cache (%s)", source.file, entry.name)
-        for text in texts:
+        for text in found[1]:
             log.warning("%s: %s", source.name, text)
         return entry
 
