@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 _FETCHES = 8                                # models that are downloaded at a time
 _LISTING_SECS = 60.0                        # time for the storage to list files
+_LISTING_OR_COPY_SECS = 10.0                # time for that where a copy will do
 _AWAY_SECS = 5.0                            # time after an error for which copies are used without asking the storage
 _OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)   # errors of the local disk
 _MANIFESTS = ".manifests"
@@ -100,15 +101,18 @@ class RemoteFolder(RepositoryRoot):
         return self._address
 
     def names(self) -> list[str]:
-        found = self._call(f"model repository {self}", lambda: self._files.ls(self._root, detail=True))
+        return self._names(_LISTING_SECS)
+
+    def _names(self, secs: float) -> list[str]:
+        found = self._call(f"model repository {self}", lambda: self._files.ls(self._root, detail=True), secs)
         names = {entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["type"] == "directory"}
         return sorted(filter(is_name, names))
 
     def known(self) -> list[str]:
+        copies = sorted(file.name for file in (self.path / _MANIFESTS).iterdir())
         try:
-            return self.names()
+            return self._names(_LISTING_OR_COPY_SECS if copies else _LISTING_SECS)
         except UnreachableError as error:
-            copies = sorted(file.name for file in (self.path / _MANIFESTS).iterdir())
             if not copies:
                 raise
             if not self._reported:
@@ -202,8 +206,10 @@ class RemoteFolder(RepositoryRoot):
         """Return True for a model with a copy if the storage did not answer a moment ago."""
         return time.monotonic() < self._away_until and self._is_copied(name)
 
-    def _call(self, what: str, call: Callable[[], T], secs: float = _LISTING_SECS) -> T:
-        """Call the file system, and note whether it is reachable. `what` begins the message of an error.
+    def _call(self, what: str, call: Callable[[], T], secs: float) -> T:
+        """Call the file system, in a limited time unless secs is 0, and note whether it is reachable.
+
+        `what` begins the message of an error.
 
         Raises
         ------
@@ -228,7 +234,8 @@ class RemoteFolder(RepositoryRoot):
 
     def _fetch(self, name: str, is_held: bool) -> int:
         """Download the changed files of a model, and return how many; `is_held`: its copy is served or being loaded."""
-        folder, manifest, about = self.path / name, self.path / _MANIFESTS / name, self._about(name)
+        folder, manifest = self.path / name, self.path / _MANIFESTS / name
+        about = self._about(name, _LISTING_OR_COPY_SECS if not is_held and self._is_copied(name) else _LISTING_SECS)
         versions = _versions(about)
         if not versions:
             raise FetchError(f"{self}/{name} has no files")
@@ -285,10 +292,11 @@ class RemoteFolder(RepositoryRoot):
             self._incoming[name] = needed
             return True
 
-    def _about(self, name: str) -> dict[str, Mapping[str, Any]]:
+    def _about(self, name: str, secs: float = _LISTING_SECS) -> dict[str, Mapping[str, Any]]:
         """Return the file system's metadata of each file by its path in the model's folder, without hidden files."""
         root = f"{self._root}/{name}/"
-        found: dict[str, Mapping[str, Any]] = self._call(f"{self}/{name}", lambda: self._files.find(root, detail=True))
+        found: dict[str, Mapping[str, Any]] = self._call(
+            f"{self}/{name}", lambda: self._files.find(root, detail=True), secs)
         files = {path.partition(root)[2]: about for path, about in found.items()
                  if not path.endswith("/") or _size(about)}         # skip empty objects that stand for folders
         for path in files:

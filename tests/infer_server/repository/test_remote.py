@@ -394,6 +394,22 @@ def test_a_load_that_is_asked_for_fails_while_the_store_is_away(store: Any, away
             client.load_model("n")
 
 
+def test_a_store_that_hangs_delays_a_start_with_copies_by_a_bounded_time(
+        store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(store, "m/1/model.plan", b"one")
+    folder, ends = remote(tmp_path), threading.Event()
+    folder.fetch("m")
+    folder.release("m")
+    monkeypatch.setattr(infer_server.repository.remote, "_LISTING_OR_COPY_SECS", 0.05)
+    monkeypatch.setattr(folder._files, "ls", lambda *given, **named: ends.wait())
+    monkeypatch.setattr(folder._files, "find", lambda *given, **named: pytest.fail("it did not answer a moment ago"))
+    assert folder.known() == ["m"] and not folder.is_reachable
+    assert folder.has("m")
+    folder.fetch("m")
+    ends.set()
+    assert copies(folder) == {"m/1/model.plan": b"one"}
+
+
 def test_a_bucket_without_models_is_no_reason_to_serve_copies(store: Any, tmp_path: Path) -> None:
     put(store, "m/1/model.plan", b"one")
     folder = remote(tmp_path)
