@@ -167,7 +167,7 @@ async def _serve(options: ServerOptions, exit_on_error: bool, load_engine: Engin
              "; gRPC and HTTP open when the models are loaded" if options.listen_when_ready else "")
     loading = asyncio.create_task(_report_loaded(server, stop, exit_on_error))
     await stop.wait()
-    has_ports = not loading.done() or loading.result()
+    has_ports = not loading.done() or loading.exception() is not None or loading.result()
     loading.cancel()
     failed = not has_ports or exit_on_error and bool(server.failures())
     log.info("draining: accepted requests are answered; a second signal exits at once")
