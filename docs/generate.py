@@ -223,7 +223,7 @@ def _literal_families(source: str) -> Iterator[tuple[str, str, str]]:
         texts = [constants.get(item.id) if isinstance(item, ast.Name) else getattr(item, "value", None)
                  for item in items]
         name, *rest = [text for text in texts if isinstance(text, str)] or [""]
-        if re.fullmatch(r"(nv|infer_server|process)_\w+", name) and not name.endswith("_"):
+        if re.fullmatch(r"(nv|infer|process)_\w+", name) and not name.endswith("_"):
             help_texts = [text for text in rest if " " in text]
             if help_texts:
                 stated = next((text for text in rest if text in ("counter", "gauge", "histogram")), "")
@@ -245,7 +245,7 @@ def routes_page() -> str:
 ## HTTP
 
 {table(["method", "path", "category"], rows)}
-The metrics port serves `GET /metrics`.
+The metrics port serves `GET /metrics`, `GET /v2/health/live` and `GET /v2/health/ready`.
 
 ## gRPC
 

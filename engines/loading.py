@@ -41,7 +41,8 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
     specialisations
         The most that are kept in memory.
     cache
-        Where specialisations are kept on disk: the user's engine cache (True), a folder, or nowhere (False).
+        Where plans that are compiled for this CPU or for new shapes are kept on disk: the user's engine cache (True), a
+        folder, or nowhere (False).
     gpu
         The number of the GPU that a plan for GPUs runs on.
     retune

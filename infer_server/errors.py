@@ -125,3 +125,7 @@ class NotBuiltError(RepositoryError):
 
 class FetchError(RepositoryError):
     """Raised if a model could not be copied from remote storage; a retry may succeed."""
+
+
+class UnreachableError(FetchError):
+    """Raised if remote storage does not answer, or refuses this server."""

@@ -14,9 +14,7 @@ from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.config.kinds import ModelKind
 from infer_server.endpoints.front import InferenceServices
-from infer_server.endpoints.grpc.methods import Methods
 from infer_server.endpoints.grpc.service.methods import HEADER_PREFIX, service_methods
-from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.http.reading import PortLimits
 from infer_server.endpoints.http.routes import metrics_routes, server_routes
 from infer_server.endpoints.inflight import Inflight
@@ -31,8 +29,9 @@ from infer_server.endpoints.status.snapshot import Snapshots
 from infer_server.endpoints.status.state import ServerState
 from infer_server.endpoints.tls import ServerTls
 from infer_server.engines.files import user_cache
-from infer_server.errors import RepositoryError
+from infer_server.errors import FetchError, RepositoryError
 from infer_server.fronts.fronts import FrontendWorkers
+from infer_server.fronts.ports import ReservedPorts
 from infer_server.fronts.settings import ListenAddress, WorkerSettings
 from infer_server.grpc_ports import NGHTTP2, grpc_server
 from infer_server.lifecycle import Lifecycle, ServerPhase
@@ -51,7 +50,7 @@ from infer_server.repository.building import Compiler
 from infer_server.repository.kinds.local import TensorMemory
 from infer_server.repository.loader import Loader
 from infer_server.repository.on_demand import OnDemand
-from infer_server.repository.polling import Poller
+from infer_server.repository.polling import Poller, load_unfetched, load_when_reachable
 from infer_server.repository.remote import RemoteFolder, is_remote
 from infer_server.repository.repository import LOADS, Repository
 from infer_server.repository.roots import LocalFolder, RepositoryRoot
@@ -70,6 +69,8 @@ class ServerOptions:
     repository_cache: Path | None = None        # folder of the copies of remote repositories; None: the user's cache
     repository_cache_bytes: int = 20 << 30      # limit of the copies of each remote repository
     cache_dir: Path | None = None               # folder of the engine cache; None: the user's
+    plan_store: str = ""                        # address of the plan store behind it; "": none
+    plan_store_key: Path | None = None          # file with the secret that signs its plans
     host: str = "127.0.0.1"
     hosts: Mapping[str, str] = field(default_factory=dict)      # hosts of "grpc", "http", "metrics"; default `host`
     closed: frozenset[str] = frozenset()        # those of "grpc", "http", "metrics" without a port
@@ -86,6 +87,8 @@ class ServerOptions:
     model_memory_bytes: int = 0                 # memory limit of models loaded on demand; 0: all are loaded at start
     config_name: str = ""                       # name of the custom configuration to use instead of config.pbtxt
     poll_secs: float = 0.0                      # interval of polling the repository; 0: none
+    retry_secs: float = 15.0                    # interval at which remote storage that is away is asked again
+    listen_when_ready: bool = False             # True: gRPC and HTTP open after the models of the start are loaded
     load_models: tuple[str, ...] | None = ()    # models to load at start under explicit control; None: all
     load_threads: int = LOADS                   # number of parallel loads
     strict_readiness: bool = True               # not ready while a model has failed to load
@@ -140,7 +143,7 @@ class Server:
 
     def __init__(self, options: ServerOptions, load_engine: EngineLoader = load_plan) -> None:
         self._options = options
-        self._compiler = Compiler(options.cache_dir)
+        self._compiler = Compiler(options.cache_dir, options.plan_store, options.plan_store_key)
         if load_engine is load_plan and options.cache_dir:
             load_engine = partial(load_plan, cache=options.cache_dir)
         self._custom_metrics = CustomMetrics()
@@ -151,18 +154,19 @@ class Server:
                         None if options.rate_limit is None else RateLimiter(options.rate_limit),
                         custom_metrics=self._custom_metrics, memory=TensorMemory(
                             lambda size: self._inflight.hold_separately(size), options.max_inflight_bytes // _WINDOWS))
-        self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()),
-                                   lambda: not self._without_repository(), lambda: not self._inflight.is_spent)
+        self.lifecycle = self._make_lifecycle()
         self._roots = repository_roots(options.model_repositories, options.repository_cache,
                                        options.repository_cache_bytes)
         self.repository = Repository(self._roots, loader.load, options.config_name, options.load_threads)
         self.repository.watch(self.lifecycle.changed)
         self._poller = Poller(self.repository, self._roots, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # reason why the repository cannot be read
+        self._looks_again = False               # True while remote storage that is away is asked again
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
         self._inflight.watch_spent(self.lifecycle.changed)
         self._listeners = Listeners(PortLimits(options.max_body_bytes, self._inflight, options.max_json_bytes,
-                                               options.min_body_rate, options.body_grace_secs))
+                                               options.min_body_rate, options.body_grace_secs),
+                                    shares_ports=options.listen_when_ready)
         regions = Regions(options.allow_client_shm)
         self.log_settings = LogSettings()
         self._tracer = _tracer(options.tracing) if options.tracing else None
@@ -175,7 +179,7 @@ class Server:
         inferences = Inferences(self.repository, log_of, self._tracer, options.forwarded)
         self._workers: FrontendWorkers | None = None
         self._state = ServerState(self.repository, self.lifecycle, self._inflight, options.max_inflight_bytes,
-                                  self._worker_processes)
+                                  self._worker_processes, self._compiler.durations)
         self._services = InferenceServices(
             inferences, self._inflight, regions, on_demand, options.max_message_bytes, options.max_json_bytes,
             LoadReports(self._state.load_totals, self._state.cpu_secs, options.cores))
@@ -184,13 +188,23 @@ class Server:
                                         options.grpc_reflection)
         if options.workers > 1:
             self._workers = FrontendWorkers(options.workers, self._inflight, self._methods)
+        self._reserved, self._is_open = ReservedPorts(), not options.listen_when_ready
+        self._grpc, self._http = self._address("grpc"), self._address("http")
         self._loading: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
         self._history = History(self.repository.models)
         redaction.register([*(root.path for root in self._roots), *filter(None, [options.cache_dir])])
 
+    def _make_lifecycle(self) -> Lifecycle:
+        return Lifecycle(lambda: not (self._options.strict_readiness and self.failures()),
+                         lambda: not self._without_repository(), lambda: not self._inflight.is_spent,
+                         lambda: self._looks_again)
+
     async def start(self) -> Ports:
-        """Open the ports and begin to load models; ready ones are served while others load.
+        """Open the ports and begin to load models.
+
+        Ready models are served while others load, unless `listen_when_ready`: then the ports of gRPC and HTTP are bound
+        here, which shows that they are free, and refuse connections until the models are loaded.
 
         Raises
         ------
@@ -199,28 +213,55 @@ class Server:
         """
         options = self._options
         hosts = HostCheck([*options.allowed_hosts, self._host("http")])
-        routes = server_routes(
+        self._routes = server_routes(
             self._service, self._services, self.repository, Restrictions(options.http_secrets), hosts,
             Snapshots(self._state, self._history, options.workers, options.page_cache_secs))
         metrics = Metrics(options.metrics, custom=self._custom_metrics, workers=self._worker_processes,
                           state=self._state.gauges)
         with self.lifecycle.startup.phase("listening"):
-            metrics_port = await self._listen_http("metrics", options.metrics_port, metrics_routes(
-                self.repository, metrics, options.page_cache_secs))
-            if self._workers:
-                grpc, http = await self._workers.start(self._frontend_settings(), routes)
-            else:
-                http = await self._listen_http("http", options.http_port, routes, options.http_tls)
-                grpc = 0 if "grpc" in options.closed else await self._listen_grpc(self._methods)
+            metrics_port = 0
+            if address := self._address("metrics"):
+                metrics_port = await self._listeners.listen_http(address.host, address.port, metrics_routes(
+                    self.repository, metrics, self._service, options.page_cache_secs))
+            try:
+                if self._workers or options.listen_when_ready:
+                    self._grpc, self._http = (
+                        each and self._reserved.reserve(each) for each in (self._grpc, self._http))
+                grpc, http = (each.port if each else 0 for each in (self._grpc, self._http))
+                if not options.listen_when_ready:
+                    grpc, http = await self._listen()
+            except OSError:
+                self._reserved.close()
+                raise
         self._loading = asyncio.create_task(self._load())
         return Ports(grpc, http, metrics_port)
+
+    async def _listen(self) -> tuple[int, int]:
+        """Open the ports of gRPC and HTTP, by the frontend workers if there are any; return their numbers.
+
+        Raises OSError if a port cannot be opened.
+        """
+        options, grpc, http = self._options, self._grpc, self._http
+        if self._workers:
+            await self._workers.start(self._frontend_settings(), self._routes)
+            return grpc.port if grpc else 0, http.port if http else 0
+        http_port = await self._listeners.listen_http(http.host, http.port, self._routes, http.tls) if http else 0
+        if not grpc:
+            return 0, http_port
+        server = grpc_server(options.grpc_front, self._methods, self._inflight, options.grpc_channel,
+                             options.max_message_bytes, options.min_body_rate, options.body_grace_secs,
+                             shares_port=options.listen_when_ready)
+        return await self._listeners.listen_grpc(server, grpc.host, grpc.port, grpc.tls), http_port
 
     def _worker_processes(self) -> Mapping[str, int]:
         """Return the process ids of the frontend workers by name."""
         return self._workers.processes() if self._workers else {}
 
     async def loaded(self) -> None:
-        """Wait until the models to load at start are ready or have failed; see failures()."""
+        """Wait until the models to load at start are ready or have failed; see failures().
+
+        Raises OSError if a port cannot be opened after that (`listen_when_ready`).
+        """
         assert self._loading is not None, "start() comes first"
         await self._loading
 
@@ -230,7 +271,7 @@ class Server:
 
     def _without_repository(self) -> dict[str, str]:
         """Return the reason why the repository cannot be read, until a poll succeeds."""
-        return {} if self._poller and self._poller.has_polled else self._unreadable
+        return {} if self._poller and self._poller.has_polled and not self._looks_again else self._unreadable
 
     async def stop(self) -> bool:
         """Drop readiness, answer the accepted requests, and close.
@@ -265,6 +306,7 @@ class Server:
                 await self._inflight.wait_sent(SENDING_SECS)        # streams, to the frontend workers
             await self._workers.close(answered)
         await self._listeners.close(answered)
+        self._reserved.close()
         if self._tracer:
             with suppress(TimeoutError):
                 await asyncio.wait_for(in_daemon_thread(self._tracer.close), SENDING_SECS)
@@ -282,36 +324,55 @@ class Server:
         await self.repository.close()
 
     async def _load(self) -> None:
-        chosen = self._options.explicit_control or self._options.model_memory_bytes
-        names = self._options.load_models if chosen else None
+        """Load the models of the start, open the ports if they wait for that, and begin to poll the repository."""
         try:
             with self.lifecycle.startup.phase("loading"):
-                if self._poller:
-                    await self._poller.begin()
-                await self.repository.load_all(names)
-        except RepositoryError as error:        # the repository cannot be read; the server still answers
+                await self._load_chosen()
+        except RepositoryError as error:        # the repository cannot be read
             self._unreadable["model repository"] = str(error)
+            self._looks_again = isinstance(error, FetchError)
             log.error("%s", error)
+        if not self._looks_again:
+            await self._open()
         if self.lifecycle.phase is ServerPhase.STARTING:
             self.lifecycle.enter(ServerPhase.READY)
-        if self._poller:
-            self._polling = asyncio.create_task(self._poller.run())
+        self._polling = asyncio.create_task(self._poll())
 
-    async def _listen_grpc(self, methods: Methods) -> int:
-        options = self._options
-        server = grpc_server(options.grpc_front, methods, self._inflight, options.grpc_channel,
-                             options.max_message_bytes, options.min_body_rate, options.body_grace_secs)
-        return await self._listeners.listen_grpc(server, self._host("grpc"), options.grpc_port, options.grpc_tls)
+    async def _poll(self) -> None:
+        """Load what remote storage has kept from being loaded at the start, then poll if that is asked for."""
+        secs = self._options.poll_secs or self._options.retry_secs
+        if self._looks_again or not all(root.is_reachable for root in self._roots):
+            await load_when_reachable(self._roots, secs, self._load_late)
+        await (self._poller.run() if self._poller else load_unfetched(self.repository, secs))
+
+    async def _load_chosen(self) -> None:
+        """Load the models of the start. Raises RepositoryError if the repository cannot be read."""
+        if self._poller:
+            await self._poller.begin()
+        chosen = self._options.explicit_control or self._options.model_memory_bytes
+        await self.repository.load_all(self._options.load_models if chosen else None)
+
+    async def _load_late(self) -> None:
+        """Load the models of the start after remote storage was away. Raises RepositoryError if it is away again."""
+        await self._load_chosen()
+        self._unreadable.clear()
+        self._looks_again = False
+        await self._open()
+        self.lifecycle.changed()
+        log.info("the models of the start are loaded" if not self.failures() else "not all models could be loaded")
+
+    async def _open(self) -> None:
+        """Open the ports if that has waited for models."""
+        if not self._is_open:
+            with self.lifecycle.startup.phase("listening"):
+                await self._listen()
+            self._is_open = True
 
     def _frontend_settings(self) -> WorkerSettings:
         options = self._options
-
-        def door(what: str, port: int, tls: ServerTls | None) -> ListenAddress | None:
-            return None if what in options.closed else ListenAddress(self._host(what), port, tls)
-
         return WorkerSettings(
-            door("grpc", options.grpc_port, options.grpc_tls), door("http", options.http_port, options.http_tls),
-            options.max_message_bytes, options.max_body_bytes, options.max_inflight_bytes, options.send_timeout_secs,
+            self._grpc, self._http, options.max_message_bytes, options.max_body_bytes, options.max_inflight_bytes,
+            options.send_timeout_secs,
             max_json_bytes=options.max_json_bytes, min_body_rate=options.min_body_rate,
             body_grace_secs=options.body_grace_secs, grpc_front=options.grpc_front,
             tells_metadata=bool(self._tracer or "inference" in options.grpc_secrets or "gRPC" in options.forwarded),
@@ -320,6 +381,9 @@ class Server:
     def _host(self, what: str) -> str:
         return self._options.hosts.get(what, self._options.host)
 
-    async def _listen_http(self, what: str, port: int, handle: Handler, tls: ServerTls | None = None) -> int:
-        return 0 if what in self._options.closed else await self._listeners.listen_http(
-            self._host(what), port, handle, tls)
+    def _address(self, what: str) -> ListenAddress | None:
+        """Return the address of the port of "grpc", "http" or "metrics"; None if it is closed."""
+        options = self._options
+        port, tls = {"grpc": (options.grpc_port, options.grpc_tls), "http": (options.http_port, options.http_tls),
+                     "metrics": (options.metrics_port, None)}[what]
+        return None if what in options.closed else ListenAddress(self._host(what), port, tls)

@@ -15,6 +15,7 @@ from infer_server.engines.machine.object_cache import VARIABLE
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the cache folders before any test builds; subprocesses and pytest-xdist's workers inherit them."""
+    os.environ.pop("KUBERNETES_SERVICE_HOST", None)     # set where tests run in a cluster, and changes defaults
     for variable in ("XDG_CACHE_HOME", VARIABLE):
         if variable == VARIABLE and os.environ.get(VARIABLE):
             continue

@@ -32,9 +32,10 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines": (),
     "engines.version": (), "engines.errors": (), "engines.debug": (), "engines.files": (),
     "engines.ir": ("engines.errors",),
+    "engines.remote": ("engines.errors",),
     "engines.faults": ("engines.ir",), "engines.preprocess": ("engines.ir",),
     "engines.capacity": ("engines.ir",),
-    "engines.machine": ("engines.errors", "engines.version", "engines.files"),
+    "engines.machine": ("engines.errors", "engines.version", "engines.files", "engines.remote"),
     # the plan, and serving it
     "engines.plan": ("engines.ir", "engines.machine", "engines.capacity"),
     "engines.summary": ("engines.plan",),

@@ -8,7 +8,8 @@
             plan = build(...)
             cache.store(key, plan)
 
-A cache only saves time: if its folder cannot be used, engines are built without it, after one warning.
+A cache only saves time: if its folder cannot be used, engines are built without it, after one warning. A plan store
+(engines/machine/plan_store.py) is its second level: it has the plans that other machines have built.
 """
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ import numpy as np
 
 from infer_server.engines.errors import ConfigError, PlanError
 from infer_server.engines.files import atomic_write, user_cache
+from infer_server.engines.machine import object_cache
+from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.object_cache import ObjectCache
+from infer_server.engines.machine.plan_store import PlanStore
 from infer_server.engines.plan.file import VERSION, read_plan, write_plan
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.plan.records import to_plain
@@ -67,8 +71,13 @@ class EngineCache:
     of what the disk has for them. The folder `objects` inside keeps compiled kernels in at most a tenth of that.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] = "", gib: float | None = None) -> None:
-        """Use a folder; "" is the user's, usual_folder(). Raise ConfigError for a file, or a size that is none."""
+    def __init__(self, folder: str | os.PathLike[str] = "", gib: float | None = None,
+                 plan_store: PlanStore | None = None) -> None:
+        """Use a folder; "" is the user's, usual_folder(). Raise ConfigError for a file, or a size that is none.
+
+        plan_store: is asked for plans that are not in the folder, and gets those that are stored.
+        """
+        self.plan_store = plan_store
         self.folder = Path(folder or usual_folder())
         self.limit = int((_usual_gib() if gib is None else gib) * (1 << 30))
         self.objects = ObjectCache(self.folder / "objects", int(self.limit * OBJECTS_SHARE))
@@ -87,6 +96,41 @@ class EngineCache:
 
     def fetch(self, key: str) -> Plan | None:
         """Return the plan of a key, or None. A damaged entry is removed with a warning."""
+        return self._read(key) or (self._read(key) if self._download(key) else None)
+
+    def find(self, key: str) -> Path | None:
+        """Return the file of a key's plan, which is fetched from the plan store if necessary; None if there is none."""
+        return self.entry(key) if self.entry(key).exists() or self._download(key) else None
+
+    def kept(self, key: str, make: Callable[[], Plan]) -> Plan:
+        """Return the plan of a key; make and store it if there is none. Other processes wait for it meanwhile."""
+        with self.lock(key):
+            plan = self.fetch(key)
+            if plan is None:
+                with object_cache.using(self.objects):
+                    plan = make()
+                self.store(key, plan)
+            return plan
+
+    def relowered_key(self, fingerprint: str) -> str:
+        """Return the key of the plan with this fingerprint, compiled again for this CPU."""
+        cpu = detect()
+        return self.key({"plan": fingerprint}, {"relowered for": [cpu.architecture, cpu.model, sorted(cpu.features)]})
+
+    def _download(self, key: str) -> bool:
+        """Copy a plan from the plan store into the folder; return False if there is none."""
+        if self.plan_store is None:
+            return False
+        try:
+            self._make_folder()
+            found = self.plan_store.fetch(key, self.entry(key), self.limit)
+            self._evict()
+            return found and self.entry(key).exists()
+        except OSError as error:
+            self._warn(error.strerror)
+            return False
+
+    def _read(self, key: str) -> Plan | None:
         entry = self.entry(key)
         try:
             plan = read_plan(entry)
@@ -115,6 +159,8 @@ class EngineCache:
             if not self.entry(key).exists():
                 self._warn(f"the plan '{plan.name}' alone takes more than the {self.limit / (1 << 30):g} GiB, or the "
                            "half of the free disk, that it may take")
+            elif self.plan_store:
+                self.plan_store.store(key, self.entry(key))
         except OSError as error:
             self._warn(error.strerror)
 

@@ -158,13 +158,7 @@ class Specialiser:
             return self._made(self._target, extents, max_batch)
         key = cache.key({"plan": self._fingerprint}, {"extents": dict(extents), "target": self._target,
                                                       "cpu": detect().model, "max_batch": max_batch})
-        with cache.lock(key):
-            plan = cache.fetch(key)
-            if plan is None:
-                with object_cache.using(cache.objects):
-                    plan = self._made(self._target, extents, max_batch)
-                cache.store(key, plan)
-            return plan
+        return cache.kept(key, lambda: self._made(self._target, extents, max_batch))
 
     def general(self, extents: Extents) -> Plan:
         """Return the general version for numbers of the open extents: a plan with dynamic-shape kernels.
@@ -331,13 +325,14 @@ def retuned(plan: Plan, cache: EngineCache | None = None, gpu: int = 0) -> Plan:
     if cache is None or not plan.fingerprint:
         return relower(plan, plan.machine.target, timing=True)
     key = cache.key({"plan": plan.fingerprint}, {"tuned on": device.name})
-    with cache.lock(key):
-        found = cache.fetch(key)
-        if found is None:
-            with object_cache.using(cache.objects):
-                found = relower(plan, plan.machine.target, timing=True)
-            cache.store(key, found)
-        return found
+    return cache.kept(key, lambda: relower(plan, plan.machine.target, timing=True))
+
+
+def relowered(plan: Plan, cache: EngineCache | None = None) -> Plan:
+    """Return relower(plan) for this machine, from the cache if the plan was read from a file."""
+    if cache is None or not plan.fingerprint:
+        return relower(plan)
+    return cache.kept(cache.relowered_key(plan.fingerprint), lambda: relower(plan))
 
 
 def _graph(subject: Subject, recipe: Recipe | None, extents: Extents) -> Graph:

@@ -21,7 +21,17 @@ from tqdm import tqdm
 from infer_server.calibration.calibrators import CALIBRATORS
 from infer_server.calibration.table import read_table, write_tensorrt
 from infer_server.calibration.workflow import Calibration
-from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, parse_shape, parse_shapes, positive
+from infer_server.cli.common import (
+    NOT_VERIFIED,
+    add_plan_store,
+    gibibytes,
+    guarded,
+    parse_shape,
+    parse_shapes,
+    plan_store_log,
+    plan_store_of,
+    positive,
+)
 from infer_server.cli.dims import parse_dims, shapes_of_dims
 from infer_server.cli.inspect_engine import by_reference, kernels, layers
 from infer_server.cli.verifying import TARGET_MISSED, add_target, target_of, verify_build
@@ -119,12 +129,12 @@ def _command(options: argparse.Namespace) -> int:
     tune_malloc()
     _check(options)
     config, calibration = _config(options), _calibration(options)
+    cache = not options.no_cache and EngineCache(options.cache_dir or "", options.cache_size, plan_store_of(options))
     begin = time.perf_counter()
-    with Bar(options.quiet) as bar:
+    with plan_store_log(), Bar(options.quiet) as bar:
         notify = _nothing if options.quiet else bar.notice
-        build = build_engine(options.model, calibration=_of_build(calibration, config),
-                             cache=not options.no_cache and EngineCache(options.cache_dir or "", options.cache_size),
-                             progress=bar, notify=notify, **vars(config))
+        build = build_engine(options.model, calibration=_of_build(calibration, config), cache=cache, progress=bar,
+                             notify=notify, **vars(config))
     if options.strict:
         _refuse_reference(build.coverage)
     build.save(options.output)
@@ -217,6 +227,8 @@ def _check(options: argparse.Namespace) -> None:
         faults.append("--metric, --eval and --labels are of a target: give --max-drop, too")
     if options.max_drop is not None and options.precision != "int8":
         faults.append("--max-drop moves layers from INT8 to float: it needs --int8")
+    if options.plan_store and options.no_cache:
+        faults.append("--plan-store is the second level of the engine cache: do without --no-cache")
     if options.export_qdq and options.precision != "int8":
         faults.append("--export-qdq writes the quantised model: it needs --int8")
     if options.tensorrt_cache and not options.calib_cache:
@@ -363,6 +375,7 @@ def _add_tuning(parser: argparse.ArgumentParser) -> None:
     cache.add_argument("--no-cache", action="store_true", help="do not use the engine cache")
     parser.add_argument("--cache-size", type=gibibytes, metavar="GIB",
                         help=f"limit of the size of the engine cache (default ${SIZE_VARIABLE}, or {USUAL_GIB:g})")
+    add_plan_store(parser)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

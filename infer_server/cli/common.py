@@ -2,16 +2,19 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from infer_server.engines.debug import debugging
-from infer_server.engines.errors import CompilerFault, EngineError, NoKernelError
+from infer_server.engines.errors import CompilerFault, ConfigError, EngineError, NoKernelError
 from infer_server.engines.faults import summary
+from infer_server.engines.machine.plan_store import PlanStore, read_secret
 from infer_server.errors import NotBuiltError
 from infer_server.protos.version import VERSION
 
@@ -47,6 +50,43 @@ def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.Argum
 def add_version(parser: argparse.ArgumentParser) -> None:
     """Add the option --version, which prints the version of infer-server."""
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
+
+
+def add_plan_store(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the plan store."""
+    parser.add_argument("--plan-store", metavar="URL", default="",
+                        help="folder of plans that machines share, behind the engine cache: s3://, gs://, az://, a "
+                             "path or another address that fsspec supports; plans are read from there before they are "
+                             "built, and put there afterwards")
+    parser.add_argument("--plan-store-key", metavar="FILE", default="",
+                        help="file with a secret that signs the plans of --plan-store; only plans signed with it are "
+                             "read (default: plans are not signed, and whoever may write to the store is trusted)")
+
+
+def plan_store_of(options: argparse.Namespace) -> PlanStore | None:
+    """Return the plan store that the options name. Raises ConfigError, OSError."""
+    if options.plan_store_key and not options.plan_store:
+        raise ConfigError("--plan-store-key needs --plan-store")
+    return PlanStore(options.plan_store, read_secret(options.plan_store_key) if options.plan_store_key else b""
+                     ) if options.plan_store else None
+
+
+@contextmanager
+def plan_store_log() -> Iterator[None]:
+    """Print what the plan store logs on stderr, with the level, which infer-server reads from a build's output."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logger = logging.getLogger(PlanStore.__module__)
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
 
 
 def _code_of(error: Exception) -> int:

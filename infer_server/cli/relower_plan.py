@@ -1,6 +1,6 @@
 """relower-plan: compile the graph of a plan again for this machine, or time its tactics on a GPU.
 
-infer-server runs this command for plans that were built on another machine.
+infer-server runs this command for plans that were built on another machine. The engine cache keeps the result.
 """
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from infer_server.cli.common import guarded
-from infer_server.engines.compiler.engine_cache import EngineCache
-from infer_server.engines.compiler.specialise import relower, retuned
+from infer_server.cli.common import add_plan_store, guarded, plan_store_log, plan_store_of
+from infer_server.engines.compiler.engine_cache import EngineCache, usual_folder
+from infer_server.engines.compiler.specialise import relowered, retuned
 from infer_server.engines.plan.file import read_plan, write_plan
 
 
 def _command(options: argparse.Namespace) -> int:
     plan = read_plan(options.plan)
-    if options.retune is None:
-        result = relower(plan)
-    else:
-        result = retuned(plan, EngineCache(options.cache_dir or ""), options.retune)
+    cache = EngineCache(options.cache_dir or "", plan_store=plan_store_of(options))
+    with plan_store_log():
+        result = relowered(plan, cache) if options.retune is None else retuned(plan, cache, options.retune)
     write_plan(result, options.output)
     return 0
 
@@ -30,8 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", required=True, metavar="OUT.plan", help="plan file to write")
     parser.add_argument("--retune", type=int, metavar="GPU",
                         help="time the tactics of a GPU plan that was built without a GPU on this GPU")
-    parser.add_argument("--cache-dir", metavar="DIR", help="folder of the engine cache, which keeps the times of "
-                                                           "--retune")
+    parser.add_argument("--cache-dir", metavar="DIR",
+                        help=f"folder of the engine cache, which keeps the result (default {usual_folder()})")
+    add_plan_store(parser)
     return guarded(_command, parser, arguments)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from infer_server.backend import EngineLoader, describe_plan, load_plan
 from infer_server.cli.access import access_of, add_access
-from infer_server.cli.common import add_version, boolean, natural, positive, seconds, up_to
+from infer_server.cli.common import add_plan_store, add_version, boolean, natural, positive, seconds, up_to
 from infer_server.cli.triton_options import (
     add_triton_options,
     cache_bytes,
@@ -25,6 +25,7 @@ from infer_server.cli.triton_options import (
     without_effect,
 )
 from infer_server.config.fields import MOST_THREADS
+from infer_server.engines.errors import ConfigError
 from infer_server.engines.machine.cpu import allowed_cpus
 from infer_server.errors import RepositoryError
 from infer_server.grpc_ports import GRPC_LIBRARIES, NGHTTP2
@@ -73,7 +74,7 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
     raise_descriptor_limit()
     try:
         answered = _run(_serve(_options(parsed), bool(parsed.exit_on_error), load_engine))
-    except (OSError, RepositoryError) as error:
+    except (OSError, RepositoryError, ConfigError) as error:
         print(f"infer-server: error: {error}", file=sys.stderr)
         return 1
     return 0 if answered else 1
@@ -113,6 +114,8 @@ def _mistake(parsed: argparse.Namespace) -> str:
         access_of(parsed)
     except ValueError as error:
         return str(error)
+    if parsed.plan_store_key and not parsed.plan_store:
+        return "--plan-store-key signs the plans of --plan-store: give that, too"
     if "*" in parsed.load_model and len(parsed.load_model) > 1:
         return "--load-model=* loads every model; remove the other --load-model options"
     return ""
@@ -158,30 +161,38 @@ async def _serve(options: ServerOptions, exit_on_error: bool, load_engine: Engin
     server.lifecycle.startup.took("importing", imported_secs)
     server.log_settings.install()
     ports = await server.start()
-    log.info("gRPC on %s, HTTP on %s, metrics on %s",
+    log.info("gRPC on %s, HTTP on %s, metrics on %s%s",
              *(address(options.hosts.get(name, options.host), port) if port else "none"
-               for name, port in vars(ports).items()))
-    loading = asyncio.create_task(_report_loaded(server, stop if exit_on_error else None))
+               for name, port in vars(ports).items()),
+             "; gRPC and HTTP open when the models are loaded" if options.listen_when_ready else "")
+    loading = asyncio.create_task(_report_loaded(server, stop, exit_on_error))
     await stop.wait()
+    has_ports = not loading.done() or loading.exception() is not None or loading.result()
     loading.cancel()
-    failed = exit_on_error and bool(server.failures())
+    failed = not has_ports or exit_on_error and bool(server.failures())
     log.info("draining: accepted requests are answered; a second signal exits at once")
     answered = await server.stop()
     log.info("stopped")
     return answered and not failed
 
 
-async def _report_loaded(server: Server, stop: asyncio.Event | None) -> None:
-    """Log when the models are loaded; set `stop` if one has failed."""
-    await server.loaded()
+async def _report_loaded(server: Server, stop: asyncio.Event, exit_on_error: bool) -> bool:
+    """Log when the models are loaded. Set `stop` if a port cannot be opened (returns False), or a model has failed."""
+    try:
+        await server.loaded()
+    except OSError as error:
+        log.error("%s", error)
+        stop.set()
+        return False
     failures = server.failures()
     if not failures:
         log.info("ready")
-        return
+        return True
     log.error("%d of the models to be served failed: %s", len(failures), ", ".join(failures))
-    if stop:
+    if exit_on_error:
         log.error("--exit-on-error: exiting")
         stop.set()
+    return True
 
 
 def _on_reopen(number: int) -> None:
@@ -200,6 +211,7 @@ def _on_signal(number: int, stop: asyncio.Event) -> None:
 def _options(parsed: argparse.Namespace) -> ServerOptions:
     return ServerOptions(
         model_repositories=tuple(parsed.model_repository), cache_dir=parsed.cache_dir, host=parsed.host.strip("[]"),
+        plan_store=parsed.plan_store, plan_store_key=Path(parsed.plan_store_key) if parsed.plan_store_key else None,
         grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
         workers=parsed.workers, grpc_front=parsed.grpc_front, threads=parsed.threads, cores=parsed.cores,
         kind_gpu=parsed.kind_gpu, kind_auto=parsed.kind_auto, name=parsed.id,
@@ -210,6 +222,7 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         repository_cache_bytes=parsed.repository_cache_mib << 20,
         model_memory_bytes=(parsed.model_memory_limit_mib or 0) << 20,
         poll_secs=parsed.repository_poll_secs if parsed.model_control_mode == "poll" else 0.0,
+        retry_secs=parsed.repository_poll_secs, listen_when_ready=parsed.listen_when_ready,
         load_threads=parsed.model_load_thread_count or min(_USUAL_LOADS, max(LOADS, parsed.cores)),
         load_models=None if parsed.load_model == ["*"] else tuple(parsed.load_model),
         rate_limit=dict(parsed.rate_limit_resource) if parsed.rate_limit == "execution_count" else None,
@@ -258,6 +271,11 @@ def _add_ports(parser: argparse.ArgumentParser) -> None:
                              "a separate process (default %(default)s)")
     parser.add_argument("--grpc-front", choices=GRPC_LIBRARIES, default=NGHTTP2,
                         help="library that serves gRPC; grpcio costs more for each request (default %(default)s)")
+    parser.add_argument("--listen-when-ready", type=boolean, nargs="?", const=True, metavar="BOOL",
+                        default="KUBERNETES_SERVICE_HOST" in os.environ,
+                        help="true: refuse connections to gRPC and HTTP until the models of the start are loaded, so "
+                             "that clients go to other servers; the metrics port answers /v2/health meanwhile (default "
+                             "true in a Kubernetes pod, else false)")
     parser.add_argument("--http-port", type=_port, default=8000, metavar="N",
                         help="port of HTTP/REST: inference, metadata, health, control (default %(default)s)")
     parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N",
@@ -273,7 +291,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
                         help="load models at their first request, and unload the least recently used ones when all "
                              "together exceed N MiB (default: every model is loaded at start)")
     parser.add_argument("--repository-poll-secs", type=seconds, default=15.0, metavar="S",
-                        help="interval of --model-control-mode poll (default %(default)s)")
+                        help="interval of --model-control-mode poll, and of further tries while a remote repository "
+                             "is unreachable at the start (default %(default)s)")
     parser.add_argument("--load-model", action="append", default=[], metavar="NAME",
                         help="model to load at start under explicit control; * is every model; can be repeated")
     parser.add_argument("--model-load-thread-count", type=up_to(MOST_LOADS), metavar="N",
@@ -305,6 +324,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
                         help="size in bytes of the cache for models with response_cache (default 64 MiB)")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR",
                         help="folder of the engine cache (default: build-engine's)")
+    add_plan_store(parser)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

@@ -86,7 +86,7 @@ class Metrics:
         workers : callable
             See MachineMetrics.
         state : callable
-            Returns name, help text and values of the server's gauges; called on the event loop.
+            Returns name, help text and values of the server's metrics; called on the event loop.
         """
         self._settings, self._custom, self._state = settings, custom or CustomMetrics(), state
         self._machine = MachineMetrics(workers)
@@ -115,11 +115,10 @@ class Metrics:
         if self._settings.histogram_latencies:
             lines += _histogram(seen)
         for name, text, samples in state:
-            lines += _family(name, "gauge", text, samples.items())
+            lines += _family(name, _kind(name), text, samples.items())
         if self._settings.cpu:
             for name, text, samples in self._machine.gauges():
-                kind = "counter" if name.endswith("_total") else "gauge"
-                lines += _family(name, kind, text, samples.items())
+                lines += _family(name, _kind(name), text, samples.items())
         for name, text, values in of_gpus:
             lines += _family(name, "counter" if name in COUNTERS else "gauge", text,
                              ((f'gpu_uuid="{_escaped(uuid)}"', value) for uuid, value in values.items()))
@@ -199,6 +198,10 @@ def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]
     yield f"# TYPE {name} {kind}"
     for labels, value in samples:
         yield f"{name}{{{labels}}} {_number(value)}" if labels else f"{name} {_number(value)}"
+
+
+def _kind(name: str) -> str:
+    return "counter" if name.endswith("_total") else "gauge"
 
 
 def _number(value: float, is_rounded: bool = True) -> str:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import RepositoryError
 from infer_server.fronts.engine_end import EngineEnd
-from infer_server.fronts.ports import Reserved
-from infer_server.fronts.settings import ListenAddress, WorkerSettings
+from infer_server.fronts.settings import WorkerSettings
 from infer_server.listeners import SENDING_SECS
 from infer_server.process import blocked
 from infer_server.workers import in_daemon_thread
@@ -43,21 +41,18 @@ class FrontendWorkers:
     def __init__(self, count: int, inflight: Inflight, methods: Methods) -> None:
         """Set the number of workers, and what counts and serves the gRPC calls that they forward."""
         self._count, self._inflight, self._methods = count, inflight, methods
-        self._reserved: list[Reserved] = []
         self._workers: list[_FrontendWorker] = []
 
     def processes(self) -> Mapping[str, int]:
         """Return the process IDs of the workers by name."""
         return {worker.name: worker.pid for worker in self._workers if worker.pid}
 
-    async def start(self, settings: WorkerSettings, handle: Handler) -> tuple[int, int]:
-        """Start the workers; return the ports of gRPC and HTTP (0 if not served) when all workers listen.
+    async def start(self, settings: WorkerSettings, handle: Handler) -> None:
+        """Start the workers; return when all listen. Their ports must be reserved.
 
-        handle: answers HTTP requests. Raises OSError if a worker cannot listen; then all ports are closed.
+        handle: answers HTTP requests. Raises OSError if a worker cannot listen; then all workers are ended.
         """
         try:
-            grpc, http = self._reserve(settings.grpc), self._reserve(settings.http)
-            settings = replace(settings, grpc=grpc, http=http)
             make_end = partial(EngineEnd, self._inflight, self._methods, handle)
             code = _code_on_disk()
             self._workers = [_FrontendWorker(i, make_end, code) for i in range(self._count)]
@@ -65,7 +60,6 @@ class FrontendWorkers:
         except OSError:
             await self.close(answered=False)
             raise
-        return grpc.port if grpc else 0, http.port if http else 0
 
     async def send_away(self) -> None:
         """Send GOAWAY to the workers' clients. See Listeners.send_away."""
@@ -74,17 +68,6 @@ class FrontendWorkers:
     async def close(self, answered: bool) -> None:
         """Have the workers send pending responses and end. answered: see Listeners.close."""
         await asyncio.gather(*(front.close(answered) for front in self._workers))
-        for reserved in self._reserved:
-            reserved.close()
-
-    def _reserve(self, door: ListenAddress | None) -> ListenAddress | None:
-        """Reserve a port for all workers; return it with its number, a free one if it was 0."""
-        if door is None:
-            return None
-        if door.tls:
-            door.tls.context()          # reports errors in the files
-        self._reserved.append(reserved := Reserved(door.host, door.port))
-        return replace(door, port=reserved.port)
 
 
 class _FrontendWorker:

@@ -1,10 +1,33 @@
-"""Reservation of ports that several processes of this server share (SO_REUSEPORT)."""
+"""Reservation of ports that are opened later, or by several processes of this server (SO_REUSEPORT)."""
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from typing import Any
 
+from infer_server.fronts.settings import ListenAddress
 from infer_server.listeners import cannot_listen
+
+
+class ReservedPorts:
+    """Reserved ports of a server."""
+
+    def __init__(self) -> None:
+        self._reserved: list[Reserved] = []
+
+    def reserve(self, address: ListenAddress) -> ListenAddress:
+        """Reserve a port and check its certificates; return the address with the port's number, a free one if it was 0.
+
+        Raises OSError if the port cannot be bound or the certificates cannot be read.
+        """
+        if address.tls:
+            address.tls.context()
+        self._reserved.append(reserved := Reserved(address.host, address.port))
+        return replace(address, port=reserved.port)
+
+    def close(self) -> None:
+        for reserved in self._reserved:
+            reserved.close()
 
 
 class Reserved:

@@ -12,16 +12,20 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from infer_server.engines.machine.cpu import detect
+from infer_server.engines.machine.plan_store import PlanStore, read_secret
 from infer_server.errors import NotBuiltError, RepositoryError
 from infer_server.process import blocked
 from infer_server.repository.folders import Source, file_stats
+from infer_server.repository.roots import Durations
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +36,32 @@ _REASON_LINES = 5           # last lines of a failed build's output that the rep
 class Compiler:
     """Runner of build processes, any number at a time. Thread-safe."""
 
-    def __init__(self, cache_dir: Path | None = None) -> None:
-        """Use the engine cache in `cache_dir`; None is build-engine's default folder."""
+    def __init__(self, cache_dir: Path | None = None, plan_store: str = "", plan_store_key: Path | None = None) -> None:
+        """Use an engine cache and a plan store.
+
+        Parameters
+        ----------
+        cache_dir : Path, optional
+            Folder of the engine cache; None is build-engine's default folder.
+        plan_store : str
+            Address of the plan store behind it; "" for none.
+        plan_store_key : Path, optional
+            File with the secret that signs the plans in the store.
+
+        Raises
+        ------
+        ConfigError, OSError
+            The plan store's address is not supported, or the secret cannot be read.
+        """
         self._cache_dir = cache_dir
+        self._plan_store = PlanStore(plan_store, read_secret(plan_store_key) if plan_store_key else b""
+                                     ) if plan_store else None
+        self._store_options = [*(["--plan-store", plan_store] if plan_store else ()),
+                               *(["--plan-store-key", str(plan_store_key)] if plan_store_key else ())]
         self._lock = threading.Lock()
         self._closed = False
         self._running: set[subprocess.Popen[str]] = set()
+        self.durations = Durations()
 
     def build(self, source: Source, threads: int, target: str = "") -> AbstractContextManager[Path]:
         """Build a plan from the ONNX file of `source`; the plan file exists until the context exits.
@@ -58,8 +82,9 @@ class Compiler:
         NotBuiltError
             The target cannot run a node of the model.
         """
-        return self._compiled(source, lambda plan: build_command(source, plan, self._cache_dir, threads, target),
-                              None if target else threads)
+        return self._compiled(
+            source, lambda plan: build_command(source, plan, self._cache_dir, threads, target) + self._store_options,
+            None if target else threads)
 
     def cached(self, source: Source, threads: int) -> Path | None:
         """Return the engine cache's plan for this model, these options and this machine's CPU, or None.
@@ -71,26 +96,46 @@ class Compiler:
         OSError
             The model or a file that its options name cannot be read.
         """
-        from infer_server.engines.compiler.engine_cache import EngineCache
-        found = EngineCache(self._cache_dir or "").noted(request_key(source, threads))
+        found = self._cache().noted(request_key(source, threads))
         if found is None:
             return None
-        entry, texts = found
+        entry: Path = found[0]
         log.info("%s: from the engine cache (%s)", source.file, entry.name)
-        for text in texts:
+        for text in found[1]:
             log.warning("%s: %s", source.name, text)
+        return entry
+
+    def relowered(self, source: Source) -> Path | None:
+        """Return the plan that `relower` has made of a plan, from the engine cache or the plan store, or None.
+
+        Raises
+        ------
+        EngineError, OSError
+            The plan cannot be read.
+        """
+        from infer_server.engines.plan.file import read_outline
+        cache = self._cache()
+        entry: Path | None = cache.find(cache.relowered_key(read_outline(source.file).fingerprint))
+        if entry:
+            log.info("%s: compiled for this CPU before, from the engine cache (%s)", source.file, entry.name)
         return entry
 
     def relower(self, source: Source) -> AbstractContextManager[Path]:
         """Lower the graph of a plan for another machine again, for this one; otherwise as `build`."""
-        return self._compiled(source, lambda plan: [sys.executable, "-m", "infer_server.cli.relower_plan",
-                                                    str(source.file), "-o", str(plan)])
+        return self._compiled(source, lambda plan: self._relower_command(source, plan))
 
     def retune(self, source: Source, gpu: int) -> AbstractContextManager[Path]:
         """Time the tactics of a plan on GPU number `gpu` if it was built without one; otherwise as `build`."""
-        kept = ["--cache-dir", str(self._cache_dir)] if self._cache_dir else []
-        return self._compiled(source, lambda plan: [sys.executable, "-m", "infer_server.cli.relower_plan",
-                                                    str(source.file), "-o", str(plan), "--retune", str(gpu), *kept])
+        return self._compiled(source, lambda plan: [*self._relower_command(source, plan), "--retune", str(gpu)])
+
+    def _relower_command(self, source: Source, plan: Path) -> list[str]:
+        return [sys.executable, "-m", "infer_server.cli.relower_plan", str(source.file), "-o", str(plan),
+                *(["--cache-dir", str(self._cache_dir)] if self._cache_dir else ()), *self._store_options]
+
+    def _cache(self) -> Any:
+        """Return the EngineCache, whose module is not loaded by servers of ready plans."""
+        from infer_server.engines.compiler.engine_cache import EngineCache
+        return EngineCache(self._cache_dir or "", plan_store=self._plan_store)
 
     @contextmanager
     def _compiled(self, source: Source, command: Callable[[Path], list[str]],
@@ -100,12 +145,15 @@ class Compiler:
             plan = Path(folder, f"{source.name}.plan")
             log.info("building %s", source.file)
             entry = Path(folder, "entry")
+            began = time.monotonic()
             said, status = self._run(command(plan) + (["--entry-file", str(entry)] if threads else []))
+            self.durations.add(time.monotonic() - began)
             lines = [line for line in said.splitlines() if line.strip()]
             if status:
                 reason = "\n".join(lines[-_REASON_LINES:]) or f"exit status {status}"
                 kind = NotBuiltError if status == NotBuiltError.STATUS else RepositoryError
                 raise kind(f"building {source.file} failed: {reason}")
+            lines = [line for line in lines if not _log_line(source.name, line)]
             for line in lines:              # with --quiet: nodes that run on the fallback, with the reason
                 log.warning("%s: %s", source.name, line)
             if threads and entry.exists():
@@ -113,9 +161,8 @@ class Compiler:
             yield plan
 
     def _note(self, source: Source, threads: int, entry: Path, lines: Sequence[str]) -> None:
-        from infer_server.engines.compiler.engine_cache import EngineCache
         try:
-            EngineCache(self._cache_dir or "").note(request_key(source, threads), entry, lines)
+            self._cache().note(request_key(source, threads), entry, lines)
         except OSError as error:            # a file was removed in the meantime: the next load builds again
             log.debug("%s: %s", source.file, error)
 
@@ -140,6 +187,15 @@ class Compiler:
             with self._lock:
                 self._running.remove(process)
         return said, process.returncode
+
+
+def _log_line(name: str, line: str) -> bool:
+    """Log a line that a build process has logged, at its level; return False for other output."""
+    level, _, text = line.partition(": ")
+    if level not in ("INFO", "WARNING"):
+        return False
+    log.log(logging.getLevelName(level), "%s: %s", name, text)
+    return True
 
 
 def request_key(source: Source, threads: int) -> str:

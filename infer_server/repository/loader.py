@@ -158,7 +158,7 @@ class Loader:
     def _on_cpu(self, source: Source, threads: int, runs_elsewhere: bool) -> ServedEngine:
         """Load an engine on the CPU; `runs_elsewhere` is True for a plan whose target is a GPU of this machine."""
         if source.is_onnx:
-            if cached := self._cached_engine(source, threads):
+            if cached := self._cached_engine(source, threads, lambda: self.compiler.cached(source, threads)):
                 return cached
             with self.compiler.build(source, threads) as plan:
                 return self._loaded(source, plan, threads)
@@ -169,13 +169,15 @@ class Loader:
                         "the CPU; build a plan for the CPU to avoid this", source.name)
         except PlanTargetError as mismatch:
             log.warning("%s: %s", source.name, mismatch)
+        if cached := self._cached_engine(source, threads, lambda: self.compiler.relowered(source)):
+            return cached
         with self.compiler.relower(source) as plan:
             return self._loaded(source, plan, threads)
 
-    def _cached_engine(self, source: Source, threads: int) -> ServedEngine | None:
-        """Load the engine of a model.onnx from the engine cache; return None if it is missing or unusable."""
+    def _cached_engine(self, source: Source, threads: int, find: Callable[[], Path | None]) -> ServedEngine | None:
+        """Load the engine that `find` finds in the engine cache; return None if it is missing or unusable."""
         try:
-            plan = self.compiler.cached(source, threads)
+            plan = find()
             return self._loaded(source, plan, threads) if plan else None
         except (EngineError, OSError) as error:
             log.warning("%s: the engine cache's plan cannot be used and is built again: %s", source.file, error)

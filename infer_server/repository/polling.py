@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 
 from infer_server.errors import FetchError, RepositoryError, ServeError
 from infer_server.repository.repository import Repository
@@ -32,8 +33,9 @@ class Poller:
         self.has_polled = False                         # True after a poll that could read all repositories
 
     async def begin(self) -> None:
-        """Record the initial fingerprints. Call this before the models are first loaded."""
-        self._loaded = dict(await self._look())
+        """Record the initial fingerprints, if the repository can be read; call this before models are first loaded."""
+        with suppress(RepositoryError):                 # loading reports it
+            self._loaded = dict(await self._look())
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -86,6 +88,33 @@ class Poller:
             for name in root.names():
                 found[name] = (*found.get(name, ()), str(root), _fingerprint(root, name))
         return found
+
+
+async def load_when_reachable(roots: Sequence[RepositoryRoot], secs: float, load: Callable[[], Awaitable[None]]
+                              ) -> None:
+    """Ask roots that could not be read again every `secs` seconds, and call `load` when all of them can.
+
+    `load` is called again if it raises RepositoryError, or OSError for a port that cannot be opened.
+    """
+    while True:
+        await asyncio.sleep(secs)
+        try:
+            await in_daemon_thread(lambda: [root.names() for root in roots])
+            await load()
+            return
+        except RepositoryError as error:
+            log.debug("%s; it is asked again in %g s", error, secs)
+        except OSError as error:
+            log.error("%s", error)
+
+
+async def load_unfetched(repository: Repository, secs: float) -> None:
+    """Load models whose copy failed again every `secs` seconds, until there are none."""
+    while repository.unfetched:
+        await asyncio.sleep(secs)
+        for name in sorted(repository.unfetched):
+            with suppress(ServeError):                  # logged by the repository
+                await repository.load(name)
 
 
 def _fingerprint(root: RepositoryRoot, name: str) -> Hashable:

@@ -4,13 +4,15 @@
     <store>/<digest of the address>/.manifests/<model>      version of each copied file, as JSON
 
 A model is copied when it is loaded: the files whose version (ETag, checksum, generation, or size and time) differs from
-the copy's. All are downloaded before the first one is replaced, so that no load sees a mix of versions. The store is
-bounded: copies of the least recently used models are removed first, copies of loaded models never.
+the copy's. All are downloaded before the first one is replaced, so that no load sees a mix of versions. Several models
+are downloaded at a time. The store is bounded: copies of the least recently used models are removed first, copies of
+loaded models never. While the storage is unreachable, complete copies stand for the models that are not loaded yet.
 
 https://filesystem-spec.readthedocs.io
 """
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -18,20 +20,30 @@ import logging
 import os
 import shutil
 import threading
+import time
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from infer_server.config.paths import CONFIG, CONFIGS, INITIAL_STATE, WARMUP, is_name
+from infer_server.engines.errors import ConfigError
 from infer_server.engines.files import atomic_write
-from infer_server.errors import FetchError, RepositoryError
+from infer_server.engines.remote import open_file_system, within
+from infer_server.errors import FetchError, RepositoryError, UnreachableError
 from infer_server.repository.roots import RepositoryRoot
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
+_FETCHES = 8                                # models that are downloaded at a time
+_LISTING_SECS = 60.0                        # time for the storage to list files
+_LISTING_OR_COPY_SECS = 10.0                # time for that where a copy will do
+_AWAY_SECS = 5.0                            # time after an error for which copies are used without asking the storage
+_OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)   # errors of the local disk
 _MANIFESTS = ".manifests"
 _NAMED = (CONFIGS, WARMUP, INITIAL_STATE)   # folders of a model that configurations refer to
 # Keys under which the various file systems report the version of a file.
@@ -46,6 +58,7 @@ def is_remote(address: str) -> bool:
 class RemoteFolder(RepositoryRoot):
     """Model repository in an object store or on another machine."""
     outlines_models = False
+    is_remote = True
 
     def __init__(self, address: str, store: Path, most_bytes: int) -> None:
         """Open and lock the copies of a repository.
@@ -64,42 +77,85 @@ class RemoteFolder(RepositoryRoot):
         RepositoryError
             A package that the address needs is not installed, or another server uses the copies.
         """
+        super().__init__()
         self._address = address.rstrip("/")
-        self._files, self._root = _open_file_system(self._address)
+        try:
+            self._files, self._root = open_file_system(self._address)
+        except ConfigError as error:
+            raise RepositoryError(str(error)) from error
         self._most_bytes = most_bytes
         self.path = store / hashlib.sha256(self._address.encode()).hexdigest()[:16]
         (self.path / _MANIFESTS).mkdir(parents=True, exist_ok=True)
         self._release_lock = weakref.finalize(self, _unlock, _lock(self.path))
         self._clear()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()               # guards the copies on the disk and the fields below
         self._held = set[str]()                     # models that are loaded or being loaded
+        self._incoming = dict[str, int]()           # bytes that are being downloaded, by model
+        self._fetches = threading.Semaphore(_FETCHES)
+        self._turns: dict[str, threading.Lock] = {}         # by model, while it is fetched
+        self._users = Counter[str]()                        # holders and waiters of each of these
+        self._away_until = 0.0
+        self._reported = False                      # the use of copies has been logged
 
     def __str__(self) -> str:
         return self._address
 
     def names(self) -> list[str]:
-        try:
-            self._files.invalidate_cache()
-            found = self._files.ls(self._root, detail=True)
-        except Exception as error:                  # each file system raises exceptions of its own
-            raise FetchError(f"model repository {self}: {type(error).__name__}: {error}") from error
+        return self._names(_LISTING_SECS)
+
+    def _names(self, secs: float) -> list[str]:
+        found = self._call(f"model repository {self}", lambda: self._files.ls(self._root, detail=True), secs)
         names = {entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["type"] == "directory"}
         return sorted(filter(is_name, names))
+
+    def known(self) -> list[str]:
+        copies = sorted(file.name for file in (self.path / _MANIFESTS).iterdir())
+        try:
+            return self._names(_LISTING_OR_COPY_SECS if copies else _LISTING_SECS)
+        except UnreachableError as error:
+            if not copies:
+                raise
+            if not self._reported:
+                self._reported = True
+                log.warning("%s: the models with complete copies are served: %s", error, ", ".join(copies))
+            return copies
+
+    def has(self, name: str) -> bool:
+        if self._may_use_copy(name):
+            return True
+        try:
+            return name in self.names()
+        except UnreachableError:
+            if self._is_copied(name):
+                return True
+            raise
 
     def fingerprint(self, name: str) -> Hashable:
         return tuple(sorted(_versions(self._about(name)).items()))
 
     def fetch(self, name: str) -> None:
-        with self._lock:
-            is_held = name in self._held
-            self._held.add(name)
+        with self._fetches, self._turn(name):
+            with self._lock:
+                is_held = name in self._held
+                self._held.add(name)
+            if not is_held and self._may_use_copy(name):
+                return
+            began = time.monotonic()
             try:
-                self._fetch(name, is_held)
+                count = self._fetch(name, is_held)
+            except UnreachableError as error:
+                if is_held or not self._is_copied(name):
+                    raise
+                log.warning("%s: its copy is served", error)
+                return
             except OSError as error:            # an error of the local disk
                 raise FetchError(f"{self}/{name}: {error}") from error
+            if count:
+                self.fetched.add(time.monotonic() - began)
+                log.info("copied %d files of %s/%s", count, self, name)
 
     def release(self, name: str) -> None:
-        self._held.discard(name)                # without the lock, which is held while another model is copied
+        self._held.discard(name)                # without the lock, which is held while files are moved and removed
 
     def close(self) -> None:
         self._release_lock()
@@ -127,9 +183,59 @@ class RemoteFolder(RepositoryRoot):
             if path.name != _MANIFESTS and path.is_dir() and not (self.path / _MANIFESTS / path.name).exists():
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _fetch(self, name: str, is_held: bool) -> None:
-        """Download the changed files of a model; `is_held` is True if its copy is being served or loaded."""
-        folder, manifest, about = self.path / name, self.path / _MANIFESTS / name, self._about(name)
+    @contextmanager
+    def _turn(self, name: str) -> Iterator[None]:
+        """Hold the lock of a model, which an ensemble may fetch at the same time."""
+        with self._lock:
+            turn = self._turns.setdefault(name, threading.Lock())
+            self._users[name] += 1
+        try:
+            with turn:
+                yield
+        finally:
+            with self._lock:
+                self._users[name] -= 1
+                if not self._users[name]:
+                    del self._users[name], self._turns[name]
+
+    def _is_copied(self, name: str) -> bool:
+        """Return True if there is a complete copy of a model."""
+        return is_name(name) and (self.path / _MANIFESTS / name).exists()
+
+    def _may_use_copy(self, name: str) -> bool:
+        """Return True for a model with a copy if the storage did not answer a moment ago."""
+        return time.monotonic() < self._away_until and self._is_copied(name)
+
+    def _call(self, what: str, call: Callable[[], T], secs: float) -> T:
+        """Call the file system, in a limited time unless secs is 0, and note whether it is reachable.
+
+        `what` begins the message of an error.
+
+        Raises
+        ------
+        FetchError
+            The file does not exist, or the local disk refuses it.
+        UnreachableError
+            Any other error: each file system raises exceptions of its own.
+        """
+        try:
+            self._files.invalidate_cache()
+            result = within(secs, call) if secs else call()
+        except Exception as error:
+            text = f"{what}: {type(error).__name__}: {error}"
+            if isinstance(error, FileNotFoundError) or isinstance(error, OSError) and error.errno in _OF_DISK:
+                raise FetchError(text) from error
+            self.is_reachable, self._away_until = False, time.monotonic() + _AWAY_SECS
+            raise UnreachableError(text) from error
+        if not self.is_reachable:
+            log.info("%s is reachable again", self)
+        self.is_reachable, self._away_until, self._reported = True, 0.0, False
+        return result
+
+    def _fetch(self, name: str, is_held: bool) -> int:
+        """Download the changed files of a model, and return how many; `is_held`: its copy is served or being loaded."""
+        folder, manifest = self.path / name, self.path / _MANIFESTS / name
+        about = self._about(name, _LISTING_OR_COPY_SECS if not is_held and self._is_copied(name) else _LISTING_SECS)
         versions = _versions(about)
         if not versions:
             raise FetchError(f"{self}/{name} has no files")
@@ -137,38 +243,60 @@ class RemoteFolder(RepositoryRoot):
         changed = [path for path, version in versions.items()
                    if here.get(path) != version or not (folder / path).is_file()]
         if changed:
+            if not self._make_room(name, sum(_size(about[path]) for path in changed), is_held):
+                return self._fetch(name, is_held)       # its old copy is removed: all files are copied
             try:
-                self._evict_for(name, sum(_size(about[path]) for path in changed))
+                with TemporaryDirectory(prefix=".incoming-", dir=self.path) as incoming:
+                    for path in changed:
+                        self._copy(f"{name}/{path}", Path(incoming, path), _size(about[path]))
+                    if _versions(self._about(name)) != versions:
+                        raise FetchError(f"{self}/{name} was changed while it was copied; load it again")
+                    with self._lock:
+                        self._place(Path(incoming), folder, manifest, changed, versions)
+            finally:
+                with self._lock:
+                    del self._incoming[name]
+        with self._lock:
+            _remove_others(folder, versions)    # regardless of the manifest, which is absent after a failed copy
+            with atomic_write(manifest) as new:     # the manifest's modification time is the time of last use
+                new.write(json.dumps(versions).encode())
+        return len(changed)
+
+    def _place(self, incoming: Path, folder: Path, manifest: Path, changed: Sequence[str],
+               versions: Mapping[str, str]) -> None:
+        """Move downloaded files into the copy of a model."""
+        manifest.unlink(missing_ok=True)        # absent while the copy is incomplete
+        _remove_others(folder, versions)        # first: an old file may have the name of a new folder
+        for path in changed:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(incoming / path, folder / path)
+
+    def _make_room(self, name: str, needed: int, is_held: bool) -> bool:
+        """Reserve room for `needed` bytes of a model; return False if its own old copy was removed instead.
+
+        Raises
+        ------
+        RepositoryError
+            The limit is exceeded, and all other copies are in use.
+        """
+        with self._lock:
+            try:
+                self._evict_for(name, needed)
             except RepositoryError:
+                folder = self.path / name
                 if is_held or not folder.exists():
                     raise
-                manifest.unlink(missing_ok=True)        # evict the model's own old copy and try again
+                (self.path / _MANIFESTS / name).unlink(missing_ok=True)
                 shutil.rmtree(folder)
-                self._fetch(name, is_held)
-                return
-            with TemporaryDirectory(prefix=".incoming-", dir=self.path) as incoming:
-                for path in changed:
-                    self._copy(f"{name}/{path}", Path(incoming, path), _size(about[path]))
-                if _versions(self._about(name)) != versions:
-                    raise FetchError(f"{self}/{name} was changed while it was copied; load it again")
-                manifest.unlink(missing_ok=True)    # absent while the copy is incomplete
-                _remove_others(folder, versions)    # first: an old file may have the name of a new folder
-                for path in changed:
-                    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                    os.replace(Path(incoming, path), folder / path)
-            log.info("copied %d files of %s/%s", len(changed), self, name)
-        _remove_others(folder, versions)        # regardless of the manifest, which is absent after a failed copy
-        with atomic_write(manifest) as new:     # the manifest's modification time is the time of last use
-            new.write(json.dumps(versions).encode())
+                return False
+            self._incoming[name] = needed
+            return True
 
-    def _about(self, name: str) -> dict[str, Mapping[str, Any]]:
+    def _about(self, name: str, secs: float = _LISTING_SECS) -> dict[str, Mapping[str, Any]]:
         """Return the file system's metadata of each file by its path in the model's folder, without hidden files."""
         root = f"{self._root}/{name}/"
-        try:
-            self._files.invalidate_cache()
-            found: dict[str, Mapping[str, Any]] = self._files.find(root, detail=True)
-        except Exception as error:
-            raise FetchError(f"{self}/{name}: {type(error).__name__}: {error}") from error
+        found: dict[str, Mapping[str, Any]] = self._call(
+            f"{self}/{name}", lambda: self._files.find(root, detail=True), secs)
         files = {path.partition(root)[2]: about for path, about in found.items()
                  if not path.endswith("/") or _size(about)}         # skip empty objects that stand for folders
         for path in files:
@@ -179,10 +307,7 @@ class RemoteFolder(RepositoryRoot):
 
     def _copy(self, path: str, to: Path, size: int) -> None:
         to.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._files.get_file(f"{self._root}/{path}", str(to))
-        except Exception as error:
-            raise FetchError(f"{self}/{path}: {type(error).__name__}: {error}") from error
+        self._call(f"{self}/{path}", lambda: self._files.get_file(f"{self._root}/{path}", str(to)), secs=0)
         if to.stat().st_size != size:
             raise FetchError(f"{self}/{path}: received {to.stat().st_size} of {size} bytes; load it again")
 
@@ -190,6 +315,7 @@ class RemoteFolder(RepositoryRoot):
         """Remove copies of models that are not loaded, least recently used first, until `needed` bytes fit."""
         others = sorted((self.path / _MANIFESTS).iterdir(), key=lambda file: file.stat().st_mtime)
         held = {other.name: _bytes_in(self.path / other.name) for other in others}
+        needed += sum(self._incoming.values())
         for other in others:
             if sum(held.values()) + needed <= self._most_bytes:
                 return
@@ -200,20 +326,6 @@ class RemoteFolder(RepositoryRoot):
         if sum(held.values()) + needed > self._most_bytes:
             raise RepositoryError(f"{self}/{name}: its {needed >> 20} MiB and the models that are loaded exceed "
                                   f"--repository-cache-mib {self._most_bytes >> 20}; raise it")
-
-
-def _open_file_system(address: str) -> tuple[Any, str]:
-    """Return the fsspec file system of an address, and the path within it."""
-    try:
-        from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise RepositoryError(f"{address}: fsspec is not installed; install infer-server[remote], and what it needs "
-                              "for such addresses (s3fs, gcsfs, adlfs, ...)") from error
-    try:
-        files, root = url_to_fs(address, use_listings_cache=False)
-    except (ImportError, ValueError) as error:
-        raise RepositoryError(f"{address}: {error}") from error
-    return files, root.rstrip("/")
 
 
 def _lock(folder: Path) -> int:

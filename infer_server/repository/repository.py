@@ -59,7 +59,7 @@ class Repository:
 
         config_name is the value of --model-config-name; see `read_model`.
         """
-        self._roots = roots
+        self.roots = roots
         self._config_name = config_name
         self._load = load
         self._watchers: list[Callable[[], None]] = []
@@ -142,7 +142,7 @@ class Repository:
 
     async def names(self) -> list[str]:
         """Return the models in the repositories, loaded or not. Raises RepositoryError if one cannot be read."""
-        return sorted(set(await in_daemon_thread(lambda: model_names(self._roots))))
+        return sorted(set(await in_daemon_thread(lambda: model_names(self.roots))))
 
     def known(self) -> list[IndexEntry]:
         """Return the versions whose load was requested, with their state."""
@@ -155,7 +155,7 @@ class Repository:
         """Return every model in the repositories, loaded or not, sorted by name and version."""
         entries = self.known()
         known = self._versions.keys() | self._reasons.keys()
-        for name, count in Counter(await in_daemon_thread(lambda: model_names(self._roots))).items():
+        for name, count in Counter(await in_daemon_thread(lambda: model_names(self.roots))).items():
             if name not in known:
                 entries.append(IndexEntry(name, "", "", "") if count == 1 else IndexEntry(
                     name, "", VersionState.UNAVAILABLE.value, AMBIGUOUS))
@@ -167,7 +167,7 @@ class Repository:
             names = await self.names()
             if not names:
                 log.warning("there is no model in %s; a model is a folder with a folder for each version",
-                            ", ".join(map(str, self._roots)))
+                            ", ".join(map(str, self.roots)))
         names = list(dict.fromkeys(names))
         self._starting = {name: asyncio.ensure_future(self.load(name)) for name in names}
         results = await asyncio.gather(*self._starting.values(), return_exceptions=True)
@@ -258,7 +258,7 @@ class Repository:
             raise RepositoryError(f"{LOAD_FAILED} '{name}': {'; '.join(failures)}")
 
     def _read(self, name: str, message: model_config.ModelConfig | None = None) -> list[Source]:
-        root = root_of(self._roots, name)
+        root = root_of(self.roots, name)
         root.fetch(name)
         return read_model(root.path, name, message, self._config_name)
 
@@ -346,7 +346,7 @@ class Repository:
 
     def _release(self, name: str) -> None:
         if not self.versions(name):
-            for root in self._roots:
+            for root in self.roots:
                 root.release(name)
 
     async def _load_version(self, source: Source, fingerprint: Fingerprint,

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,14 +14,38 @@ from infer_server.errors import RepositoryError, UnknownModelError
 AMBIGUOUS = "model appears in two or more repositories"         # Triton's message
 
 
+class Durations:
+    """Number and sum of the durations of something that is done on several threads."""
+
+    def __init__(self) -> None:
+        self.count, self.secs = 0, 0.0
+        self._lock = threading.Lock()
+
+    def add(self, secs: float) -> None:
+        with self._lock:
+            self.count, self.secs = self.count + 1, self.secs + secs
+
+
 class RepositoryRoot(ABC):
     """Repository with folders <model>/<version>/<file>. Its methods block and may be called on any thread."""
     path: Path                          # local folder to read models from: the repository itself, or the copies
     outlines_models: bool               # True if outline() includes the contents of model files
+    is_remote = False                   # True if models are copied
+    is_reachable = True                 # False if the last call to remote storage failed
+
+    def __init__(self) -> None:
+        self.fetched = Durations()      # of models that were copied
 
     @abstractmethod
     def names(self) -> list[str]:
         """Return the names of the models. Raises RepositoryError if the repository cannot be read."""
+
+    def known(self) -> list[str]:
+        """Return names(), or the models with local copies while remote storage is unreachable.
+
+        Raises RepositoryError if there are none.
+        """
+        return self.names()
 
     def has(self, name: str) -> bool:
         """Return True if a model of this name exists. Raises RepositoryError if the repository cannot be read."""
@@ -68,6 +93,7 @@ class LocalFolder(RepositoryRoot):
     outlines_models = True
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
 
     def __str__(self) -> str:
@@ -111,7 +137,7 @@ class LocalFolder(RepositoryRoot):
 
 def model_names(roots: Iterable[RepositoryRoot]) -> list[str]:
     """Return the model names of all repositories, with duplicates. Raises RepositoryError if one cannot be read."""
-    return [name for root in roots for name in root.names()]
+    return [name for root in roots for name in root.known()]
 
 
 def root_of(roots: Sequence[RepositoryRoot], name: str) -> RepositoryRoot:

@@ -159,7 +159,7 @@ def test_a_plan_is_tuned_by_a_process_of_its_own_where_its_configuration_says_so
         np.testing.assert_array_equal(client.infer("second", [tensor]).as_numpy("y"), WANTED)
     (command,) = commands
     assert command[2:4] == ["infer_server.cli.relower_plan", str(tmp_path / "second" / "1" / "model.plan")]
-    assert command[6:] == ["--retune", "1", "--cache-dir", str(tmp_path / ".cache")]
+    assert command[6:] == ["--cache-dir", str(tmp_path / ".cache"), "--retune", "1"]
 
 
 def page(served: Served, port: int, path: str) -> str:

@@ -73,9 +73,9 @@ class RunningServer:
 
 
 def options(repository: Path, **given: Any) -> ServerOptions:
-    given = {"model_repositories": (repository,), **DEFAULTS, **given}
+    given = {"model_repositories": (repository,), "cache_dir": repository / ".cache", **DEFAULTS, **given}
     front, _, workers = given.pop("grpc_front", "nghttp2").partition(", ")       # of FRONTS or WORKERS
-    return ServerOptions(cache_dir=repository / ".cache", grpc_port=0, http_port=0, metrics_port=0,
+    return ServerOptions(grpc_port=0, http_port=0, metrics_port=0,
                          **{"grpc_front": front, "workers": int(workers.removesuffix(" workers") or 1), **given})
 
 

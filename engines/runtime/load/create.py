@@ -75,4 +75,4 @@ def _for_this_machine(plan: Plan, options: LoadOptions, name: str) -> Plan:
                               "build it here, or without --strip")
     if options.on_target_mismatch == "refuse":
         raise PlanTargetError(f"{name}: {mismatch}; build it here, or load it with on_target_mismatch='relower'")
-    return relowered(plan, f"{name}: {mismatch}", quietly=options.trial)
+    return relowered(plan, f"{name}: {mismatch}", options.cache, quietly=options.trial)

@@ -14,6 +14,7 @@ from infer_server.engines.plan.plan import GeneralKernel, Plan
 from infer_server.engines.runtime.engine import Engine
 
 if TYPE_CHECKING:
+    from infer_server.engines.compiler.engine_cache import EngineCache
     from infer_server.engines.plan.extents import Extents
     from infer_server.engines.runtime.open_engine import SpecialisationMaker
     from infer_server.engines.runtime.program_engine import SegmentMaker
@@ -28,18 +29,18 @@ def _compiler_for(purpose: str) -> Iterator[None]:
         raise PlanTargetError(f"{purpose}, install what is missing ({error})") from error
 
 
-def relowered(plan: Plan, why: str, quietly: bool) -> Plan:
-    """Compile the plan's graph again for this machine. why: what keeps the plan from running, for messages.
+def relowered(plan: Plan, why: str, cache: str | os.PathLike[str] | bool, quietly: bool) -> Plan:
+    """Compile the plan's graph again for this machine, or take the result from the engine cache.
 
-    Raises PlanTargetError if the compiler is not installed or the graph cannot be compiled here.
+    why: what keeps the plan from running, for messages. Raises PlanTargetError if the compiler is not installed or the graph cannot be compiled here.
     """
     if not quietly:
         import logging  # imported here to load matching plans a few milliseconds sooner
         logging.getLogger(__name__).warning("%s; compiling its graph again for this machine", why)
     with _compiler_for(f"{why}; to compile it again here"):
-        from infer_server.engines.compiler.specialise import relower
+        from infer_server.engines.compiler.specialise import relowered as compiled_again
     try:
-        return relower(plan)
+        return compiled_again(plan, _engine_cache(cache))
     except PlanError:
         raise
     except EngineError as error:
@@ -65,9 +66,14 @@ def with_max_batch(plan: Plan, items: int) -> Plan:
 def retuned(plan: Plan, cache: str | os.PathLike[str] | bool, gpu: int) -> Plan:
     """Return the plan with tactics timed here. Raises PlanTargetError if it is stripped or there is no compiler."""
     with _compiler_for(f"{plan.name}: to choose its tactics anew"):
-        from infer_server.engines.compiler.engine_cache import EngineCache
         from infer_server.engines.compiler.specialise import retuned as timed
-    return timed(plan, None if cache is False else EngineCache("" if cache is True else cache), gpu)
+    return timed(plan, _engine_cache(cache), gpu)
+
+
+def _engine_cache(cache: str | os.PathLike[str] | bool) -> EngineCache | None:
+    """Return the engine cache that the argument of load_engine names, or None."""
+    from infer_server.engines.compiler.engine_cache import EngineCache
+    return None if cache is False else EngineCache("" if cache is True else cache)
 
 
 def segment_maker(plan: Plan) -> SegmentMaker:
@@ -82,10 +88,9 @@ class LateSpecialiser:
     """Specialiser that imports the compiler at the first shape for which no template of an earlier process holds."""
 
     def __init__(self, plan: Plan, cache: str | os.PathLike[str] | bool) -> None:
-        from infer_server.engines.compiler.engine_cache import EngineCache
         from infer_server.engines.compiler.template import CACHING, TEMPLATES, Templates, stored_templates
         self.first: Engine | None = None
-        self._plan, self._cache = plan, None if cache is False else EngineCache("" if cache is True else cache)
+        self._plan, self._cache = plan, _engine_cache(cache)
         # Of plans with caches in place, and of others.
         self._stored = {kind == CACHING: Templates(lambda counting, extents: None, None, stored)
                         for kind in (CACHING, TEMPLATES) if (stored := stored_templates(plan, self._cache, kind))}

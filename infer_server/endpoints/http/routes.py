@@ -24,7 +24,7 @@ from infer_server.endpoints.service import Service
 from infer_server.endpoints.status.snapshot import Snapshots
 from infer_server.observing.load_report import HEADER
 from infer_server.repository.repository import Repository
-from infer_server.workers import PeriodicValue
+from infer_server.workers import PeriodicValue, StepRunner
 
 CHANGE = "CHANGE"               # method of a route: a POST that changes the server
 Answer = Callable[..., Awaitable[HttpResponse]]     # called with the request and the groups of the path's pattern
@@ -97,14 +97,21 @@ def _with_inference(services: InferenceServices, repository: Repository, restric
     return handle
 
 
-def metrics_routes(repository: Repository, metrics: Metrics, cache_secs: float) -> Handler:
-    """Return the handler of the metrics port. cache_secs: time for which a rendered page is reused."""
+def metrics_routes(repository: Repository, metrics: Metrics, service: Service, cache_secs: float) -> Handler:
+    """Return the handler of the metrics port, which also answers the probes of an orchestrator.
+
+    cache_secs: time for which a rendered page is reused.
+    """
     text = PeriodicValue(lambda: metrics.render(repository.models()), cache_secs)
 
     async def page(_: HttpRequest) -> HttpResponse:
         return HttpResponse(((await text.get()).encode(),), content_type=CONTENT_TYPE)
 
-    return _Routes([("", "GET", r"/metrics", page)], Restrictions(), HostCheck(), "this port serves /metrics")
+    probes = ModelPages(service.models, StepRunner())
+    return _Routes([("", "GET", r"/metrics", page),
+                    ("", "GET", r"/v2/health/live", probes.live),       # while the other ports are not open yet
+                    ("", "GET", r"/v2/health/ready", probes.ready)],
+                   Restrictions(), HostCheck(), "this port serves /metrics and /v2/health")
 
 
 class _Routes:

@@ -12,15 +12,26 @@ from infer_server.observing.machine import Samples
 from infer_server.process import cpu_secs, resident_bytes
 from infer_server.repository.model import VersionState
 from infer_server.repository.repository import Repository
+from infer_server.repository.roots import Durations
 
 
 class ServerState:
     """State of the server. Belongs to the event loop, except usage()."""
 
     def __init__(self, repository: Repository, lifecycle: Lifecycle, inflight: Inflight, max_inflight_bytes: int,
-                 processes: Callable[[], Mapping[str, int]] = dict) -> None:
-        """Observe a server; `processes` returns the process ids of frontend workers by name."""
+                 processes: Callable[[], Mapping[str, int]] = dict, builds: Durations | None = None) -> None:
+        """Observe a server.
+
+        Parameters
+        ----------
+        repository, lifecycle, inflight, max_inflight_bytes
+        processes : callable
+            Returns the process ids of frontend workers by name.
+        builds : Durations, optional
+            Durations of the processes that have compiled models.
+        """
         self.repository, self.lifecycle = repository, lifecycle
+        self._builds = builds or Durations()
         self._inflight, self._max_inflight_bytes, self._processes = inflight, max_inflight_bytes, processes
 
     def gauges(self) -> Iterator[tuple[str, str, Samples]]:
@@ -36,6 +47,22 @@ class ServerState:
         states = self._states()
         yield "infer_server_model_versions", "Number of model versions by state", {
             f'state="{state.value}"': states[state.value] for state in VersionState}
+
+        yield from self._loading()
+
+    def _loading(self) -> Iterator[tuple[str, str, Samples]]:
+        """Yield the metrics of what precedes the load of a model: copying and compiling it."""
+        yield "infer_model_builds_total", "Number of models that were compiled when they were loaded", {
+            "": self._builds.count}
+        yield "infer_model_build_secs_total", "Seconds of these builds", {"": round(self._builds.secs, 3)}
+        remote = {f'repository="{root}"': root for root in self.repository.roots if root.is_remote}
+        if remote:
+            yield "infer_repository_reachable", "1 if the last call to a remote repository succeeded, else 0", {
+                label: int(root.is_reachable) for label, root in remote.items()}
+            yield "infer_repository_fetches_total", "Number of models that were copied from a remote repository", {
+                label: root.fetched.count for label, root in remote.items()}
+            yield "infer_repository_fetch_secs_total", "Seconds of these copies", {
+                label: round(root.fetched.secs, 3) for label, root in remote.items()}
 
     def summary(self) -> dict[str, Any]:
         """Return the state of the server for the status page, except usage()."""

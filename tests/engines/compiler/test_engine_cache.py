@@ -24,6 +24,7 @@ from infer_server.engines.compiler.engine_cache import (
     usual_folder,
 )
 from infer_server.engines.errors import ConfigError
+from infer_server.engines.machine.plan_store import PlanStore
 from infer_server.engines.plan.plan import Plan
 from tests.engines.tiny import halo_plan
 
@@ -61,6 +62,32 @@ def largest_file(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_one_machine_keeps_another_one_finds_in_the_plan_store(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("fsspec", reason="fsspec is not installed")
+    here, there = (EngineCache(tmp_path / name, plan_store=PlanStore(str(tmp_path / "shared"))) for name in "ab")
+    assert there.fetch(A) is None and there.find(A) is None
+    here.store(A, plan_of("a"))
+    found = there.fetch(A)
+    assert found is not None and found.name == "a" and there.entry(A).exists()
+    made: list[str] = []
+    assert there.kept(B, lambda: made.append("b") or plan_of("b")).name == "b"     # type: ignore[func-returns-value]
+    assert here.find(B) == here.entry(B) and here.kept(B, lambda: pytest.fail("it is built again")).name == "b"
+    assert made == ["b"]
+    (tmp_path / "shared" / f"{A}.plan").write_bytes(b"no plan")
+    there.entry(A).unlink()
+    assert there.fetch(A) is None and "refused" in caplog.text
+
+
+def test_a_plan_in_the_store_that_is_larger_than_the_cache_is_not_read(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("fsspec", reason="fsspec is not installed")
+    store = PlanStore(str(tmp_path / "shared"))
+    EngineCache(tmp_path / "a", plan_store=store).store(A, plan_of("a"))
+    assert EngineCache(tmp_path / "b", 1e-6, plan_store=store).fetch(A) is None
+    assert "more than the 0 that the engine cache keeps" in caplog.text
 
 
 def test_a_key_depends_on_model_data_facts_and_compiler_but_not_on_the_folder(

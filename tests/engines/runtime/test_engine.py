@@ -201,7 +201,7 @@ def test_a_plan_for_another_cpu_is_refused_or_compiled_again(tmp_path: Path, mon
     with pytest.raises(PlanTargetError, match="made for 'amx9'.* lacks amx_int4096"):
         load_engine(tmp_path / "m.plan", on_target_mismatch="refuse")
 
-    builder = SimpleNamespace(relower=lambda plan: mix_plan(READS, OUTPUTS))
+    builder = SimpleNamespace(relowered=lambda plan, cache: mix_plan(READS, OUTPUTS))
     monkeypatch.setitem(sys.modules, "infer_server.engines.compiler.specialise", builder)
     x = some_input(2)
     assert_equal(load_engine(tmp_path / "m.plan").run({"x": x}), mix_reference(READS, OUTPUTS, x))

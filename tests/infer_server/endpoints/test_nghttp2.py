@@ -24,7 +24,7 @@ from infer_server.protos.grpc_framing import prefix_of
 from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.http2_client import INFER, LIVE, Http2Client, headers
-from tests.infer_server.serving import WORKERS, RunningServer, serving
+from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
 pytestmark = pytest.mark.skipif(not http2.is_installed, reason="ngh2 is not installed")
 OK, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNIMPLEMENTED, INTERNAL = b"0", b"4", b"8", b"12", b"13"
@@ -251,7 +251,7 @@ def _refuses_connections(port: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("front", [NGHTTP2, WORKERS[0]])
+@pytest.mark.parametrize("front", [*FRONTS, *WORKERS])
 def test_a_server_that_stops_under_load_costs_clients_of_two_servers_no_call(tmp_path: Path, front: str) -> None:
     write_model(tmp_path, "m")
     message, codes, ended = infer_request("m"), Counter[str](), threading.Event()

@@ -193,7 +193,7 @@ def test_a_server_whose_fronts_cannot_listen_says_why_and_leaves_none(
             await server._listeners.close(answered=True)
             return server._workers
 
-        monkeypatch.setattr("infer_server.fronts.fronts.Reserved", Taken)
+        monkeypatch.setattr("infer_server.fronts.ports.Reserved", Taken)
         started = asyncio.run(start())
     assert started and not any(is_alive(pid) for pid in started.processes().values())
 

@@ -64,7 +64,7 @@ def test_a_load_may_bring_the_models_files(
         client.load_model("affine", config="{}", files={"file:1/model.onnx": b"\0"})
     assert answer(client, "affine") == [1, 2, 3, 4], "what was loaded goes on"
     client.load_model("affine")
-    assert not (server.server.repository._roots[0].path / "of a client").exists()
+    assert not (server.server.repository.roots[0].path / "of a client").exists()
 
 
 @pytest.mark.parametrize(("name", "path", "said"), [

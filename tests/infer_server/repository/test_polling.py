@@ -37,7 +37,7 @@ def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
 def poller(server: RunningServer) -> Poller:
     """Return a poller that polls only when a test calls it."""
     repository = server.server.repository
-    made = Poller(repository, repository._roots, 3600)
+    made = Poller(repository, repository.roots, 3600)
     server.run(made.begin())
     return made
 

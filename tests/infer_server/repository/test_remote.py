@@ -2,9 +2,12 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -14,9 +17,9 @@ import infer_server.repository.remote
 from infer_server.errors import FetchError, RepositoryError
 from infer_server.repository.remote import RemoteFolder
 from infer_server.server import repository_roots
-from scripts.testing.numpy_engine import check, write_model
+from scripts.testing.numpy_engine import TIMEOUT_SECS, check, write_model
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.serving import serving
+from tests.infer_server.serving import RunningServer, serving
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
 MIB = 1 << 20
@@ -227,9 +230,9 @@ def test_only_what_is_served_is_held_in_the_store(store: Any, tmp_path: Path) ->
     put(store, "good/1/model.plan", b'{"kind": "echo"}')
     with serving(tmp_path, model_repositories=("memory://models",), repository_cache=tmp_path / "store") as running:
         repository = running.server.repository
-        assert "m version 1" in running.server.failures() and repository._roots[0]._held == {"good"}
+        assert "m version 1" in running.server.failures() and repository.roots[0]._held == {"good"}
         running.run(repository.unload("good"))
-        assert not repository._roots[0]._held
+        assert not repository.roots[0]._held
 
 
 def test_steps_of_an_ensemble_that_is_a_circle_are_not_held_in_the_store(store: Any, tmp_path: Path) -> None:
@@ -241,7 +244,7 @@ def test_steps_of_an_ensemble_that_is_a_circle_are_not_held_in_the_store(store: 
                  explicit_control=True) as running:
         with triton.InferenceServerClient(running.address) as client, pytest.raises(Exception, match="is a cycle"):
             client.load_model("a")
-        assert not running.server.repository._roots[0]._held
+        assert not running.server.repository.roots[0]._held
 
 
 def test_what_a_store_keeps_for_an_empty_folder_is_no_file(
@@ -274,6 +277,150 @@ def answer(client: triton.InferenceServerClient) -> Any:
     tensor = triton.InferInput("x", [1, 4], "FP32")
     tensor.set_data_from_numpy(np.float32([[1, 2, 3, 4]]))
     return client.infer("m", [tensor]).as_numpy("y").tolist()[0]
+
+
+def test_eight_models_are_copied_at_a_time(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"m{number}" for number in range(16)]
+    for name in names:
+        put(store, f"{name}/1/model.plan", b"one")
+    folder, together = remote(tmp_path), threading.Barrier(8)
+    get_file, running, most = folder._files.get_file, set[int](), list[int]()
+
+    def slow(*arguments: Any) -> None:
+        running.add(threading.get_ident())
+        most.append(len(running))
+        together.wait(TIMEOUT_SECS)             # breaks if fewer are copied at a time
+        get_file(*arguments)
+        running.discard(threading.get_ident())
+
+    monkeypatch.setattr(folder._files, "get_file", slow)
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(folder.fetch, names))
+    assert max(most) == 8 and len(copies(folder)) == len(names) == folder.fetched.count
+
+
+def test_copies_under_way_count_for_the_limit(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        put(store, f"{name}/1/model.plan", bytes(600_000))
+    folder = remote(tmp_path)
+    get_file, begun, go_on = folder._files.get_file, threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        begun.set()
+        assert go_on.wait(TIMEOUT_SECS)
+        get_file(*arguments)
+
+    monkeypatch.setattr(folder._files, "get_file", slow)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(folder.fetch, "a")
+        assert begun.wait(TIMEOUT_SECS)
+        with pytest.raises(RepositoryError, match="exceed --repository-cache-mib 1; raise it"):
+            folder.fetch("b")
+        go_on.set()
+        first.result(TIMEOUT_SECS)
+    assert copies(folder).keys() == {"a/1/model.plan"}
+
+
+@pytest.fixture
+def away(store: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return a set; while it is not empty, calls of the store fail."""
+    reasons = set[str]()
+    def unless_away(call: Any) -> Any:
+        def checked(files: Any, *given: Any, **named: Any) -> Any:
+            if reasons:
+                raise ConnectionRefusedError(*reasons)
+            return call(files, *given, **named)
+        return checked
+
+    for name in ("ls", "find", "get_file"):
+        monkeypatch.setattr(type(store), name, unless_away(getattr(type(store), name)))
+    return reasons
+
+
+def reachable(running: RunningServer) -> float:
+    with urlopen(f"http://127.0.0.1:{running.ports.metrics}/metrics", timeout=TIMEOUT_SECS) as page:
+        line = next(line for line in page.read().decode().splitlines()
+                    if line.startswith('infer_repository_reachable{repository="memory://models"}'))
+    return float(line.split()[-1])
+
+
+@pytest.mark.parametrize("poll_secs", [0.0, 0.05])
+def test_copies_are_served_while_the_store_is_away_and_what_changed_when_it_is_back(
+        store: Any, away: set[str], tmp_path: Path, caplog: pytest.LogCaptureFixture, poll_secs: float) -> None:
+    put(store, "m/1/model.plan", b'{"kind": "echo"}')
+    given: dict[str, Any] = {"model_repositories": ("memory://models",), "repository_cache": tmp_path / "store",
+                             "retry_secs": 0.05, "poll_secs": poll_secs}
+    with serving(tmp_path, **given) as running:
+        assert reachable(running) == 1
+    put(store, "m/2/model.plan", b'{"kind": "affine"}')
+    put(store, "n/1/model.plan", b'{"kind": "echo"}')
+    away.add("no route")
+    with serving(tmp_path, **given) as running, triton.InferenceServerClient(running.address) as client:
+        assert client.is_server_ready() and client.is_server_live()
+        assert answer(client) == [1, 2, 3, 4] and reachable(running) == 0
+        assert "no route: the models with complete copies are served: m" in caplog.text
+        away.clear()
+        assert eventually(lambda: client.is_model_ready("m", "2") and client.is_model_ready("n"))
+        assert reachable(running) == 1 and answer(client) == [3, 5, 7, 9]
+
+
+@pytest.mark.parametrize("poll_secs", [0.0, 0.05])
+def test_a_store_that_is_away_is_asked_again_where_there_are_no_copies(
+        store: Any, away: set[str], tmp_path: Path, poll_secs: float) -> None:
+    put(store, "m/1/model.plan", b'{"kind": "echo"}')
+    away.add("no route")
+    with (serving(tmp_path, model_repositories=("memory://models",), repository_cache=tmp_path / "store",
+                  retry_secs=0.05, poll_secs=poll_secs, strict_readiness=False) as running,
+          triton.InferenceServerClient(running.address) as client):
+        assert client.is_server_live() and not client.is_server_ready(), "a restart would not help"
+        assert "no route" in running.server.failures()["model repository"]
+        away.clear()
+        assert eventually(client.is_server_ready) and answer(client) == [1, 2, 3, 4]
+        assert not running.server.failures()
+
+
+def test_a_load_that_is_asked_for_fails_while_the_store_is_away(store: Any, away: set[str], tmp_path: Path) -> None:
+    put(store, "m/1/model.plan", b'{"kind": "echo"}')
+    with serving(tmp_path, model_repositories=("memory://models",), repository_cache=tmp_path / "store",
+                 explicit_control=True) as running, triton.InferenceServerClient(running.address) as client:
+        client.load_model("m")
+        away.add("no route")
+        with pytest.raises(Exception, match="no route"):
+            client.load_model("m")              # it is served, and the store may have another version
+        client.unload_model("m")
+        client.load_model("m")
+        assert answer(client) == [1, 2, 3, 4]
+        with pytest.raises(Exception, match="no route"):
+            client.load_model("n")
+
+
+def test_a_store_that_hangs_delays_a_start_with_copies_by_a_bounded_time(
+        store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(store, "m/1/model.plan", b"one")
+    folder, ends = remote(tmp_path), threading.Event()
+    folder.fetch("m")
+    folder.release("m")
+    monkeypatch.setattr(infer_server.repository.remote, "_LISTING_OR_COPY_SECS", 0.05)
+    monkeypatch.setattr(folder._files, "ls", lambda *given, **named: ends.wait())
+    monkeypatch.setattr(folder._files, "find", lambda *given, **named: pytest.fail("it did not answer a moment ago"))
+    assert folder.known() == ["m"] and not folder.is_reachable
+    assert folder.has("m")
+    folder.fetch("m")
+    ends.set()
+    assert copies(folder) == {"m/1/model.plan": b"one"}
+
+
+def test_a_bucket_without_models_is_no_reason_to_serve_copies(store: Any, tmp_path: Path) -> None:
+    put(store, "m/1/model.plan", b"one")
+    folder = remote(tmp_path)
+    folder.fetch("m")
+    folder.release("m")
+    store.store.clear()
+    store.pseudo_dirs.clear()
+    with pytest.raises(FetchError, match="FileNotFoundError"):
+        folder.known()
+    with pytest.raises(FetchError, match="has no files|FileNotFoundError"):
+        folder.fetch("m")
 
 
 def test_models_of_a_bucket_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

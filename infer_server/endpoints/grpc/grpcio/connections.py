@@ -1,16 +1,18 @@
-"""Control of TCP connections that gRPC owns: closes them and reads their byte counts from outside the library.
+"""Control of TCP connections that gRPC owns: ends them and reads their byte counts from outside the library.
 
-gRPC for Python cannot close a connection, or stop listening while it serves open calls. When it stops, calls that were
-not dispatched yet end with CANCELLED, which clients do not retry. A client whose connection is closed or refused gets
-UNAVAILABLE and tries another server.
+gRPC for Python cannot close a connection, send GOAWAY, or stop listening while it serves open calls. When it stops,
+calls that were not dispatched yet end with CANCELLED, which clients do not retry. A client whose connection is closed
+or refused gets UNAVAILABLE and tries another server; one that receives GOAWAY sends its next calls to another server.
 """
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import socket
 import struct
+import termios
 from collections.abc import Iterator
 from contextlib import suppress
 from urllib.parse import unquote
@@ -28,6 +30,13 @@ _LOOKS = 20                                 # checks after which unexplained mem
 _TRACKED_SHARE = 1 / 8                      # unexplained memory, as a share of the limit, from which bytes are tracked
 _HELD_SHARE = 3 / 4                         # share of the limit that partial messages may hold
 _CALL_BYTES = 300                           # bytes of headers and frames of a message
+# HTTP/2 frame GOAWAY with the highest stream number and NO_ERROR: a notice that a graceful shutdown begins, after which
+# the server still accepts calls that the client sent before it read the notice (RFC 9113, section 6.8).
+_GOAWAY = struct.pack(">IBIII", 8 << 8 | 7, 0, 0, (1 << 31) - 1, 0)
+_INT = struct.Struct("i")
+_SETTLED_LOOKS = 2                          # checks in a row that find a short send queue before GOAWAY is written
+_WRITING_SECS = 0.05                        # interval between these checks
+_LEAVING_SECS = 1.0                         # time for clients to read GOAWAY and to leave
 
 
 def stop_listening(port: int) -> None:
@@ -48,6 +57,42 @@ def disconnect(port: int, peer: str = "") -> None:
         if not _listens(connection) and (not peer or unquote(peer) == _peer(connection)):
             with suppress(OSError):             # the client has closed it already
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+async def send_away(port: int) -> None:
+    """Send GOAWAY to the clients of a port without TLS, and wait until they have left, at most _LEAVING_SECS.
+
+    gRPC writes whole frames unless the socket's buffer is full. GOAWAY is therefore written only after consecutive
+    checks found the buffer far from full, so that it cannot end up inside a frame.
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _LEAVING_SECS
+    looks, told = dict[str, int](), set[str]()
+    while loop.time() < end and is_connected(port):
+        for _, connection in _sockets(port):
+            peer = _peer(connection)
+            if _listens(connection) or not peer or peer in told:
+                continue
+            looks[peer] = looks.get(peer, 0) + 1 if _has_room(connection) else 0
+            if looks[peer] >= _SETTLED_LOOKS:
+                told.add(peer)
+                _send_goaway(connection)
+        await asyncio.sleep(_WRITING_SECS)
+
+
+def _has_room(connection: socket.socket) -> bool:
+    """Return True if less than a quarter of the send buffer is in use."""
+    with suppress(OSError):
+        queued: int = _INT.unpack(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(_INT.size)))[0]
+        return queued < connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4
+    return False
+
+
+def _send_goaway(connection: socket.socket) -> None:
+    """Write GOAWAY; close the connection if only a part of the frame could be written."""
+    with suppress(OSError):
+        if connection.send(_GOAWAY, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) < len(_GOAWAY):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def is_connected(port: int) -> bool:

@@ -45,7 +45,7 @@ class GrpcioServer:
         shares_port : bool
             True if other processes of this server listen on the port.
         """
-        self._inflight, self._port = inflight, 0
+        self._inflight, self._port, self._is_plain = inflight, 0, True
         self._partial: connections.PartialMessages | None = None
         self._server = grpc.aio.server(options=[
             ("grpc.max_receive_message_length", max_message_bytes),
@@ -59,6 +59,7 @@ class GrpcioServer:
     async def listen(self, host: str, port: int, tls: ServerTls | None) -> int:
         """Open the port; returns its number, which is chosen if `port` is 0. Raises OSError."""
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._is_plain = tls is None
         try:
             self._port = self._server.add_secure_port(address, tls.grpc_credentials()) if tls else (
                 self._server.add_insecure_port(address))
@@ -80,7 +81,10 @@ class GrpcioServer:
             connections.stop_listening(self._port)
 
     async def send_away(self) -> None:
-        """Do nothing: gRPC for Python cannot send GOAWAY, and clients are told by the status of what they ask."""
+        """Refuse new connections and send GOAWAY; clients over TLS only learn from the status of their next calls."""
+        self.stop_listening()
+        if self._port and self._is_plain:
+            await connections.send_away(self._port)
 
     async def close(self) -> None:
         """End all connections."""
