@@ -4,7 +4,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.config.kinds import ModelKind
 from infer_server.endpoints.front import InferenceServices
-from infer_server.endpoints.grpc.in_process import CallOptions, InProcessCalls
+from infer_server.endpoints.grpc.in_process import InProcessGrpc
 from infer_server.endpoints.grpc.methods import Methods
 from infer_server.endpoints.grpc.service.methods import HEADER_PREFIX, service_methods
 from infer_server.endpoints.http.exchange import Handler
@@ -178,7 +178,7 @@ class Server:
         restrictions = Restrictions(options.grpc_secrets, HEADER_PREFIX)
         self._methods = service_methods(self._service, self._services, self.lifecycle, restrictions,
                                         options.grpc_reflection)
-        self._calls = InProcessCalls(self._methods, options.max_message_bytes)
+        self.grpc = InProcessGrpc(self._methods, options.max_message_bytes)     # calls without a port
         self._workers = FrontendWorkers(options.workers, self._inflight, self._methods) if options.workers > 1 else None
         self._loading: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
@@ -229,60 +229,6 @@ class Server:
     def _without_repository(self) -> dict[str, str]:
         """Return the reason why the repository cannot be read, until a poll succeeds."""
         return {} if self._poller and self._poller.has_polled else self._unreadable
-
-    async def grpc_call(self, method: str, request: bytes, *, metadata: Iterable[tuple[str, str | bytes]] = (),
-                        timeout_secs: float | None = None, peer: str = "") -> bytes:
-        """Make a unary gRPC call of this server without a port, as a client over gRPC would.
-
-        The server may have no ports at all: ``ServerOptions(closed=frozenset({"grpc", "http", "metrics"}))``. Call this
-        on the event loop of the server, after start(). A call whose task is cancelled is cancelled.
-
-        Parameters
-        ----------
-        method : str
-            Path of the method: "/inference.GRPCInferenceService/ModelInfer", "/grpc.health.v1.Health/Check".
-        request : bytes
-            Serialised request message.
-        metadata : iterable of tuple
-            Pairs of a name in lower case and a value, which is bytes for names that end with "-bin".
-        timeout_secs : float, optional
-            Seconds until the client's deadline.
-        peer : str
-            Client's address in gRPC's notation, for logs: "ipv4:10.0.0.1:5000".
-
-        Returns
-        -------
-        bytes
-            Serialised response message.
-
-        Raises
-        ------
-        GrpcStatusError
-            The call has ended with a status other than OK.
-        ValueError
-            The method is a stream.
-        """
-        return await self._calls.call(method, request, CallOptions(metadata, timeout_secs, peer))
-
-    def grpc_stream(self, method: str, requests: AsyncIterable[bytes], *,
-                    metadata: Iterable[tuple[str, str | bytes]] = (), timeout_secs: float | None = None,
-                    peer: str = "") -> AsyncGenerator[bytes, None]:
-        """Make a streaming gRPC call of this server without a port: ModelStreamInfer, or Watch of grpc.health.v1.
-
-        Close the generator (``contextlib.aclosing``) to cancel the call. A consumer that takes no response for
-        send_timeout_secs ends it. See grpc_call() for the other parameters and errors.
-
-        Parameters
-        ----------
-        requests : async iterable of bytes
-            Serialised request messages. Several are in flight before the first response is taken.
-
-        Yields
-        ------
-        bytes
-            Serialised response messages.
-        """
-        return self._calls.stream(method, requests, CallOptions(metadata, timeout_secs, peer))
 
     async def stop(self) -> bool:
         """Drop readiness, answer the accepted requests, and close.

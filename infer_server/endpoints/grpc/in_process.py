@@ -18,41 +18,87 @@ _STREAMS = frozenset(method.path for service in (protos.INFERENCE_SERVICE, proto
 
 
 @dataclass(frozen=True)
-class CallOptions:
-    """Properties of a call beside its messages."""
-    metadata: Iterable[tuple[str, Any]] = ()        # names in lower case; values are str, or bytes for names in -bin
-    timeout_secs: float | None = None               # time until the client's deadline
-    peer: str = ""                                  # client's address in gRPC's notation
+class _Options:
+    """Properties of a call beside its messages; see InProcessGrpc.call()."""
+    metadata: Iterable[tuple[str, Any]]
+    timeout_secs: float | None
+    peer: str
 
 
-class InProcessCalls:
-    """Caller of the methods of a server. Belongs to the event loop."""
+class InProcessGrpc:
+    """gRPC calls of a server by its own process, through the queues, limits and statistics of the ports.
+
+    The server may have no ports at all: ``ServerOptions(closed=frozenset({"grpc", "http", "metrics"}))``. Call this on
+    the event loop of the server, after start().
+    """
 
     def __init__(self, methods: Methods, max_message_bytes: int) -> None:
         self._methods, self._max_message_bytes = methods, max_message_bytes
 
-    async def call(self, path: str, request: bytes, options: CallOptions) -> bytes:
-        """See Server.grpc_call."""
-        serve = self._find(path, is_stream=False)
-        context = _UnaryContext(options, self._max_message_bytes, request)
+    async def call(self, method: str, request: bytes, *, metadata: Iterable[tuple[str, str | bytes]] = (),
+                   timeout_secs: float | None = None, peer: str = "") -> bytes:
+        """Make a unary call. If its task is cancelled, the call is cancelled.
+
+        Parameters
+        ----------
+        method : str
+            Path of the method: "/inference.GRPCInferenceService/ModelInfer", "/grpc.health.v1.Health/Check".
+        request : bytes
+            Serialised request message.
+        metadata : iterable of tuple
+            Pairs of a name in lower case and a value, which is bytes for names that end with "-bin".
+        timeout_secs : float, optional
+            Seconds until the client's deadline.
+        peer : str
+            Client's address in gRPC's notation, for logs: "ipv4:10.0.0.1:5000".
+
+        Returns
+        -------
+        bytes
+            Serialised response message.
+
+        Raises
+        ------
+        GrpcStatusError
+            The call has ended with a status other than OK.
+        ValueError
+            The method is a stream.
+        """
+        serve = self._find(method, is_stream=False)
+        context = _UnaryContext(_Options(metadata, timeout_secs, peer), self._max_message_bytes, request)
         try:
             await _serve(serve, context)
         except Exception as error:
-            raise _status(error, options.peer) from None
+            raise _status(error, peer) from None
         finally:
             context.close()
         return context.response
 
-    async def stream(self, path: str, requests: AsyncIterable[bytes], options: CallOptions
-                     ) -> AsyncGenerator[bytes, None]:
-        """See Server.grpc_stream."""
-        serve = self._find(path, is_stream=True)
-        context = _StreamContext(options, self._max_message_bytes, aiter(requests))
+    async def stream(self, method: str, requests: AsyncIterable[bytes], *,
+                     metadata: Iterable[tuple[str, str | bytes]] = (), timeout_secs: float | None = None,
+                     peer: str = "") -> AsyncGenerator[bytes, None]:
+        """Make a streaming call: ModelStreamInfer, or Watch of grpc.health.v1.
+
+        Close the generator (``contextlib.aclosing``) to cancel the call. A consumer that takes no response for
+        send_timeout_secs ends it. See call() for the other parameters and errors.
+
+        Parameters
+        ----------
+        requests : async iterable of bytes
+            Serialised request messages. Several are in flight before the first response is taken.
+
+        Yields
+        ------
+        bytes
+            Serialised response messages.
+        """
+        serve = self._find(method, is_stream=True)
+        context = _StreamContext(_Options(metadata, timeout_secs, peer), self._max_message_bytes, aiter(requests))
         work = asyncio.create_task(context.run(serve))
         try:
             while (response := await context.responses.get()) is not None:
                 if isinstance(response, Exception):
-                    raise _status(response, options.peer) from None
+                    raise _status(response, peer) from None
                 yield response
         finally:
             work.cancel()
@@ -60,20 +106,30 @@ class InProcessCalls:
                 await work
             context.close()
 
+    def methods_except(self, *paths: str, around: Callable[[Serve], Serve] = lambda serve: serve) -> Methods:
+        """Return the methods of the server without some, for a gRPC server that another program owns.
+
+        `around` returns what is called in place of a method.
+        """
+        def find(path: str) -> Serve | None:
+            serve = None if path in paths else self._methods.find(path)
+            return serve and around(serve)
+        return Methods(find)
+
     def _find(self, path: str, is_stream: bool) -> Serve:
         serve = self._methods.find(path)
         if serve is None:
             raise _status(NotServedError(f"'{path}' is no method of this server; methods are named like "
                                          f"/{protos.INFERENCE_SERVICE}/ModelInfer"), "")
         if is_stream != (path in _STREAMS):
-            raise ValueError(f"{path} is {'a unary call: use grpc_call' if is_stream else 'a stream: use grpc_stream'}")
+            raise ValueError(f"{path} is {'a unary call: use call()' if is_stream else 'a stream: use stream()'}")
         return serve
 
 
 @dataclass
 class _Context:
     """CallContext of a call from this process, without its messages."""
-    options: CallOptions
+    options: _Options
     _max_message_bytes: int
     _done: list[Callable[[], None]] = field(default_factory=list, init=False)
     deadline: float | None = field(default=None, init=False)        # in the loop's time
@@ -126,7 +182,7 @@ class _UnaryContext(_Context):
 class _StreamContext(_Context):
     """Context of a streaming call. It buffers one response: a client that does not read holds up the stream."""
 
-    def __init__(self, options: CallOptions, max_message_bytes: int, requests: AsyncIterator[bytes]) -> None:
+    def __init__(self, options: _Options, max_message_bytes: int, requests: AsyncIterator[bytes]) -> None:
         super().__init__(options, max_message_bytes)
         self._requests = requests
         # Responses, and at the end None or the error that has ended the call.

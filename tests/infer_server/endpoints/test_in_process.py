@@ -1,4 +1,4 @@
-"""Tests of Server.grpc_call and Server.grpc_stream: calls by bytes on a server without ports."""
+"""Tests of Server.grpc: calls by bytes on a server without ports."""
 from __future__ import annotations
 
 import asyncio
@@ -62,16 +62,16 @@ def is_idle(server: RunningServer) -> bool:
 def test_a_server_without_ports_infers(server: RunningServer) -> None:
     assert (server.ports.grpc, server.ports.http, server.ports.metrics) == (0, 0, 0)
     for _ in range(3):                  # the second and third take the path of a known layout
-        answer = server.run(server.server.grpc_call(INFER, request_of(request_id="seven"), timeout_secs=TIMEOUT_SECS))
+        answer = server.run(server.server.grpc.call(INFER, request_of(request_id="seven"), timeout_secs=TIMEOUT_SECS))
         response = inference.ModelInferResponse.FromString(answer)
         assert (response.id, result_of(response)) == ("seven", [3.0, 5.0, 7.0, 9.0])
     assert is_idle(server)
 
 
 def test_control_calls_and_health_answer(server: RunningServer) -> None:
-    answer = server.run(server.server.grpc_call(f"/{INFERENCE_SERVICE}/ServerReady", b""))
+    answer = server.run(server.server.grpc.call(f"/{INFERENCE_SERVICE}/ServerReady", b""))
     assert inference.ServerReadyResponse.FromString(answer).ready
-    answer = server.run(server.server.grpc_call(f"/{HEALTH_SERVICE}/Check", b""))
+    answer = server.run(server.server.grpc.call(f"/{HEALTH_SERVICE}/Check", b""))
     assert health.HealthCheckResponse.FromString(answer).status == health.HealthCheckResponse.SERVING
 
 
@@ -85,7 +85,7 @@ def test_control_calls_and_health_answer(server: RunningServer) -> None:
 def test_a_call_that_fails_raises_its_status(server: RunningServer, method: str, request_bytes: bytes,
                                              code: grpc.StatusCode, text: str) -> None:
     with pytest.raises(GrpcStatusError, match=text) as raised:
-        server.run(server.server.grpc_call(method, request_bytes))
+        server.run(server.server.grpc.call(method, request_bytes))
     assert raised.value.code is code and raised.value.details == str(raised.value)
     assert is_idle(server)
 
@@ -93,8 +93,8 @@ def test_a_call_that_fails_raises_its_status(server: RunningServer, method: str,
 def test_metadata_is_checked_as_on_a_port(server: RunningServer) -> None:
     method = f"/{INFERENCE_SERVICE}/ModelStatistics"
     with pytest.raises(GrpcStatusError, match="restricted"):
-        server.run(server.server.grpc_call(method, b"", metadata=[("triton-grpc-protocol-key", "wrong")]))
-    answer = server.run(server.server.grpc_call(method, b"", metadata=[("triton-grpc-protocol-key", "secret")]))
+        server.run(server.server.grpc.call(method, b"", metadata=[("triton-grpc-protocol-key", "wrong")]))
+    answer = server.run(server.server.grpc.call(method, b"", metadata=[("triton-grpc-protocol-key", "secret")]))
     assert len(inference.ModelStatisticsResponse.FromString(answer).model_stats) == 2
 
 
@@ -102,7 +102,7 @@ def test_a_passed_deadline_and_a_cancelled_task_cancel_the_request(server: Runni
     gate = GATES["in process"]
 
     async def cancel() -> None:
-        call = asyncio.create_task(server.server.grpc_call(INFER, request_of("gated")))
+        call = asyncio.create_task(server.server.grpc.call(INFER, request_of("gated")))
         await asyncio.sleep(0)
         call.cancel()
         await asyncio.wait([call])
@@ -110,7 +110,7 @@ def test_a_passed_deadline_and_a_cancelled_task_cancel_the_request(server: Runni
 
     with gate.closed():
         with pytest.raises(GrpcStatusError) as raised:
-            server.run(server.server.grpc_call(INFER, request_of("gated"), timeout_secs=0.05))
+            server.run(server.server.grpc.call(INFER, request_of("gated"), timeout_secs=0.05))
         assert raised.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
         server.run(cancel())
         assert is_idle(server)
@@ -120,7 +120,7 @@ def test_a_stream_answers_in_order_and_reports_errors_in_messages(server: Runnin
     async def run() -> list[inference.ModelStreamInferResponse]:
         requests = each(request_of(request_id="0"), request_of("nobody"), request_of(values=[0] * 4, request_id="2"))
         return [inference.ModelStreamInferResponse.FromString(response)
-                async for response in server.server.grpc_stream(STREAM, requests, timeout_secs=TIMEOUT_SECS)]
+                async for response in server.server.grpc.stream(STREAM, requests, timeout_secs=TIMEOUT_SECS)]
 
     first, second, third = server.run(run())
     assert (first.infer_response.id, result_of(first.infer_response)) == ("0", [3.0, 5.0, 7.0, 9.0])
@@ -131,7 +131,7 @@ def test_a_stream_answers_in_order_and_reports_errors_in_messages(server: Runnin
 
 def test_a_stream_ends_with_its_status(server: RunningServer) -> None:
     async def run(requests: AsyncIterator[bytes], **options: Any) -> None:
-        async for _ in server.server.grpc_stream(STREAM, requests, **options):
+        async for _ in server.server.grpc.stream(STREAM, requests, **options):
             pass
 
     with pytest.raises(GrpcStatusError) as raised:
@@ -147,7 +147,7 @@ def test_a_stream_ends_with_its_status(server: RunningServer) -> None:
 
 def test_closing_a_stream_cancels_what_is_in_flight(server: RunningServer) -> None:
     async def run() -> None:
-        async with aclosing(server.server.grpc_stream(STREAM, endless(request_of(), request_of("gated")))) as responses:
+        async with aclosing(server.server.grpc.stream(STREAM, endless(request_of(), request_of("gated")))) as responses:
             await anext(responses)
 
     with GATES["in process"].closed():
@@ -161,7 +161,7 @@ def test_watch_of_health_follows_the_server_to_its_end(tmp_path: Path) -> None:
         seen: list[int] = []
 
         async def watch() -> None:
-            async for response in running.server.grpc_stream(f"/{HEALTH_SERVICE}/Watch", each(b"")):
+            async for response in running.server.grpc.stream(f"/{HEALTH_SERVICE}/Watch", each(b"")):
                 seen.append(health.HealthCheckResponse.FromString(response).status)
 
         async def begin() -> asyncio.Task[None]:
@@ -176,9 +176,9 @@ def test_watch_of_health_follows_the_server_to_its_end(tmp_path: Path) -> None:
 
 def test_a_stream_and_a_unary_call_are_not_mixed_up(server: RunningServer) -> None:
     async def stream() -> None:
-        await anext(server.server.grpc_stream(INFER, each()))
+        await anext(server.server.grpc.stream(INFER, each()))
 
-    with pytest.raises(ValueError, match="use grpc_stream"):
-        server.run(server.server.grpc_call(STREAM, b""))
-    with pytest.raises(ValueError, match="use grpc_call"):
+    with pytest.raises(ValueError, match="use stream"):
+        server.run(server.server.grpc.call(STREAM, b""))
+    with pytest.raises(ValueError, match="use call"):
         server.run(stream())
