@@ -6,10 +6,17 @@ from typing import Any
 from ray import serve
 
 from infer_server.ray.options import builder_arguments
-from infer_server.ray.replica import InferServer
+from infer_server.ray.replica import InferServer as Replica
 
 MAX_ONGOING_REQUESTS = 1024     # of a replica; the server queues, batches and limits by itself
 GRACEFUL_SHUTDOWN_SECS = 60.0   # time for a replica to drain; Serve takes the first 30 s to tell its proxies
+
+
+class InferServer(Replica):
+    """Replica that stops when Serve calls its destructor, once it gets no more calls."""
+
+    async def __del__(self) -> None:
+        await self.close()
 
 
 def app(arguments: dict[str, Any]) -> serve.Application:

@@ -24,8 +24,8 @@ class Meter:
         self._cores = cores
         self._ongoing = 0
         self._call_secs = 0.0           # sum of the times that calls have taken since the last reading
-        self._counted_at = time.monotonic()
         self._last = self._times()
+        self._counted_at = self._last[0]
 
     def counted(self, serve: Serve) -> Serve:
         """Return a method whose calls are counted."""
@@ -43,17 +43,19 @@ class Meter:
         The load is 1 if the event loop, or all cores together, were busy all the time. Time in which the event loop
         waits for a core counts as busy.
         """
-        self._change(0)
         last, self._last = self._last, self._times()
+        self._count_until(self._last[0])
         wall, loop, process = (now - before for now, before in zip(self._last, last, strict=True))
         call_secs, self._call_secs = self._call_secs, 0.0
         return {ONGOING: call_secs / wall, LOAD: max(loop, process / self._cores) / wall} if wall > 0 else {}
 
     def _change(self, count: int) -> None:
-        now = time.monotonic()
+        self._count_until(time.monotonic())
+        self._ongoing += count
+
+    def _count_until(self, now: float) -> None:
         self._call_secs += self._ongoing * (now - self._counted_at)
         self._counted_at = now
-        self._ongoing += count
 
     def _times(self) -> tuple[float, float, float]:
         on_core_ns, waiting_ns, _ = map(int, _SCHEDULING.read_text().split())

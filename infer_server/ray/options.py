@@ -85,6 +85,9 @@ def _command_line(given: Mapping[str, Any]) -> list[str]:
         option = name.replace("_", "-")
         if _OF_SERVE.match(option):
             raise ValueError(f"{name}: Ray Serve has the ports and the process; set it in Serve's configuration")
+        if option == "model-control-mode" and value == "explicit":
+            raise ValueError(f"{name}: a client would load a model in one replica, which the balancer chooses; use "
+                             "poll, or deploy again")
         for each in value if isinstance(value, list) else [value]:
             text = str(each).lower() if isinstance(each, bool) else str(each)
             if option == _REPOSITORY and not is_remote(text):

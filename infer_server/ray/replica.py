@@ -76,6 +76,7 @@ class InferServer:
         await self.server.start()
         await self.server.loaded()
         if options.strict_readiness and (failures := self.server.failures()):
+            await self.close()
             raise RuntimeError("; ".join(f"{name}: {reason}" for name, reason in failures.items()))
         self._meter = Meter(options.cores)
         serve_in_replica(self.server.grpc.methods_except(WATCH, around=self._meter.counted))
@@ -89,8 +90,8 @@ class InferServer:
         """Return the metrics of this replica for the autoscaling policy. A coroutine, to run on the event loop."""
         return self._meter.read()
 
-    async def __del__(self) -> None:
-        """Answer what is in flight and stop. Serve awaits this once it sends the replica no more calls."""
+    async def close(self) -> None:
+        """Answer what is in flight and stop."""
         await self.server.stop()
 
 

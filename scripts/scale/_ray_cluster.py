@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -47,7 +48,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         try:
-            wait_until(self._has_started, 240, "the cluster starts")
+            wait_until(self._has_started, 300, "the cluster starts")
         except BaseException:
             self.__exit__()
             raise
@@ -66,6 +67,9 @@ class Cluster:
             with open(self._folder / "ray.log", "wb") as log:
                 self._head = subprocess.Popen([BIN / command[0], *command[1:]], env=self._environment, stdout=log,
                                               stderr=subprocess.STDOUT)
+        with socket.socket() as dashboard:      # a cheap look first: the machine is busy with the start
+            if dashboard.connect_ex(("127.0.0.1", self._dashboard)):
+                return False
         return self._serve("status").returncode == 0
 
     def __exit__(self, *_: object) -> None:
@@ -134,6 +138,7 @@ class Cluster:
 
 
 def wait_until(condition: Callable[[], bool], timeout_secs: float, what: str) -> None:
+    """Wait for a condition. Raises TimeoutError."""
     end = time.monotonic() + timeout_secs
     while not condition():
         if time.monotonic() > end:
