@@ -18,11 +18,13 @@ import psutil
 
 BIN = Path(sys.executable).parent
 DEPLOYMENT = "InferServer"
-# Haproxy and Serve's controller get these; the time limits are for slow machines.
+# Environment of the cluster; the time limits are for slow machines. The mode of authentication is explicit, because Ray
+# otherwise switches tokens on in some of the processes if the user has a token of another cluster.
 SETTINGS = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_HAPROXY_NBTHREAD": "1",
     "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    "RAY_raylet_start_wait_time_s": "150", "RAY_USAGE_STATS_ENABLED": "0"}
+    "RAY_raylet_start_wait_time_s": "150", "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled"}
 _POLL_SECS = 2.0
 
 
@@ -62,6 +64,7 @@ class Cluster:
             self._starts -= 1
             self._kill()
             command = ["ray", "start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=true",
+                       "--node-ip-address=127.0.0.1",
                        f"--port={self._gcs}", f"--dashboard-port={self._dashboard}", f"--num-cpus={self._cpus}",
                        "--object-store-memory=80000000", f"--temp-dir={self._folder}"]
             with open(self._folder / "ray.log", "wb") as log:

@@ -1,6 +1,6 @@
 """Serve behind Ray Serve's HAProxy: CPU per request, kill -9, a rolling update, autoscaling.
 
-    python -m scripts.scale ray_serve                       # all parts, some six minutes
+    python -m scripts.scale ray_serve                       # all parts, some ten minutes
     python -m scripts.scale ray_serve --only cost,kill
 
 Needs the extra `ray`, psutil and a free range of seven ports.
