@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from infer_server.calibration.workflow import Calibration
     from infer_server.clients.aio import AsyncInferenceClient
     from infer_server.clients.client import InferenceClient
+    from infer_server.endpoints.grpc.errors import GrpcStatusError
     from infer_server.engines.compiler.build import EngineBuild, build_engine
     from infer_server.engines.compiler.engine_cache import EngineCache
     from infer_server.engines.loading import load_engine
@@ -30,9 +31,10 @@ _HOMES = {
     "load_engine": "engines.loading", "Engine": "engines.runtime.engine",
     "ExecutionContext": "engines.runtime.context",
     "InferenceClient": "clients.client", "AsyncInferenceClient": "clients.aio",
-    "Server": "server", "ServerOptions": "server"}
+    "Server": "server", "ServerOptions": "server", "GrpcStatusError": "endpoints.grpc.errors"}
 __all__ = ["AccuracyTarget", "AsyncInferenceClient", "Calibration", "Engine", "EngineBuild", "EngineCache",
-           "ExecutionContext", "InferenceClient", "Server", "ServerOptions", "build_engine", "load_engine"]
+           "ExecutionContext", "GrpcStatusError", "InferenceClient", "Server", "ServerOptions", "build_engine",
+           "load_engine"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.config.kinds import ModelKind
 from infer_server.endpoints.front import InferenceServices
+from infer_server.endpoints.grpc.in_process import InProcessGrpc
 from infer_server.endpoints.grpc.service.methods import HEADER_PREFIX, service_methods
 from infer_server.endpoints.http.reading import PortLimits
 from infer_server.endpoints.http.routes import metrics_routes, server_routes
@@ -186,6 +187,7 @@ class Server:
         restrictions = Restrictions(options.grpc_secrets, HEADER_PREFIX)
         self._methods = service_methods(self._service, self._services, self.lifecycle, restrictions,
                                         options.grpc_reflection)
+        self.grpc = InProcessGrpc(self._methods, options.max_message_bytes)     # calls without a port
         if options.workers > 1:
             self._workers = FrontendWorkers(options.workers, self._inflight, self._methods)
         self._reserved, self._is_open = ReservedPorts(), not options.listen_when_ready

@@ -172,6 +172,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
                                 "infer_server.endpoints.grpc.nghttp2"),
     "infer_server.fronts": ("infer_server.grpc_ports", "infer_server.endpoints.grpc.service"),
     "infer_server.server": ("infer_server.fronts", "infer_server.repository.loader"),
+    "infer_server.ray": ("infer_server.cli",),
     "infer_server.cli": ("infer_server.server", "infer_server.repository.checking"),
     "infer_server": (),
     "protos": (),

@@ -47,6 +47,20 @@ def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.Argum
         return _code_of(error)
 
 
+def parse_or_raise(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line for a program: unlike parse_args(), raise ValueError instead of exiting."""
+    known = {option for action in parser._actions for option in action.option_strings}
+    unknown = [each for each in arguments if each.startswith("--") and each.partition("=")[0] not in known]
+    parser.exit_on_error = False
+    try:
+        parsed, rest = parser.parse_known_args([] if unknown else list(arguments))
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
+    if unknown or rest:
+        raise ValueError(f"unknown options: {', '.join(unknown or rest)}")
+    return parsed
+
+
 def add_version(parser: argparse.ArgumentParser) -> None:
     """Add the option --version, which prints the version of infer-server."""
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")

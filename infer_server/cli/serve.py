@@ -8,14 +8,23 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from infer_server.backend import EngineLoader, describe_plan, load_plan
 from infer_server.cli.access import access_of, add_access
-from infer_server.cli.common import add_plan_store, add_version, boolean, natural, positive, seconds, up_to
+from infer_server.cli.common import (
+    add_plan_store,
+    add_version,
+    boolean,
+    natural,
+    parse_or_raise,
+    positive,
+    seconds,
+    up_to,
+)
 from infer_server.cli.triton_options import (
     add_triton_options,
     cache_bytes,
@@ -78,6 +87,15 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
         print(f"infer-server: error: {error}", file=sys.stderr)
         return 1
     return 0 if answered else 1
+
+
+def options_of(arguments: Sequence[str]) -> ServerOptions:
+    """Return the options of a server for a command line. Raises ValueError with what the command would print."""
+    parsed = parse_or_raise(_parser(), arguments)
+    parsed.model_repository = list(dict.fromkeys(map(_settled, parsed.model_repository)))
+    if mistake := _mistake(parsed):
+        raise ValueError(mistake)
+    return _options(parsed)
 
 
 def _check(parsed: argparse.Namespace, load_engine: EngineLoader) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from infer_server import protos
 from infer_server.endpoints.grpc.context import CallClient, CallContext, Serve
-from infer_server.endpoints.grpc.errors import ForwardedStatusError
+from infer_server.endpoints.grpc.errors import GrpcStatusError
 from infer_server.endpoints.grpc.infer_reply import InferReply
 from infer_server.endpoints.grpc.methods import INFER_PATH, Methods, awaiting
 from infer_server.endpoints.inflight import Inflight, OpenCall
@@ -82,7 +82,7 @@ class GrpcCalls:
         finally:
             del self._streams[stream.number]
         if code:
-            raise ForwardedStatusError(code, details)
+            raise GrpcStatusError(code, details)
 
     # ---- front_end.Infers
     def answered(self, frame: Frame, is_held: bool) -> None:

@@ -32,7 +32,8 @@ def _compiler_for(purpose: str) -> Iterator[None]:
 def relowered(plan: Plan, why: str, cache: str | os.PathLike[str] | bool, quietly: bool) -> Plan:
     """Compile the plan's graph again for this machine, or take the result from the engine cache.
 
-    why: what keeps the plan from running, for messages. Raises PlanTargetError if the compiler is not installed or the graph cannot be compiled here.
+    why: what keeps the plan from running, for messages. Raises PlanTargetError if the compiler is not installed or the
+    graph cannot be compiled here.
     """
     if not quietly:
         import logging  # imported here to load matching plans a few milliseconds sooner

@@ -17,8 +17,16 @@ log = logging.getLogger(__name__)
 Request = TypeVar("Request", bound=Message)
 
 
-class ForwardedStatusError(Exception):
-    """Status with which another process has ended a call."""
+class GrpcStatusError(Exception):
+    """Raised for a call that has ended with a gRPC status other than OK.
+
+    Attributes
+    ----------
+    code : grpc.StatusCode
+        Status of the call.
+    details : str
+        Message for the client.
+    """
 
     def __init__(self, code: int, details: str) -> None:
         super().__init__(details)
@@ -72,7 +80,7 @@ def parsed(message: type[Request], data: bytes, most_bytes: int = _MOST_REQUEST_
 
 def described(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
     """Return the status and message that end a call; log unexpected exceptions and malformed messages."""
-    if isinstance(error, ForwardedStatusError):
+    if isinstance(error, GrpcStatusError):
         return error.code, error.details
     if not isinstance(error, ServeError):       # a bug of ours: the client gets the class only, the log has the rest
         log.error("a call failed", exc_info=error)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from infer_server.endpoints.grpc.context import CallContext, asks_for_load
-from infer_server.endpoints.grpc.errors import ForwardedStatusError, described
+from infer_server.endpoints.grpc.errors import GrpcStatusError, described
 from infer_server.endpoints.inflight import OpenCall
 
 
@@ -88,7 +88,7 @@ class AwaitedInfer(InferReply):
 
     def refuse(self, code: int, details: str) -> None:
         if not self.response.done():
-            self.response.set_exception(ForwardedStatusError(code, details))
+            self.response.set_exception(GrpcStatusError(code, details))
 
     def metadata(self) -> Iterable[tuple[str, Any]]:
         return self._context.metadata()
