@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infer_server.batch.scorer import Scorer
     from infer_server.calibration.workflow import Calibration
     from infer_server.clients.aio import AsyncInferenceClient
     from infer_server.clients.client import InferenceClient
@@ -28,9 +29,9 @@ _HOMES = {
     "load_engine": "engines.loading", "Engine": "engines.runtime.engine",
     "ExecutionContext": "engines.runtime.context",
     "InferenceClient": "clients.client", "AsyncInferenceClient": "clients.aio",
-    "Server": "server", "ServerOptions": "server"}
+    "Scorer": "batch.scorer", "Server": "server", "ServerOptions": "server"}
 __all__ = ["AsyncInferenceClient", "Calibration", "Engine", "EngineBuild", "EngineCache", "ExecutionContext",
-           "InferenceClient", "Server", "ServerOptions", "build_engine", "load_engine"]
+           "InferenceClient", "Scorer", "Server", "ServerOptions", "build_engine", "load_engine"]
 
 
 def __getattr__(name: str) -> Any:
