@@ -171,6 +171,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "infer_server.fronts": ("infer_server.grpc_ports", "infer_server.endpoints.grpc.service"),
     "infer_server.server": ("infer_server.fronts", "infer_server.repository.loader"),
     "infer_server.cli": ("infer_server.server", "infer_server.repository.checking"),
+    "infer_server.fleet": ("infer_server.batching", "infer_server.cli"),
     "infer_server.batch": (),
     "infer_server.batch.cli": ("infer_server.batch", "infer_server.cli"),
     "infer_server": (),
