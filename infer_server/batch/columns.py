@@ -184,3 +184,17 @@ def to_arrow(values: Array, type_: Any) -> Any:
             offsets = pa.array(np.arange(rows + 1) * extents[axis], pa.int32())
             array = pa.ListArray.from_arrays(offsets, array, type=outer)
     return array
+
+
+def with_plain_lists(batch: Any) -> Any:
+    """Return a table or record batch with lists in place of fixed-size lists."""
+    columns = [_plain(column) for column in batch.columns]
+    return type(batch).from_arrays(columns, names=batch.schema.names)
+
+
+def _plain(array: Any) -> Any:
+    pa = arrow()
+    if not isinstance(array, pa.FixedSizeListArray):
+        return array
+    offsets = pa.array(np.arange(len(array) + 1) * array.type.list_size, pa.int32())
+    return pa.ListArray.from_arrays(offsets, _plain(array.flatten()))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from infer_server.batch.columns import Column, Encoded, Group, arrow, together
+from infer_server.batch.columns import Column, Encoded, Group, arrow, together, with_plain_lists
 from infer_server.batch.frames import Frame, Output, frame_of
 from infer_server.batch.model import Items, top_k
 from infer_server.engines.errors import CalibrationError, ConfigError, InputError, did_you_mean
@@ -125,9 +125,13 @@ class Scorer:
         return scored
 
     def stream(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the scored batches, for Spark's mapInArrow and mapInPandas."""
+        """Yield the scored batches, for Spark's mapInArrow and mapInPandas.
+
+        Fixed-size lists of record batches become lists, since Spark reads no others.
+        """
         for batch in batches:
-            yield self(batch)
+            scored = self(batch)
+            yield with_plain_lists(scored) if hasattr(scored, "num_rows") else scored
 
     def score(self, batch: Any) -> tuple[Any, dict[int, str]]:
         """Return the scored rows of a batch, and {row: reason} of the others. Raises InputError."""

@@ -25,11 +25,11 @@ def assumptions(answer: Answer) -> list[str]:
     fleet, times = answer.fleet, answer.fleet.times
     lines = [f"times of batches: {times.source}; " + ", ".join(
                  f"{size}: {1e3 * seconds:.3g} ms" for size, seconds in zip(times.sizes, times.seconds, strict=True)),
-             f"batches have up to {times.paying_batch(fleet.batch)} of {fleet.batch} items: a larger one saves less than "
-             "5 % an item; no queue delay, no preferred sizes, no deadlines",
+             f"batches have up to {times.paying_batch(fleet.batch)} of {fleet.batch} items: a larger one saves less "
+             "than 5 % an item; no queue delay, no preferred sizes, no deadlines",
              "requests have one item each and arrive independently of each other (a Poisson process)",
-             f"a request takes {1e3 * fleet.request_seconds:g} ms of its server's one event loop (more loops: --workers "
-             f"of infer-server) and {1e3 * fleet.hop_seconds:g} ms on its way"]
+             f"a request takes {1e3 * fleet.request_seconds:g} ms of its server's one event loop (infer-server "
+             f"--workers has more) and {1e3 * fleet.hop_seconds:g} ms on its way"]
     balancer = f"{fleet.balancers} balancer{'s' * (fleet.balancers != 1)} by {fleet.balancer}"
     if fleet.balancer == "connection":
         balancer = f"clients stay on one of {CONNECTIONS} connections a server"
@@ -37,7 +37,8 @@ def assumptions(answer: Answer) -> list[str]:
     lines.append(f"{fleet.slow:.0%} of the servers take {fleet.slower:g} times as long" if fleet.slow
                  else "servers are equally fast, and all are up")
     if fleet.servers > SIMULATED:
-        lines.append(f"{SIMULATED} of the {fleet.servers} servers are simulated, with their share of requests and balancers")
+        lines.append(f"{SIMULATED} of the {fleet.servers} servers are simulated, with their share of the requests and "
+                     "balancers")
     return lines
 
 
@@ -74,7 +75,8 @@ def as_json(answer: Answer, threads: int) -> dict[str, Any]:
 def require_matplotlib() -> None:
     """Raise ConfigError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'infer-server[plot]', or use --json and plot it elsewhere")
+        raise ConfigError("--plot needs matplotlib: pip install 'infer-server[plot]', or use --json and plot it "
+                          "elsewhere")
 
 
 def write_plot(answer: Answer, path: Path) -> None:
@@ -84,15 +86,16 @@ def write_plot(answer: Answer, path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     points = sorted([*answer.curve, answer.point], key=lambda point: point.rate)
+    goal_ms, capacity = 1e3 * answer.goal.p99, answer.fleet.capacity
     for name, colour in COLOURS.items():
         axes.plot([point.rate for point in points], [1e3 * getattr(point, name) for point in points], marker="o",
                   markersize=4, color=colour, label=name)
-    axes.axhline(1e3 * answer.goal.p99, color=COLOURS["p99"], linestyle=":", label=f"goal: {1e3 * answer.goal.p99:g} ms")
+    axes.axhline(goal_ms, color=COLOURS["p99"], linestyle=":", label=f"goal: {goal_ms:g} ms")
     axes.axvline(answer.goal.rate, color="#555555", linestyle="--", label=f"planned: {answer.goal.rate:g} requests/s")
-    axes.set(xlabel="requests/s", ylabel="latency [ms]", ylim=(0, 3e3 * answer.goal.p99),
+    axes.set(xlabel="requests/s", ylabel="latency [ms]", ylim=(0, 3 * goal_ms),
              title=f"{answer.fleet.servers} servers of {answer.fleet.instances} instances, {answer.fleet.balancer}")
-    axes.secondary_xaxis("top", functions=(lambda rate: rate / answer.fleet.capacity,
-                                           lambda load: load * answer.fleet.capacity)).set_xlabel("load")
+    loads: Any = (lambda rate: rate / capacity, lambda load: load * capacity)
+    axes.secondary_xaxis("top", functions=loads).set_xlabel("load")
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left")
     figure.savefig(path, format="png", dpi=120)

@@ -1,9 +1,9 @@
 """Event simulation of servers behind balancers: latencies of Poisson requests of one item each.
 
 A server has `instances`; when one is free, it takes what waits as the server's batcher does without deadlines: a share
-of it if other instances are idle, and no more than pays. Before that a request passes the server's one event loop, which
-takes `request_seconds` for it. A balancer knows the requests that it has itself sent to each server and that are not
-answered; several balancers know nothing of each other.
+of it if other instances are idle, and no more than pays. Before that a request passes the server's one event loop,
+which takes `request_seconds` for it. A balancer knows the requests that it has itself sent to each server and that are
+not answered; several balancers know nothing of each other.
 """
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def simulate(fleet: Fleet, arrivals: Array, seed: int = 0) -> Array:
     owners = np.random.default_rng([seed, 1]).integers(0, fleet.balancers, count).tolist()
     factors = fleet.times.draws(np.random.default_rng([seed, 2]), count).tolist()
     most = fleet.times.paying_batch(fleet.batch)
-    takes = [0.0, *(fleet.times.of(items) for items in range(1, most + 1))]
+    takes = [fleet.times.of(items) for items in range(most + 1)]
     slow = round(fleet.slow * fleet.servers)
     queues: list[deque[int]] = [deque() for _ in range(fleet.servers)]
     idle, loop_free = [fleet.instances] * fleet.servers, [0.0] * fleet.servers
     ended = [0.0] * count
-    # (time, order, server, batch): a batch ends; with -1 - request in place of it, a request leaves the event loop
+    # (time, order, server, what): a batch ends, or a request leaves the event loop
     events: list[tuple[float, int, int, list[int] | int]] = []
     order = 0
 
@@ -106,13 +106,9 @@ def simulate(fleet: Fleet, arrivals: Array, seed: int = 0) -> Array:
         if request == count:
             break
         server = pick(owners[request])
-        if fleet.request_seconds:
-            loop_free[server] = max(arrives, loop_free[server]) + fleet.request_seconds
-            order += 1
-            heapq.heappush(events, (loop_free[server], order, server, request))
-        else:
-            queues[server].append(request)
-            start(server, arrives)
+        loop_free[server] = max(arrives, loop_free[server]) + fleet.request_seconds
+        order += 1
+        heapq.heappush(events, (loop_free[server], order, server, request))
     latencies: Array = np.array(ended) - arrivals + fleet.hop_seconds
     return latencies[int(WARM_UP * count):]
 
@@ -136,9 +132,11 @@ def _policy(fleet: Fleet, chance: random.Random) -> tuple[Callable[[int], int], 
         turns[balancer] = (turns[balancer] + 1) % servers
         return turns[balancer]
 
-    choose = {"two-choices": two_choices, "least-request": least_request, "round-robin": round_robin,
-              "random": lambda balancer: chance.randrange(servers),
-              "connection": lambda balancer: chance.choice(connections)}[fleet.balancer]
+    choices: dict[str, Callable[[int], int]] = {
+        "two-choices": two_choices, "least-request": least_request, "round-robin": round_robin,
+        "random": lambda balancer: chance.randrange(servers),
+        "connection": lambda balancer: chance.choice(connections)}
+    choose = choices[fleet.balancer]
     knows = fleet.balancer in ("two-choices", "least-request")
 
     def pick(balancer: int) -> int:

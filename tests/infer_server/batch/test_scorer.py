@@ -56,6 +56,9 @@ def test_an_arrow_table_gets_columns_of_fixed_shapes(plan: Path, expected: dict[
         np.testing.assert_array_equal(np.array(scored[name].to_pylist(), np.float32), values)
     batch, = table.combine_chunks().to_batches()
     assert isinstance(scorer(batch), pa.RecordBatch) and pa.table(scorer(batch)) == scored
+    streamed, = scorer.stream([batch])
+    assert streamed.schema.field("grid").type == pa.list_(pa.list_(pa.float32()))
+    assert streamed.to_pylist() == scored.to_pylist()
 
 
 def test_pandas_and_numpy_come_back_as_they_were_given(plan: Path, expected: dict[str, Array]) -> None:
