@@ -112,8 +112,10 @@ class FileFrame(NumpyFrame):
     """Arrays that were read from files; the result is an Arrow table."""
 
     def scored(self, keep: Sequence[str], rows: Array | None, outputs: Mapping[str, Output]) -> Any:
-        kept = super().scored(keep, rows, {})
-        return arrow().table({**kept, **{name: output.to_arrow() for name, output in outputs.items()}})
+        pa = arrow()
+        kept = {name: pa.array(values, pa.string() if values.dtype == object else None)
+                for name, values in super().scored(keep, rows, {}).items()}
+        return pa.table({**kept, **{name: output.to_arrow() for name, output in outputs.items()}})
 
 
 class PandasFrame:

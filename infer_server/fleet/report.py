@@ -87,12 +87,13 @@ def write_plot(answer: Answer, path: Path) -> None:
     axes = figure.add_subplot()
     points = sorted([*answer.curve, answer.point], key=lambda point: point.rate)
     goal_ms, capacity = 1e3 * answer.goal.p99, answer.fleet.capacity
+    highest = max(1.3 * goal_ms, min(3 * goal_ms, 1.2e3 * max(point.p99 for point in points)))
     for name, colour in COLOURS.items():
         axes.plot([point.rate for point in points], [1e3 * getattr(point, name) for point in points], marker="o",
                   markersize=4, color=colour, label=name)
     axes.axhline(goal_ms, color=COLOURS["p99"], linestyle=":", label=f"goal: {goal_ms:g} ms")
     axes.axvline(answer.goal.rate, color="#555555", linestyle="--", label=f"planned: {answer.goal.rate:g} requests/s")
-    axes.set(xlabel="requests/s", ylabel="latency [ms]", ylim=(0, 3 * goal_ms),
+    axes.set(xlabel="requests/s", ylabel="latency [ms]", xlim=(0, None), ylim=(0, highest),
              title=f"{answer.fleet.servers} servers of {answer.fleet.instances} instances, {answer.fleet.balancer}")
     loads: Any = (lambda rate: rate / capacity, lambda load: load * capacity)
     axes.secondary_xaxis("top", functions=loads).set_xlabel("load")

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from infer_server import Scorer, load_engine
+from infer_server.batch.frames import FileFrame
 from infer_server.engines.errors import ConfigError, InputError
 from infer_server.engines.ir.graph import Array
 from tests.infer_server.batch.models import COUPLED, TEXT, WHOLE, pictures, plan_of
@@ -165,6 +166,12 @@ def test_a_batch_that_does_not_fit_is_refused(plan: Path, batch: Any, error: str
 def test_options_that_do_not_fit_are_refused(plan: Path, options: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         Scorer(plan, **options)({"image": pictures(1)})
+
+
+def test_files_of_which_no_row_is_left_keep_the_types_of_their_columns() -> None:
+    frame = FileFrame({"path": np.array(["a"], object), "item": np.array([1])})
+    assert frame.scored(["path", "item"], np.array([], int), {}).schema == pa.schema(
+        {"path": pa.string(), "item": pa.int64()})
 
 
 def test_scoring_a_plan_loads_no_compiler(plan: Path) -> None:
