@@ -86,10 +86,10 @@ def stated(item_ms: float, fixed_ms: float, most: int, deviation: float = USUAL_
 
 
 def measured(times: Mapping[int, Array], source: str) -> ServiceTimes:
-    """Return measured times, {batch size: seconds of each run}; the spread is that of the smallest size."""
+    """Return measured times, {batch size: seconds of each run}, and their spread over the mean of their size."""
     sizes = sorted(times)
-    return ServiceTimes(tuple(sizes), tuple(float(times[size].mean()) for size in sizes), _quantiles(times[sizes[0]]),
-                        source)
+    spread = np.concatenate([times[size] / times[size].mean() for size in sizes])
+    return ServiceTimes(tuple(sizes), tuple(float(times[size].mean()) for size in sizes), _quantiles(spread), source)
 
 
 def read_times(paths: Sequence[Path]) -> ServiceTimes:

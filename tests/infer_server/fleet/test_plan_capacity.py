@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 
 from infer_server import build_engine
 from infer_server.fleet import cli
+from infer_server.fleet.planning import Goal, Simulation
+from infer_server.fleet.service import stated
+from infer_server.fleet.simulate import Fleet
 
 QUICK = ("--requests", "4000")
 MODEL = """<ir_version: 8, opset_import: ["": 17]> small (float[N, 4] x) => (float[N, 4] y) { y = Relu(x) }"""
@@ -41,6 +45,18 @@ def test_a_tighter_goal_and_worse_balancing_need_more_servers(capsys: pytest.Cap
     loose, tight = (answer(capsys, *goal, "--p99", p99)["servers"] for p99 in (200, 30))
     by_connection = answer(capsys, *goal, "--p99", 200, "--balancer", "connection")["servers"]
     assert loose < tight and loose < by_connection
+
+
+def test_the_search_ends_at_a_number_below_which_the_goal_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--item-ms", 17, "--rate", 2000, "--p99", 60, "--cores", 4, "--balancer", "connection")
+    assert found["servers"] > 2000 * 0.017 / 4 + 4      # the first guess is far below
+    assert found["planned"]["p99_ms"] <= 60 < found["one_less"]["p99_ms"]
+
+
+def test_of_a_large_fleet_a_part_with_its_share_is_simulated() -> None:
+    fleet, goal = Fleet(6400, 2, stated(10, 0, 1), 1, balancers=200), Goal(1e5, 0.1)
+    part = replace(fleet, servers=64, balancers=2)
+    assert Simulation(2000).at(fleet, 1e5, goal).p99 == Simulation(2000).at(part, 1e3, goal).p99
 
 
 def test_a_large_fleet_is_simulated_in_part(capsys: pytest.CaptureFixture[str]) -> None:
