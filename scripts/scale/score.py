@@ -169,7 +169,8 @@ def on_spark(plan: Path, rows: Path) -> Any:
 def on_ray(plan: Path, rows: Path) -> Any:
     """Score the rows with Ray Data's map_batches on two actors."""
     import ray
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    # Actors hold a CPU each: reading needs one more.
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         scored = ray.data.read_parquet(str(rows)).map_batches(
             Scorer, fn_constructor_args=(str(plan),), batch_format="pyarrow", batch_size=1024,
