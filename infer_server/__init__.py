@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infer_server.batch.scorer import Scorer
     from infer_server.calibration.target.search import AccuracyTarget
     from infer_server.calibration.workflow import Calibration
     from infer_server.clients.aio import AsyncInferenceClient
@@ -31,10 +32,11 @@ _HOMES = {
     "load_engine": "engines.loading", "Engine": "engines.runtime.engine",
     "ExecutionContext": "engines.runtime.context",
     "InferenceClient": "clients.client", "AsyncInferenceClient": "clients.aio",
-    "Server": "server", "ServerOptions": "server", "GrpcStatusError": "endpoints.grpc.errors"}
+    "Scorer": "batch.scorer", "Server": "server", "ServerOptions": "server",
+    "GrpcStatusError": "endpoints.grpc.errors"}
 __all__ = ["AccuracyTarget", "AsyncInferenceClient", "Calibration", "Engine", "EngineBuild", "EngineCache",
-           "ExecutionContext", "GrpcStatusError", "InferenceClient", "Server", "ServerOptions", "build_engine",
-           "load_engine"]
+           "ExecutionContext", "GrpcStatusError", "InferenceClient", "Scorer", "Server", "ServerOptions",
+           "build_engine", "load_engine"]
 
 
 def __getattr__(name: str) -> Any:

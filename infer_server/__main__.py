@@ -43,7 +43,15 @@ COMMANDS = {
     "load-test": Command(
         "infer_server.clients.load.cli:main", "infer_server.clients.load.arguments:make_parser",
         "measure how fast a server answers",
-        "load-test -m resnet50 -u localhost:8001 --concurrency 1,4,16")}
+        "load-test -m resnet50 -u localhost:8001 --concurrency 1,4,16"),
+    "score": Command(
+        "infer_server.batch.cli:main", "infer_server.batch.cli:make_parser",
+        "run a plan on a folder of images, arrays or Parquet files",
+        "score models/resnet50/1/model.plan photos/ -o scores/ --top-k 5"),
+    "plan-capacity": Command(
+        "infer_server.fleet.cli:main", "infer_server.fleet.cli:make_parser",
+        "find how many servers hold a rate and a latency",
+        "plan-capacity models/resnet50/1/model.plan --rate 2000 --p99 100 --plot capacity.png")}
 SHELLS = ("bash", "zsh", "fish")
 # Metavariables of options that take a path.
 _FILE, _FOLDER = re.compile(r"FILE|PATH|\.plan|\.npz"), re.compile(r"DIR|FOLDER")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Package -> the packages of ours that it may import. infer_server.cli may also import calibration. Packages and rooms
-# are named by their folders: engines.ir is imported as infer_server.engines.ir.
+# Package -> the packages of ours that it may import. infer_server.cli and .batch may also import calibration.
+# Packages and rooms are named by their folders: engines.ir is imported as infer_server.engines.ir.
 PACKAGES = {
     "engines": {"engines"},
     "calibration": {"calibration", "engines"},
@@ -174,6 +174,9 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "infer_server.server": ("infer_server.fronts", "infer_server.repository.loader"),
     "infer_server.ray": ("infer_server.cli",),
     "infer_server.cli": ("infer_server.server", "infer_server.repository.checking"),
+    "infer_server.fleet": ("infer_server.batching", "infer_server.cli"),
+    "infer_server.batch": (),
+    "infer_server.batch.cli": ("infer_server.batch", "infer_server.cli"),
     "infer_server": (),
     "protos": (),
     "clients.channels": (),
@@ -261,7 +264,7 @@ def fault(found: Import) -> str | None:
         return f"{found}: nothing that is installed may need {target}"
     if target not in PACKAGES:
         return None
-    tool = found.module.startswith("infer_server.cli")
+    tool = found.module.startswith(("infer_server.cli", "infer_server.batch."))
     if target not in PACKAGES[package] and not (tool and target == "calibration"):
         return f"{found}: {package} may import {sorted(PACKAGES[package])} of our packages"
     room, lower = room_of(found.module), room_of(found.target)

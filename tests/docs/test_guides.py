@@ -25,6 +25,8 @@ def run(page: Path, folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -
         pytest.skip("curl is not installed")
     if any("tritonclient" in block.code for block in blocks(page)):
         pytest.importorskip("tritonclient.grpc")
+    if any("pyarrow" in block.code for block in blocks(page)):
+        pytest.importorskip("pyarrow")
     cache = base / "caches"
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

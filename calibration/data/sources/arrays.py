@@ -21,7 +21,7 @@ def from_arrays(source: str, files: Sequence[Path], inputs: Sequence[IoTensor]) 
 
     Raises CalibrationError, naming the file, if it is unreadable or its arrays do not match the model's inputs.
     """
-    count = sum(count_items(str(file), _headers(file, inputs), inputs) for file in files)
+    count = sum(count_items(str(file), headers_of(file, inputs), inputs) for file in files)
 
     def read() -> Iterator[Feed]:
         for file in files:
@@ -30,8 +30,11 @@ def from_arrays(source: str, files: Sequence[Path], inputs: Sequence[IoTensor]) 
     return CalibrationData(source, read, count, batched_inputs(inputs))
 
 
-def _headers(file: Path, inputs: Sequence[IoTensor]) -> dict[str, Header]:
-    """Return the header of each array by input name, read from its first bytes."""
+def headers_of(file: Path, inputs: Sequence[IoTensor]) -> dict[str, Header]:
+    """Return the header of each array by input name, read from its first bytes.
+
+    Raises CalibrationError, naming the file.
+    """
     try:
         if file.suffix == ".npy":
             with file.open("rb") as stream:

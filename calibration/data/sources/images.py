@@ -23,15 +23,54 @@ def is_image(path: Path) -> bool:
     return Image.registered_extensions().get(path.suffix.lower()) in Image.OPEN
 
 
-def from_images(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
-                preprocess: Preprocess | None, usual: Mapping[str, Any] = {}) -> CalibrationData:      # noqa: B006
-    """Return the pictures in order, each as one item.
+@dataclass(frozen=True)
+class PictureReader:
+    """Reader of pictures as items of a model's only input; picklable.
 
-    preprocess None chooses a preset by the input's channels. usual: numbers of open extents, for the size of pictures
-    if neither the model nor the preprocessing declares it. `note` of the result reports either.
+    preprocess      preprocessing with the size and layout that the input takes
+    float_scale     factor for pictures of floats; 0: chosen for each picture
+    note            default that was chosen, to be shown to the user; "" if none
+    doubts          warnings about the files
+    """
+    target: IoTensor
+    preprocess: Preprocess
+    float_scale: float = 0.0
+    note: str = ""
+    doubts: tuple[str, ...] = ()
 
-    Raises CalibrationError for several inputs or a fixed batch above 1, ConfigError if the preprocessing does not fit.
-    Reading the items raises CalibrationError, naming the file, if it is not a picture.
+    def read(self, file: Path) -> Array:
+        """Return the item of a file, with leading extent 1. Raises CalibrationError, naming the file."""
+        return self.item(read_picture(file), str(file))
+
+    def item(self, picture: Image.Image, origin: str) -> Array:
+        """Return the item of a picture, with leading extent 1. Raises CalibrationError, naming the origin."""
+        pixels = self.preprocess.pixels_of(picture, origin, self.float_scale)
+        return _as_dtype(self.preprocess.normalised(pixels), np.dtype(self.target.dtype))
+
+
+def picture_reader(source: str, files: Sequence[Path], inputs: Sequence[IoTensor], preprocess: Preprocess | None,
+                   usual: Mapping[str, Any] = {}) -> PictureReader:      # noqa: B006
+    """Return the reader of pictures for a model.
+
+    Parameters
+    ----------
+    source : str
+        Name of the pictures in errors.
+    files : sequence of Path
+        Pictures, of which some are looked at for their bit depth.
+    inputs : sequence of IoTensor
+        Inputs of the model.
+    preprocess : Preprocess, optional
+        Declared preprocessing; None chooses a preset by the input's channels.
+    usual : mapping
+        Numbers of open extents, for the size of pictures if neither the model nor the preprocessing declares it.
+
+    Raises
+    ------
+    CalibrationError
+        The model has several inputs or a fixed batch above 1.
+    ConfigError
+        The preprocessing does not fit the input.
     """
     if len(inputs) != 1:
         raise CalibrationError(f"{source} holds images, but the model has {len(inputs)} inputs "
@@ -51,16 +90,24 @@ def from_images(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
         height, width = preprocess.fit(shape).size or (0, 0)
         notes.append(f"'{target.name}' takes any height and width: images are resized to {height}x{width}; give "
                      "--opt-shapes, or a size in --preprocess, for another size")
-    settled = preprocess.fit(shape)
     depth = _Depth.of(files)
+    return PictureReader(target, preprocess.fit(shape), depth.float_scale, "; ".join(notes), depth.doubts)
+
+
+def from_images(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
+                preprocess: Preprocess | None, usual: Mapping[str, Any] = {}) -> CalibrationData:      # noqa: B006
+    """Return the pictures in order, each as one item. Parameters and errors are those of `picture_reader`.
+
+    Reading the items raises CalibrationError, naming the file, if it is not a picture.
+    """
+    reader = picture_reader(source, files, inputs, preprocess, usual)
 
     def read() -> Iterator[Feed]:
         for file in files:
-            pixels = settled.pixels_of(read_picture(file), str(file), depth.float_scale)
-            yield {target.name: _as_dtype(settled.normalised(pixels), np.dtype(target.dtype))}
+            yield {reader.target.name: reader.read(file)}
 
-    return CalibrationData(source, read, len(files), batched_inputs(inputs), settled, "; ".join(notes),
-                           depth.doubts)
+    return CalibrationData(source, read, len(files), batched_inputs(inputs), reader.preprocess, reader.note,
+                           reader.doubts)
 
 
 def default_preset(target: IoTensor) -> tuple[str, Preprocess]:
