@@ -52,26 +52,31 @@ def names_in(holder: ast.Module | ast.ClassDef) -> Iterator[str]:
 
 
 @cache
+def listed() -> tuple[str, str, frozenset[str]]:
+    """Return all names, and those of classes, a line each, and the parts of the modules' names."""
+    modules, held = defined()
+    classes = {last for whole in held if (last := whole.rpartition(".")[2])[:1].isupper() and not last.isupper()}
+    lines = ("\n" + "".join(f"{name}\n" for name in names) for names in ((*modules, *held), classes))
+    return *lines, frozenset(part for module in modules for part in module.split("."))
+
+
+@cache
 def known(name: str) -> bool:
     """Return True if a name exists.
 
     `frontend.onnx_import` ends a module's name, `Graph.dependence` is a class's field, and `context.execute` a method
     of a class whose name ends in Context.
     """
-    modules, held = defined()
-    name = by_folder(name)
-    ends = (f".{name}", f"{name[0].upper()}{name[1:]}")
-    return any(whole == name or whole.endswith(ends) for whole in (*modules, *held))
+    names, name = listed()[0], by_folder(name)
+    return any(f"{line}\n" in names for line in (f"\n{name}", f".{name}", f"{name[0].upper()}{name[1:]}"))
 
 
 @cache
 def ours(name: str) -> bool:
     """Return True if a dotted name begins with a package, module or class of ours, or an instance of one."""
-    modules, held = defined()
     first = name.split(".")[0]
-    classes = tuple(whole.rpartition(".")[2] for whole in held)
-    return any(first in module.split(".") for module in modules) or any(
-        one.endswith(first[0].upper() + first[1:]) for one in classes if one[:1].isupper() and not one.isupper())
+    _, classes, parts = listed()
+    return first in parts or f"{first[0].upper()}{first[1:]}\n" in classes
 
 
 def faults(text: str) -> Iterator[str]:

@@ -102,14 +102,15 @@ def test_products_of_the_largest_states_and_weights_are_exact(runner):
 def test_any_batch_is_cut_into_tiles(attrs, batch, precision, cpu, monkeypatch):
     case = Case(node_of(direction="reverse", **attrs), 19, precision, batch)
     monkeypatch.setattr(tiling, "FIRST_LEVEL", 0)
-    for tactic in (*kernel_of(case.spec).tactics(cpu.isa), *REFINED):
+    refined = REFINED if precision == "int16" or not attrs else ()      # of bytes, those of one cell
+    for tactic in (*kernel_of(case.spec).tactics(cpu.isa), *refined):
         check(case.spec, cpu, case.inputs, case.constants, tactic=tactic)
 
 
 @EVERY_ISA_WIDTH
 @pytest.mark.parametrize("attrs", [{}, {"cell": "GRU"}], ids=["lstm", "gru"])
 def test_the_floats_of_an_item_do_not_depend_on_the_batch(attrs, cpu, monkeypatch):
-    case = Case(node_of(direction="bidirectional", **attrs), 19, batch=8)
+    case = Case(node_of(direction="reverse", **attrs), 19, batch=8)
     monkeypatch.setattr(tiling, "FIRST_LEVEL", 0)
     for tactic in REFINED:
         check(case.spec, cpu, case.inputs, case.constants, FLOAT_SUMS, tactic=tactic)

@@ -10,10 +10,11 @@ import llvmlite.binding as llvm
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.engines.backends.llvm.codegen.compile import OPT, compile_cached, target_machine
+from infer_server.engines.backends.llvm.codegen.compile import OPT, compile_cached, object_key, target_machine
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.runtime.abi import KERNEL
 from infer_server.engines.backends.llvm.runtime.elf import LoadedCode
+from infer_server.engines.machine import object_cache
 from infer_server.engines.machine.tiles import permitted
 
 # LLVM's name of a feature -> the name in /proc/cpuinfo, where they differ
@@ -53,8 +54,15 @@ def _level(ir: str, emulate: bool) -> int:
 
 
 def assembly(ir: str, isa: Isa, emulate: bool = False) -> str:
-    """Return a module's text as assembly text."""
-    return str(target_machine(*_machine(isa, emulate)).emit_assembly(llvm.parse_assembly(ir)))
+    """Return a module's text as assembly text, from the object cache if it is there."""
+    machine, cache = _machine(isa, emulate), object_cache.current()
+    key = object_cache.digest("assembly", object_key(ir, *machine))
+    text = cache.fetch(key) if cache else None
+    if text is None:
+        text = str(target_machine(*machine).emit_assembly(llvm.parse_assembly(ir))).encode()
+        if cache:
+            cache.store(key, text)
+    return text.decode()
 
 
 def spills(text: str) -> int:
