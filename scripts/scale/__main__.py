@@ -2,30 +2,35 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
-import pkgutil
 import sys
-
-from scripts import scale
-
-
-def checks() -> list[str]:
-    """Return the names of the checks: modules of this package without a leading underscore."""
-    return sorted(module.name for module in pkgutil.iter_modules(scale.__path__) if not module.name.startswith("_"))
+from collections.abc import Sequence
+from pathlib import Path
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, run the check that it names, and return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.scale", description=__doc__)
-    commands = parser.add_subparsers(dest="check", required=True, metavar="CHECK")
-    for name in checks():
-        module = importlib.import_module(f"{scale.__name__}.{name}")
-        described = commands.add_parser(name, help=(module.__doc__ or name).splitlines()[0], description=module.__doc__)
-        module.add_arguments(described)
-        described.set_defaults(run=module.run)
-    chosen = parser.parse_args(arguments)
-    return chosen.run(chosen)
+def checks() -> dict[str, str]:
+    """Return {name: first line of its docstring} of the modules of this package without a leading underscore."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
+        found[path.stem] = (ast.get_docstring(ast.parse(path.read_text())) or path.stem).splitlines()[0]
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the check that the first argument names, and return its exit status. Other checks need not be installed."""
+    listed = "\n".join(f"  {name:12} {line}" for name, line in checks().items())
+    parser = argparse.ArgumentParser(prog="python -m scripts.scale", description=f"{__doc__}\n\nchecks:\n{listed}",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("check", choices=checks(), metavar="CHECK")
+    name = parser.parse_args(arguments[:1]).check
+    check = importlib.import_module(f"scripts.scale.{name}")
+    options = argparse.ArgumentParser(prog=f"python -m scripts.scale {name}", description=check.__doc__,
+                                      formatter_class=argparse.RawDescriptionHelpFormatter)
+    check.add_arguments(options)
+    status: int = check.run(options.parse_args(arguments[1:]))
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

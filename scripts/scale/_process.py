@@ -35,7 +35,7 @@ class ServerProcess:
         self._command = [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", models,
                          "--grpc-port", str(self.grpc_port), "--http-port", str(self.http_port),
                          "--metrics-port", str(self.metrics_port), *options]
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
@@ -45,9 +45,9 @@ class ServerProcess:
         """Start the process and return the seconds until it is ready."""
         began = time.monotonic()
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen([*self._command, *options], cwd=ROOT, env=self._environment, stderr=log)
+            self.process = subprocess.Popen([*self._command, *options], cwd=ROOT, env=self._environment, stderr=log)
         while self.status("/v2/health/ready") != 200:
-            if self._process.poll() is not None or time.monotonic() - began > START_SECS:
+            if self.process.poll() is not None or time.monotonic() - began > START_SECS:
                 raise RuntimeError(f"the server on {self.address} did not become ready:\n{self.log()[-2000:]}")
             time.sleep(_POLL_SECS)
         return time.monotonic() - began
@@ -71,13 +71,30 @@ class ServerProcess:
     def log(self) -> str:
         return self._log.read_text() if self._log.exists() else ""
 
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        assert self.process
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """Return the exit status of the process once it has ended."""
+        assert self.process
+        return self.process.wait(START_SECS)
+
+    def end(self) -> None:
+        """Kill the process if it still runs."""
+        if self.process and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+            self.process.wait()
+
     def terminate(self) -> int:
         """End the process by SIGTERM, if it runs, and return its exit status."""
-        if self._process is None:
+        if self.process is None:
             return 0
-        self._process.send_signal(signal.SIGTERM)
+        self.process.send_signal(signal.SIGTERM)
         try:
-            return self._process.wait(60)
+            return self.process.wait(60)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+            self.process.kill()
+            return self.process.wait()

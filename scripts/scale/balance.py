@@ -27,7 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from scripts.scale._servers import MODEL, ROOT, Server, child, cpu_ns, free_ports, servers
+from scripts.scale._process import ROOT, ServerProcess, free_ports
+from scripts.scale._servers import MODEL, child, cpu_ns, servers
 
 CLIENTS = ("nghttp2", "grpcio", "plain", "triton", "triton-plain")
 DEADLINE_SECS = 3.0
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if met else 1
 
 
-def _print_cost(arguments: argparse.Namespace, address: str, running: list[Server],
+def _print_cost(arguments: argparse.Namespace, address: str, running: list[ServerProcess],
                 proxy: subprocess.Popen[bytes] | None) -> None:
     """Print the CPU time of the servers and of the proxy for a request, in us."""
     load = Load(lambda: open_client(arguments.client, address), arguments.concurrency)
@@ -87,26 +88,26 @@ def _print_cost(arguments: argparse.Namespace, address: str, running: list[Serve
 
 
 # ---- accidents
-def _kill(running: list[Server]) -> None:
+def _kill(running: list[ServerProcess]) -> None:
     running[0].send(signal.SIGKILL)
     running[0].wait()
     time.sleep(2)
     running[0].start()
 
 
-def _terminate(running: list[Server]) -> None:
+def _terminate(running: list[ServerProcess]) -> None:
     running[1].send(signal.SIGTERM)
     print(f"SIGTERM: exit status {running[1].wait()}")
     running[1].start()
 
 
-def _stop(running: list[Server]) -> None:
+def _stop(running: list[ServerProcess]) -> None:
     running[2].send(signal.SIGSTOP)
     time.sleep(STOPPED_SECS)
     running[2].send(signal.SIGCONT)
 
 
-_ACCIDENTS: dict[str, Callable[[list[Server]], None]] = {"kill": _kill, "term": _terminate, "stop": _stop}
+_ACCIDENTS: dict[str, Callable[[list[ServerProcess]], None]] = {"kill": _kill, "term": _terminate, "stop": _stop}
 
 
 # ---- load
@@ -177,7 +178,7 @@ def _triton(address: str, has_policy: bool) -> Callable[[], object]:
 
 # ---- proxies, by the files of deploy/
 @contextmanager
-def _envoy(running: list[Server]) -> Iterator[Proxy]:
+def _envoy(running: list[ServerProcess]) -> Iterator[Proxy]:
     import yaml
     port, admin = free_ports(2)
     config = yaml.safe_load((ROOT / "deploy" / "envoy.yaml").read_text())
@@ -197,7 +198,7 @@ def _envoy(running: list[Server]) -> Iterator[Proxy]:
 
 
 @contextmanager
-def _haproxy(running: list[Server]) -> Iterator[Proxy]:
+def _haproxy(running: list[ServerProcess]) -> Iterator[Proxy]:
     port, stats = free_ports(2)
     text = (ROOT / "deploy" / "haproxy.cfg").read_text()
     lines = "\n".join(f"  server s{number} {server.address} port {server.http_port}"

@@ -23,7 +23,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from scripts.scale._servers import ROOT, child, free_ports, servers
+from scripts.scale._process import ROOT, free_ports
+from scripts.scale._servers import child, servers
 
 DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
