@@ -145,20 +145,11 @@ class Server:
     def __init__(self, options: ServerOptions, load_engine: EngineLoader = load_plan) -> None:
         self._options = options
         self._compiler = Compiler(options.cache_dir, options.plan_store, options.plan_store_key)
-        if load_engine is load_plan and options.cache_dir:
-            load_engine = partial(load_plan, cache=options.cache_dir)
         self._custom_metrics = CustomMetrics()
-        loader = Loader(asyncio.get_running_loop(), lambda name, version: self.repository.find(name, version),
-                        lambda: self._service.models, self._compiler,
-                        ResponseCache(options.response_cache_bytes), options.threads, load_engine,
-                        options.cores, options.kind_gpu, options.kind_auto,
-                        None if options.rate_limit is None else RateLimiter(options.rate_limit),
-                        custom_metrics=self._custom_metrics, memory=TensorMemory(
-                            lambda size: self._inflight.hold_separately(size), options.max_inflight_bytes // _WINDOWS))
         self.lifecycle = self._make_lifecycle()
         self._roots = repository_roots(options.model_repositories, options.repository_cache,
                                        options.repository_cache_bytes)
-        self.repository = Repository(self._roots, loader.load, options.config_name, options.load_threads)
+        self.repository = Repository(self._roots, self._make_loader(load_engine).load, options.config_name, options.load_threads)
         self.repository.watch(self.lifecycle.changed)
         self._poller = Poller(self.repository, self._roots, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # reason why the repository cannot be read
@@ -196,6 +187,18 @@ class Server:
         self._polling: asyncio.Task[None] | None = None
         self._history = History(self.repository.models)
         redaction.register([*(root.path for root in self._roots), *filter(None, [options.cache_dir])])
+
+    def _make_loader(self, load_engine: EngineLoader) -> Loader:
+        options = self._options
+        if load_engine is load_plan and options.cache_dir:
+            load_engine = partial(load_plan, cache=options.cache_dir)
+        return Loader(asyncio.get_running_loop(), lambda name, version: self.repository.find(name, version),
+                      lambda: self._service.models, self._compiler,
+                      ResponseCache(options.response_cache_bytes), options.threads, load_engine,
+                      options.cores, options.kind_gpu, options.kind_auto,
+                      None if options.rate_limit is None else RateLimiter(options.rate_limit),
+                      custom_metrics=self._custom_metrics, memory=TensorMemory(
+                          lambda size: self._inflight.hold_separately(size), options.max_inflight_bytes // _WINDOWS))
 
     def _make_lifecycle(self) -> Lifecycle:
         return Lifecycle(lambda: not (self._options.strict_readiness and self.failures()),

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infer_server.engines.errors import EngineError, InputError, PlanError, PlanTargetError
 from infer_server.engines.plan.extents import CACHE_CAPACITY
@@ -14,7 +14,6 @@ from infer_server.engines.plan.plan import GeneralKernel, Plan
 from infer_server.engines.runtime.engine import Engine
 
 if TYPE_CHECKING:
-    from infer_server.engines.compiler.engine_cache import EngineCache
     from infer_server.engines.plan.extents import Extents
     from infer_server.engines.runtime.open_engine import SpecialisationMaker
     from infer_server.engines.runtime.program_engine import SegmentMaker
@@ -71,8 +70,8 @@ def retuned(plan: Plan, cache: str | os.PathLike[str] | bool, gpu: int) -> Plan:
     return timed(plan, _engine_cache(cache), gpu)
 
 
-def _engine_cache(cache: str | os.PathLike[str] | bool) -> EngineCache | None:
-    """Return the engine cache that the argument of load_engine names, or None."""
+def _engine_cache(cache: str | os.PathLike[str] | bool) -> Any:
+    """Return the EngineCache that the argument of load_engine names, or None."""
     from infer_server.engines.compiler.engine_cache import EngineCache
     return None if cache is False else EngineCache("" if cache is True else cache)
 
