@@ -149,7 +149,8 @@ class Server:
         self.lifecycle = self._make_lifecycle()
         self._roots = repository_roots(options.model_repositories, options.repository_cache,
                                        options.repository_cache_bytes)
-        self.repository = Repository(self._roots, self._make_loader(load_engine).load, options.config_name, options.load_threads)
+        loader = self._make_loader(load_engine)
+        self.repository = Repository(self._roots, loader.load, options.config_name, options.load_threads)
         self.repository.watch(self.lifecycle.changed)
         self._poller = Poller(self.repository, self._roots, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # reason why the repository cannot be read
