@@ -158,8 +158,9 @@ def _check(a: Side, b: Side) -> None:
     inputs, others = ({name: dtype for name, dtype in side.inputs.items() if name not in optional} for side in (a, b))
     for what, left, right in (("inputs", inputs, others), ("outputs", set(a.outputs), set(b.outputs))):
         if left != right:
+            options = "; a plan of --uint8-input or --constant is compared with another one" * (what == "inputs")
             raise ConfigError(f"the {what} differ, so these are not two forms of one model: {a.name} has "
-                              f"{_listed(left)}, and {b.name} has {_listed(right)}")
+                              f"{_listed(left)}, and {b.name} has {_listed(right)}{options}")
 
 
 def _listed(names: Any) -> str:
@@ -223,7 +224,7 @@ class _Run:
         return Comparison(
             a.name, b.name, self._data.source, self._items, tuple(sums.errors() for sums in self._outputs.values()),
             tuple(sums.errors() for name, sums in self._layers.items() if name in seen),
-            self._skipped(names, seen) if names else {}, self._threshold, tuple(self._notes))
+            self._skipped(names, seen) if names else {}, self._threshold, tuple(dict.fromkeys(self._notes)))
 
     def _common(self) -> tuple[str, ...]:
         """Return the inner tensors of both sides in the order of B; () if a side has none to show."""
@@ -238,11 +239,14 @@ class _Run:
     def _skipped(self, names: Sequence[str], seen: set[str]) -> dict[str, int]:
         a, b, lost = self._a.tensors.keys(), self._b.tensors.keys(), set(names) - seen
         return {"only in A": len(a - b), "only in B": len(b - a), "reshaped or transposed": len((a & b) - set(names)),
-                "of another shape": len(self._misshapen & lost), "not of floats": len(lost - self._misshapen)}
+                "of another shape": len(self._misshapen & lost),
+                "not of floats or not shown": len(lost - self._misshapen)}
 
     def _pass(self, group: tuple[str, ...], first: bool, seen: set[str]) -> None:
         """Run the items; compare these inner tensors, and on the first pass the outputs."""
         layers = self._layers_of(group) if group else None
+        if layers is None and not first:
+            return
         for feed in self._progress(self._data.batches(1), self._data.count or 0):
             if first:
                 self._items += 1

@@ -188,8 +188,8 @@ class OnnxSide:
 
     @property
     def name(self) -> str:
-        ran = next(iter(self._oracles.values()), None)
-        return f"{self._path} ({ran.name})" if ran else str(self._path)
+        ran = "; layers by ".join(dict.fromkeys(oracle.name for oracle in self._oracles.values()))
+        return f"{self._path} ({ran})" if ran else str(self._path)
 
     @cached_property
     def _model(self) -> OnnxModel:

@@ -86,7 +86,7 @@ def test_a_float_plan_has_the_layers_of_the_model_in_any_layout(folder: Path) ->
     found = compare(folder / "fp32.plan", folder / "m.onnx")
     assert min(errors.sqnr_db for errors in (*found.layers, *found.outputs)) > 100
     assert found.skipped == {"only in A": 1, "only in B": 3, "reshaped or transposed": 1, "of another shape": 0,
-                             "not of floats": 0}
+                             "not of floats or not shown": 0}
 
 
 def test_equal_plans_have_no_errors(folder: Path) -> None:
