@@ -4,10 +4,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from infer_server.batching.batcher import Batcher
-from infer_server.batching.request import Request
+if TYPE_CHECKING:       # frontend workers import this module without NumPy
+    from infer_server.batching.batcher import Batcher
+    from infer_server.batching.request import Request
 
 _QUIET_TURNS = 8            # most iterations of the loop without a new request; about 20 us if the loop is idle
 _SURE = 4                   # waits for the requests of one read each, after which waits may end with their reads
