@@ -13,11 +13,13 @@ from infer_server.engines.errors import ConfigError, EngineError, InputError, Pl
 from infer_server.engines.plan.file import read_outline, read_plan
 from infer_server.engines.plan.plan import GeneralKernel, IoTensor, Plan
 from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.policy import Policy
+from infer_server.engines.runtime.segment import Segment
 
 if TYPE_CHECKING:
     from infer_server.engines.plan.extents import Extents
-    from infer_server.engines.runtime.open_engine import SpecialisationMaker
-    from infer_server.engines.runtime.program_engine import AnyEngine, ProgramEngine, SegmentEngine, SegmentMaker, Watch
+    from infer_server.engines.runtime.program import Program, SegmentMaker, Watch
+    from infer_server.engines.runtime.specialisation import Specialisation, SpecialisationMaker
 
 
 ON_TRIAL = "on trial"
@@ -26,7 +28,7 @@ ON_TRIAL = "on trial"
 def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower",
                 cpus: Sequence[int] | None = None, specialise: str = "",
                 specialisations: int = 64, cache: str | os.PathLike[str] | bool = True, gpu: int = 0,
-                retune: bool = False) -> AnyEngine:
+                retune: bool = False) -> Engine:
     """Load a plan file into an engine.
 
     Parameters
@@ -42,7 +44,7 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
         CPUs to which the threads of every context are pinned, one for each thread.
     specialise
         What happens at shapes that a plan with open extents has not met: "background" (the default), "wait" or "off";
-        see OpenEngine. Segments of programs are specialised for shapes that come again (docs/internals/programs.md).
+        see docs/howto/open-shapes.md. Segments of programs are specialised for shapes that come again.
     specialisations
         The most that are kept in memory.
     cache
@@ -90,69 +92,61 @@ def describe(path: str | os.PathLike[str]) -> Description:
     Raises PlanCorruptError, PlanVersionError, OSError.
     """
     plan = read_outline(path)
-    tensors = plan.open or plan
+    tensors = plan.open_part
     return Description(tensors.inputs, tensors.outputs, plan.max_batch, plan.dependence, plan.metadata)
 
 
 def engine_of(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower", cpus: Sequence[int] | None = None,
               name: str = "", specialise: str = "", specialisations: int = 64,
-              cache: str | os.PathLike[str] | bool = False, gpu: int = 0) -> AnyEngine:
+              cache: str | os.PathLike[str] | bool = False, gpu: int = 0) -> Engine:
     """Create the engine of a plan in memory. name: used in messages; other parameters: see load_engine."""
-    name = name or plan.name
-    if plan.program is not None:
-        return program_engine(plan, threads, lambda part: _graph_engine(
-            part, threads, on_target_mismatch, cpus, part.name, specialise, specialisations, cache, gpu, segment=True))
-    return _graph_engine(plan, threads, on_target_mismatch, cpus, name, specialise, specialisations, cache, gpu)
+    def load(one: Plan) -> Segment:
+        return _segment(one, threads, on_target_mismatch, cpus, name or one.name if one is plan else one.name,
+                        specialise, specialisations, cache, gpu, is_part=one is not plan)
+
+    executor = program_of(plan, load) if plan.program else load(plan)
+    return Engine(executor.plan, threads, executor=executor)
 
 
-def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower",
-                  cpus: Sequence[int] | None = None, name: str = "", specialise: str = "",
-                  specialisations: int = 64, cache: str | os.PathLike[str] | bool = False, gpu: int = 0,
-                  segment: bool = False) -> SegmentEngine:
-    """Create the engine of a plan that is not a program.
+def _segment(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower", cpus: Sequence[int] | None = None,
+             name: str = "", specialise: str = "", specialisations: int = 64,
+             cache: str | os.PathLike[str] | bool = False, gpu: int = 0, is_part: bool = False) -> Segment:
+    """Load a plan that is not a program.
 
     on_target_mismatch: ON_TRIAL relowers without a warning, for a build for another machine that runs its result once.
-    segment: the plan is a segment of a program (see Policy).
+    is_part: the plan is a segment of a program (see Policy).
     """
     if mismatch := device_of(plan.machine.backend, gpu).mismatch(plan):
-        if plan.stripped and not (plan.open and plan.open.model):
+        if plan.stripped and not plan.open_part.model:
             raise PlanTargetError(f"{name}: {mismatch}; it is stripped (--strip), so it cannot be compiled again here: "
                                   "build it here, or without --strip")
         if on_target_mismatch == "refuse":
             raise PlanTargetError(f"{name}: {mismatch}; build it here, or load it with on_target_mismatch='relower'")
         plan = _relower(plan, f"{name}: {mismatch}", quietly=on_target_mismatch == ON_TRIAL)
-    if plan.open is None:
-        engine = Engine(plan, threads, cpus, gpu=gpu)
-        if not plan.stripped:
-            engine.larger = lambda items: Engine(_with_max_batch(plan, items), threads, cpus, gpu=gpu)
-        return engine
-    from infer_server.engines.runtime.open_engine import OpenEngine  # imported here because most plans do not need it
-    from infer_server.engines.runtime.policy import Policy
-    policy = Policy(specialise or "background", specialisations, segment=segment)
-    return OpenEngine(plan, lambda: _LateSpecialiser(plan, cache), threads, cpus, policy, gpu)
+    is_final = plan.stripped and plan.open is None      # nothing can be compiled for it
+    return Segment(plan, threads, cpus, gpu, None if is_final else lambda: _LateSpecialiser(plan, cache),
+                   Policy(specialise or "background", specialisations, segment=is_part))
 
 
-def program_engine(plan: Plan, threads: int = 1, engine: Callable[[Plan], SegmentEngine] | None = None,
-                   maker: Callable[[], SegmentMaker] | None = None, watch: Watch | None = None) -> ProgramEngine:
-    """Create the engine of a program.
+def program_of(plan: Plan, load: Callable[[Plan], Segment] | None = None,
+               maker: Callable[[], SegmentMaker] | None = None, watch: Watch | None = None) -> Program:
+    """Load a program.
 
     Parameters
     ----------
     plan : Plan
         Plan with a program part.
-    threads : int
-        Threads that work on one request.
-    engine : callable, optional
-        Creates the engine of a segment's plan; by default one that waits for specialisations (ON_TRIAL).
+    load : callable, optional
+        Loads the plan of a segment; by default as a segment that waits for specialisations (ON_TRIAL).
     maker : callable, optional
         Returns the compiler of further plans of segments.
     watch : callable, optional
         Called with all that segments are fed.
     """
-    from infer_server.engines.runtime.program_engine import ProgramEngine
-    return ProgramEngine(plan, engine or (lambda part: _graph_engine(
-        part, threads, ON_TRIAL, name=part.name, specialise="wait", segment=True)),
-                         maker or (lambda: _segment_maker(plan)), threads, watch)
+    from infer_server.engines.runtime.program import Program  # imported here because most plans do not need it
+    return Program(plan, load or (lambda part: _segment(
+        part, on_target_mismatch=ON_TRIAL, name=part.name, specialise="wait", is_part=True)),
+                   maker or (lambda: _segment_maker(plan)), watch)
 
 
 def _segment_maker(plan: Plan) -> SegmentMaker:
@@ -171,14 +165,16 @@ class _LateSpecialiser:
     """Specialiser that imports the compiler at the first shape for which no template of an earlier process holds."""
 
     def __init__(self, plan: Plan, cache: str | os.PathLike[str] | bool) -> None:
-        from infer_server.engines.compiler.engine_cache import EngineCache
-        from infer_server.engines.compiler.template import Templates, stored_templates
-        self.first: Engine | None = None
-        self._plan, self._cache = plan, None if cache is False else EngineCache("" if cache is True else cache)
-        stored = stored_templates(plan, self._cache)
-        self._stored = Templates(lambda counting, extents: None, None, stored) if stored else None
+        self.first: Specialisation | None = None
+        self._plan = plan
         self._made: SpecialisationMaker | None = None
         self._making = threading.Lock()
+        if plan.open:
+            from infer_server.engines.compiler.engine_cache import EngineCache
+            from infer_server.engines.compiler.template import Templates, stored_templates
+            self._cache = None if cache is False else EngineCache("" if cache is True else cache)
+            stored = stored_templates(plan, self._cache)
+            self._stored = Templates(lambda counting, extents: None, None, stored) if stored else None
 
     def _specialiser(self) -> SpecialisationMaker:
         """Return the compiler. Raises PlanTargetError if the plan is stripped or the compiler is not installed."""
@@ -194,6 +190,9 @@ class _LateSpecialiser:
             return self._made
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
+        if not self._plan.open:
+            assert max_batch is not None
+            return _with_max_batch(self._plan, max_batch)
         return self._specialiser().plan(extents, max_batch)
 
     def general(self, extents: Extents) -> Plan:
@@ -205,7 +204,7 @@ class _LateSpecialiser:
 
     @property
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
-        return self._made.generals if self._made else (self._plan.open.general if self._plan.open else (), ())
+        return self._made.generals if self._made else (self._plan.open_part.general, ())
 
 
 def _retuned(plan: Plan, cache: str | os.PathLike[str] | bool, gpu: int) -> Plan:

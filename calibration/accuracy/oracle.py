@@ -92,8 +92,8 @@ def reference_of_specialisations(plan: Plan, stored: bool = True) -> Oracle:
     specialiser = Specialiser(plan)
 
     def answer(feed: Feed) -> dict[str, Array]:
-        assert plan.open is not None
-        extents = extents_of_feed(plan.name, plan.open.inputs, plan.open.deciding, feed)
+        part = plan.open_part
+        extents = extents_of_feed(plan.name, part.inputs, part.deciding, feed)
         graph = specialiser.graph(extents) if stored else specialiser.float_graph(extents)
         return run(graph, _typed({name: feed[name] for name in graph.inputs}, graph))
 

@@ -34,7 +34,7 @@ from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.passes.quantization.recipe import prepared
 from infer_server.engines.plan.extents import Extents, open_extents, value_name
 from infer_server.engines.plan.plan import GeneralKernel, IoTensor, OpenOptions, OpenPart, Plan, graph_of
-from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.specialisation import Specialisation
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class Specialiser:
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._importing = threading.Lock()
         self._templates = Templates(self._symbolic_plan, self._is_right, stored_templates(plan, cache))
-        self.first: Engine | None = None        # loaded engine of the plan, if there is one
+        self.first: Specialisation | None = None        # loaded plan, if there is one
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
         """Return the specialisation for numbers of the open extents. Raises EngineError.
@@ -182,7 +182,7 @@ class Specialiser:
     def _is_right(self, plan: Plan, extents: Extents) -> bool:
         """Return True if a template's plan agrees with the general version made for these extents only."""
         alone = self._alone(extents)
-        is_right = bool(alone and agree(plan, alone, self.first or Engine(self._plan)))
+        is_right = bool(alone and agree(plan, alone, self.first or Specialisation(self._plan)))
         with self._importing:       # the template needs no graphs, which have all weights in float
             self._graphs.clear()
         del alone

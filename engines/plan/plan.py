@@ -170,11 +170,6 @@ class Step:
     reason: str = ""                        # why there is no kernel, if `fallback` is set
 
 
-def writes_border(step: Step) -> bool:
-    """Return True if the step only rewrites the halo of a buffer that shares memory with others."""
-    return step.tactic.startswith("halo_fill:")
-
-
 @dataclass(frozen=True)
 class ItemMajorRun:
     """Steps first..last - 1, which a context of one thread runs item by item rather than step by step.
@@ -348,10 +343,15 @@ class Plan:
         part = replace(self.open, model=b"", weights={}) if self.open else None
         return replace(self, weights=self._kept_weights(), stripped=True, open=part, fingerprint="")
 
+    @property
+    def open_part(self) -> OpenPart:
+        """Part of the plan for other shapes; for fixed shapes, one without open extents and specialisations."""
+        return self.open or OpenPart(self.inputs, self.outputs, (), OpenOptions(self.precision))
+
     def within(self) -> Iterator[Plan]:
         """Yield the plan itself, its other specialisations, and the plans of the segments of a program."""
         yield self
-        yield from self.open.others if self.open else ()
+        yield from self.open_part.others
         for segment in self.program.segments if self.program else ():
             for plan in segment.plans:
                 yield from plan.within()

@@ -22,6 +22,7 @@ from infer_server.engines.plan.plan import ItemMajorRun, Plan
 from infer_server.engines.plan.verification import verify
 from infer_server.engines.runtime import context
 from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.specialisation import Specialisation
 from tests.engines.compiler.open_models import picture_net
 from tests.engines.compiler.zoo_engines import MAX_BATCH, compiled
 from tests.zoo import TINY, images_for
@@ -157,8 +158,8 @@ def test_other_shapes_run_item_by_item_what_the_usual_one_does(monkeypatch: pyte
         found = [step.name for run in by_item.machine.item_major for step in by_item.machine.steps[run.first:run.last]]
         assert names <= {*found} and usual.machine.steps[run.last - 1].name not in found
         x = {"x": np.random.default_rng(3).standard_normal((MAX_BATCH, *by_item.inputs[0].shape[1:]), np.float32)}
-        expected = Engine(by_step, beside=Engine(usual)).run(x)
-        for name, output in Engine(by_item, beside=Engine(usual)).run(x).items():
+        expected = Specialisation(by_step, beside=Specialisation(usual)).run(x)
+        for name, output in Specialisation(by_item, beside=Specialisation(usual)).run(x).items():
             np.testing.assert_array_equal(output, expected[name])
 
 

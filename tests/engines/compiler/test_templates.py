@@ -29,7 +29,7 @@ from infer_server.engines.machine import object_cache
 from infer_server.engines.plan import arena
 from infer_server.engines.plan.file import read_plan
 from infer_server.engines.plan.plan import Operand, Plan
-from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.specialisation import Specialisation
 from tests.engines.compiler.open_models import (
     attention_net,
     growing_net,
@@ -112,14 +112,14 @@ def differences(a: Any, b: Any, path: str = "plan") -> list[str]:
 def test_the_plan_of_a_template_is_the_one_that_is_made_for_its_shape_alone(case: str) -> None:
     model, shapes = MODELS[case]
     plan = built(model)
-    first, templates, alone = Engine(plan, 1), Specialiser(plan), without_templates(plan)
+    first, templates, alone = Specialisation(plan, 1), Specialiser(plan), without_templates(plan)
     traces = 0
     for extents in shapes:
         before = templates._templates._credit
         ours, theirs = templates.general(extents), alone.general(extents)
         traces += templates._templates._credit < before
         assert not differences(ours, theirs)
-        made, expected = (Engine(one, 1, None, first).run(feeds(plan, extents)) for one in (ours, theirs))
+        made, expected = (Specialisation(one, 1, None, first).run(feeds(plan, extents)) for one in (ours, theirs))
         for name, array in expected.items():
             np.testing.assert_array_equal(made[name], array)
     assert len(templates._templates._known) == traces < len(shapes)
@@ -176,14 +176,14 @@ def test_a_decoder_with_grouped_queries_has_a_template_of_its_steps_and_one_of_i
         caplog: pytest.LogCaptureFixture) -> None:
     model = grouped_queries()
     plan = built(model)
-    specialiser, first = Specialiser(plan), Engine(plan, 1)
+    specialiser, first = Specialiser(plan), Specialisation(plan, 1)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     with caplog.at_level(logging.INFO, template.__name__):
         for new, past in ((1, 8), (1, 9), (1, 10), (1, 63), (7, 0), (9, 0), (1, 100), (20, 0), (1, 101)):
             extents = {"S": new, "P": past, "T": new + past}
             inputs = {"x": random(1, new, 16), "mask": np.ones((1, new + past), np.int64),
                       "past.k": random(1, 2, past, 16), "past.v": random(1, 2, past, 16)}
-            made = Engine(specialiser.general(extents), 1, None, first).run(inputs)
+            made = Specialisation(specialiser.general(extents), 1, None, first).run(inputs)
             for io, expected in zip(session.get_outputs(), session.run(None, inputs), strict=True):
                 np.testing.assert_allclose(made[io.name], expected, rtol=1e-4, atol=1e-5)
     assert not [record.message for record in caplog.records if "there is no template" in record.message]
@@ -301,11 +301,11 @@ def test_a_number_that_changes_nothing_where_it_was_traced_does_elsewhere(op: st
          node(op, "positive number" if op == "Pow" else "x number", "y")], {"x": ["N", "T", 8]}, ["y"],
         {"one": np.array(1), "by": np.array(by, np.float32)})
     plan = built(model)
-    first, templates = Engine(plan, 1), Specialiser(plan)
+    first, templates = Specialisation(plan, 1), Specialiser(plan)
     templates._templates._right = lambda plan, extents: True
     for rows in (20, 30, 7, 40):
         feed = feeds(plan, {"T": rows})
-        found = Engine(templates.general({"T": rows}), 1, None, first).run(feed)["y"]
+        found = Specialisation(templates.general({"T": rows}), 1, None, first).run(feed)["y"]
         np.testing.assert_allclose(found, expected(feed["x"], rows), rtol=1e-5)
 
 
@@ -315,10 +315,10 @@ def test_a_small_integer_goes_round_where_its_dtype_ends() -> None:
          node("Cast", "small", "large", to=7), node("Cast", "large", "number", to=1), node("Add", "x number", "y")],
         {"x": ["N", "T", 8]}, ["y"], {"one": np.array(1)})
     plan = built(model)
-    first, templates = Engine(plan, 1), Specialiser(plan)
+    first, templates = Specialisation(plan, 1), Specialiser(plan)
     for rows in (40, 41, 255, 256, 300):
         feed = feeds(plan, {"T": rows})
-        found = Engine(templates.general({"T": rows}), 1, None, first).run(feed)["y"]
+        found = Specialisation(templates.general({"T": rows}), 1, None, first).run(feed)["y"]
         np.testing.assert_allclose(found, feed["x"] + rows % 256, rtol=1e-5)
 
 
@@ -348,8 +348,8 @@ def test_plans_agree_that_compute_the_same_and_no_others() -> None:
     for precision, alike in (("fp32", False), ("int8", True)):
         steps = tuple(dataclasses.replace(step, precision=precision) for step in plan.machine.steps)
         made = plan.with_machine(steps=steps)
-        assert agree(made, third, Engine(made))
-        assert agree(made, other, Engine(other)) == alike
+        assert agree(made, third, Specialisation(made))
+        assert agree(made, other, Specialisation(other)) == alike
 
 
 def test_templates_are_stored_for_later_processes(

@@ -1,9 +1,7 @@
-"""OpenEngine: an engine for models with open extents or inputs whose values decide about shapes or branches.
+"""Segment: a graph compiled for one or more shapes, which an Engine or a program runs.
 
-Each combination of extents and deciding values runs by a specialisation: a plan compiled for these numbers and kept.
-
-    engine.run({"x": array})        # as Engine.run
-    context.at({"x": (1, 77)})      # an ExecutionContext for these shapes
+Each combination of open extents and values of deciding inputs runs by a specialisation: a plan compiled for these
+numbers and kept. A model without open extents has one, made at the build.
 
 `specialise` selects what happens without a specialisation. "background": the general version runs, a plan with
 dynamic-shape kernels, and frequent shapes are specialised on a background thread. "wait": the specialisation is
@@ -12,14 +10,13 @@ general version runs.
 """
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -37,121 +34,121 @@ from infer_server.engines.plan.extents import (
     value_name,
     value_of,
 )
-from infer_server.engines.plan.plan import GeneralKernel, IoTensor, Plan, Step
-from infer_server.engines.runtime.engine import Engine, PlanProperties
-from infer_server.engines.runtime.open_context import OpenContext
+from infer_server.engines.plan.plan import IoTensor, Plan, Step
+from infer_server.engines.runtime.context import ExecutionContext
+from infer_server.engines.runtime.contexts import OpenContext, StagedContext
 from infer_server.engines.runtime.policy import MEMORY_SHARE, REMEMBERED, Demand, IdleMemory, Kept, Policy
-from infer_server.engines.runtime.rerun import LastRun
-from infer_server.engines.runtime.staged import StagedContext
+from infer_server.engines.runtime.rerun import LastRun, no_rerun
+from infer_server.engines.runtime.specialisation import Specialisation, SpecialisationMaker, on_host
+
+if TYPE_CHECKING:       # background work alone needs it, and it takes milliseconds to import
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 MOST_WAITING = 16           # maximum number of specialisations queued in the background
 Key = tuple[Any, ...]       # numbers of the open extents, and values of the deciding inputs
-Ordered = tuple[Future[None], float]        # a queued specialisation and the time when it was queued
-
-log = logging.getLogger(__name__)
+Ordered = tuple["Future[None]", float]      # a queued specialisation and the time when it was queued
 
 
-class SpecialisationMaker(Protocol):
-    """Interface of the compiler of specialisations: infer_server.engines.compiler.specialise.Specialiser.
+class Segment:
+    """Specialisations of a plan, made when shapes without one are met. Thread-safe.
 
-    first: the engine whose constants they share
+    rerun       runs quickly if the feeds match the last run, else returns None
     """
-    first: Engine | None
+    rerun: Callable[[Mapping[str, Any]], dict[str, Array] | None]
 
-    def plan(self, extents: Extents, max_batch: int | None = None) -> Plan: ...
-    def general(self, extents: Extents) -> Plan: ...
+    def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None, gpu: int = 0,
+                 specialiser: Callable[[], SpecialisationMaker] | None = None,
+                 policy: Policy = Policy()) -> None:        # noqa: B008
+        """Load a plan.
 
-    @property
-    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]: ...
-
-
-class OpenEngine(PlanProperties):
-    """Engine of a plan with open extents. Thread-safe."""
-
-    def __init__(self, plan: Plan, specialiser: Callable[[], SpecialisationMaker], threads: int = 1,
-                 cpus: Sequence[int] | None = None, policy: Policy = Policy(), gpu: int = 0) -> None:  # noqa: B008
-        """Load a plan with open extents.
-
-        specialiser: returns the compiler of specialisations when it is first needed; raises PlanTargetError if the plan
-        is stripped or the compiler is not installed.
+        Parameters
+        ----------
+        plan : Plan
+            Plan that is not a program.
+        threads, cpus, gpu
+            See Specialisation.
+        specialiser : callable, optional
+            Returns the compiler of specialisations when it is first needed; raises PlanTargetError if the plan is
+            stripped or the compiler is not installed.
+        policy : Policy
+            When specialisations are compiled, and how many are kept.
         """
-        assert plan.open is not None
-        self.plan, self.part, self.threads, self.policy = plan, plan.open, threads, policy
-        self._cpus, self._gpu = tuple(cpus) if cpus is not None else None, gpu
-        self._names = (*open_extents(self.part.inputs), *map(value_name, self.part.deciding))
+        part = plan.open_part
+        self.plan, self.part, self.threads, self.policy, self.name = plan, part, threads, policy, plan.name
+        self.inputs, self.outputs, self.deciding = part.inputs, part.outputs, part.deciding
+        self._cpus, self._gpu, self._specialiser_of = cpus, gpu, specialiser
+        self._names = (*open_extents(self.inputs), *map(value_name, self.deciding))
         limit = memory_limit() * MEMORY_SHARE if policy.memory is None else policy.memory
-        self._ready = Kept[Key, Engine](policy.most, limit)         # specialisations
-        self._general = Kept[Key, Engine](policy.most, limit)
-        self._idle = IdleMemory[Engine](Engine.close)
+        self._ready = Kept[Key, Specialisation](policy.most, limit)
+        self._general = Kept[Key, Specialisation](policy.most, limit)
+        self._idle = IdleMemory[Specialisation](Specialisation.close)
+        self._enlarged = WeakKeyDictionary[Specialisation, Specialisation]()    # compiled for more dependent items
         self._keys: dict[tuple[Any, ...], Key] = {}         # shapes of inputs, values of deciding ones -> extents
-        self._last: LastRun | None = None                     # last run, by the engine at the end of `_ready`
         self._lock = threading.RLock()                      # guards the tables; the other locks are held for seconds
         self._making, self._making_general = threading.Lock(), threading.Lock()
         self._waiting: dict[Key, Ordered] = {}
         self._refused: dict[Key, str] = {}
         self._demand = Demand(policy.most)
-        self._make = specialiser
         self._specialiser: SpecialisationMaker | None = None
         self._worker: ThreadPoolExecutor | None = None
-        self._first = Engine(plan, threads, self._cpus, gpu=gpu)  # always kept: the others use its constants
-        self._first.larger = lambda items: self._larger(plan.extents, items)
+        self._first = self._loaded(plan)            # always kept: the others use its constants
         self._keep(self._key(plan.extents), self._first)
-        for one in self.part.others:
-            self._keep(self._key(one.extents), self._engine(one))
-
-    # ---- interface of Engine
-    @property
-    def inputs(self) -> tuple[IoTensor, ...]:
-        return self.part.inputs
-
-    @property
-    def outputs(self) -> tuple[IoTensor, ...]:
-        return self.part.outputs
+        for one in part.others:
+            self._keep(self._key(one.extents), self._loaded(one, self._first))
+        if not self._names:
+            self.rerun = self._first.rerun
 
     @property
     def arena_bytes(self) -> int:
         """Bytes of the buffers of a context for the usual shapes."""
         return self.at(self.usual_shapes()).arena_bytes
 
-    def run(self, feeds: Mapping[str, Array] | Array) -> dict[str, Array]:
-        """Run the model (see Engine.run) on any shapes that the model and the profiles allow."""
-        if type(feeds) is not dict:
-            feeds = self.feeds_of(feeds)
-        again = self.rerun(feeds)
-        if again is not None:
-            return again
-        arrays = {name: as_in_memory(np.asarray(value)) for name, value in self.defaults.complete(feeds).items()}
-        engine = self.for_feed(arrays)
-        made = engine.run_arrays({name: array for name, array in arrays.items() if name not in self.part.deciding})
+    @property
+    def is_steady(self) -> bool:
+        """True if all is compiled for fixed shapes."""
+        return not self._names and self._first.is_steady
+
+    def run(self, feeds: Mapping[str, Any]) -> dict[str, Array]:
+        """Run on all inputs, of any shapes that the model and the profiles allow."""
+        arrays = {name: on_host(name, value) for name, value in feeds.items()}
+        engine, fed = self.for_feed(arrays), self._undecided(arrays)
+        if engine.plan.dependence and self._specialiser_of and (items := engine.items(fed)) > engine.plan.batch_slots:
+            return self._for_items(engine, items).run_arrays(fed)
+        made = engine.run_arrays(fed)
+        if not self._names:
+            return made
         last = LastRun(engine, [(name, array.dtype, array.shape, array.tobytes())
-                              for name, array in arrays.items() if name in self.part.deciding])
+                                for name, array in arrays.items() if name in self.deciding])
         with self._lock:
-            self._last = last if engine is next(reversed(self._ready.values())) else None
+            self.rerun = last.run if engine is next(reversed(self._ready.values())) else no_rerun
         return made
 
-    def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None:
-        """Run quickly if the feeds match the last run, else return None (see Engine.rerun)."""
-        last = self._last
-        return last.run(feeds) if last else None
+    def items(self, arrays: Mapping[str, Array]) -> int:
+        """Return the number of items in a feed (1 if the model has no batch axis). Raises InputError."""
+        return self.for_feed(arrays).items(self._undecided(arrays))
 
-    def create_context(self, cpus: Sequence[int] | None = None) -> OpenContext | StagedContext:
+    def _undecided(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Return the inputs that specialisations have."""
+        return {name: array for name, array in arrays.items() if name not in self.deciding} if self.deciding else arrays
+
+    def create_context(self, cpus: Sequence[int] | None = None) -> ExecutionContext | OpenContext | StagedContext:
         """Create a context for one owner thread at a time, with memory for each shape that it has run."""
-        if self.part.deciding:
+        if self.deciding:
             return StagedContext(self, self._usual)
-        return OpenContext(self, cpus)
+        return OpenContext(self, cpus) if self._names else self._first.create_context(cpus)
 
     def close(self) -> None:
         """Stop the background thread and the helper threads of pooled contexts."""
         if self._worker:
             self._worker.shutdown(cancel_futures=True)
             self._worker = None
-        for engine in (*self._ready.values(), *self._general.values()):
+        for engine in (*self._ready.values(), *self._general.values(), *self._enlarged.values()):
             engine.close()
 
     # ---- specialisations
     def usual_shapes(self, batch: int = 1) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the inputs for which the plan itself was built."""
-        return {io.name: io.shape_of(batch, self.plan.extents) for io in self.part.inputs}
+        return {io.name: io.shape_of(batch, self.plan.extents) for io in self.inputs}
 
     @property
     def specialised(self) -> list[Extents]:
@@ -159,35 +156,32 @@ class OpenEngine(PlanProperties):
         with self._lock:
             return [dict(zip(self._names, key, strict=True)) for key in self._ready]
 
-    def keeps(self, engine: Engine) -> bool:
+    def keeps(self, engine: Specialisation) -> bool:
         """Return True if an engine is a specialisation, which nothing will replace, not a general version."""
         with self._lock:
             return any(engine is one for one in self._ready.values())
 
     def check(self, shapes: Shapes) -> None:
-        """Raise InputError if shapes of inputs are inconsistent or outside the profiles."""
-        self.extents(shapes)
+        """Raise InputError if shapes of inputs are inconsistent or outside the profiles, for open extents."""
+        if self._names:
+            self.extents(shapes)
 
     def extents(self, shapes: Shapes, values: Mapping[str, Array] = {}) -> dict[str, Any]:      # noqa: B006
         """Return the extents of inputs of these shapes, batch included, and the values of deciding inputs.
 
         values: those of deciding inputs; by default the usual ones. Raises InputError as `check`.
         """
-        extents: dict[str, Any] = extents_of(self.name, self.part.inputs, shapes)
+        extents: dict[str, Any] = extents_of(self.name, self.inputs, shapes)
         check_bounds(self.name, self.part.profiles, extents)
         if extents.get(BATCH) == 0 and not self.policy.segment:
             raise InputError(f"{self.name}: nothing is computed of no items ({text(extents)})")
-        return {**extents, **{value_name(name): self._value(name, values) for name in self.part.deciding}}
-
-    @property
-    def deciding(self) -> tuple[str, ...]:
-        return self.part.deciding
+        return {**extents, **{value_name(name): self._value(name, values) for name in self.deciding}}
 
     def _value(self, name: str, values: Mapping[str, Array]) -> tuple[float, ...]:
         if name not in values:
             usual: tuple[float, ...] = self.plan.extents[value_name(name)]      # type: ignore[assignment]
             return usual
-        wanted = next(io.dtype for io in self.part.inputs if io.name == name)
+        wanted = next(io.dtype for io in self.inputs if io.name == name)
         if values[name].dtype != memory_dtype(wanted):
             raise InputError(f"{self.name}: input '{name}' is {values[name].dtype}, the model takes {wanted}")
         return value_of(values[name], wanted)
@@ -195,7 +189,7 @@ class OpenEngine(PlanProperties):
     def usual_values(self) -> dict[str, Array]:
         """Return the values of deciding inputs for which the plan itself was built."""
         shapes = self.usual_shapes()
-        found = {io.name: self._usual(io, shapes[io.name]) for io in self.part.inputs}
+        found = {io.name: self._usual(io, shapes[io.name]) for io in self.inputs}
         return {name: value for name, value in found.items() if value is not None}
 
     def _usual(self, io: IoTensor, shape: tuple[int, ...]) -> Array | None:
@@ -215,46 +209,40 @@ class OpenEngine(PlanProperties):
         """Return the plan that runs a feed."""
         return self.for_feed(feeds).plan
 
-    def for_feed(self, feeds: Mapping[str, Array]) -> Engine:
-        """Return the engine that runs a feed; it does not have the deciding inputs."""
-        return self.at({name: array.shape for name, array in feeds.items()}, feeds)
+    def for_feed(self, feeds: Mapping[str, Array]) -> Specialisation:
+        """Return the specialisation that runs a feed; it does not have the deciding inputs."""
+        return self.at({name: array.shape for name, array in feeds.items()}, feeds) if self._names else self._first
 
     def whole_plan(self) -> Plan:
         """Return the plan with all current specialisations and general kernels."""
+        if not self._names:
+            return self.plan
         with self._lock:
             others = tuple(engine.plan for engine in self._ready.values() if engine.plan.extents != self.plan.extents)
             general, made = self._specialiser.generals if self._specialiser else (self.part.general, ())
-        machine = self.plan.machine
-        machine = replace(machine, code=tuple(dict.fromkeys((*machine.code, *made))))
-        return replace(self.plan, machine=machine, open=replace(self.part, others=others, general=general),
-                       fingerprint="")
+        code = tuple(dict.fromkeys((*self.plan.machine.code, *made)))
+        return replace(self.plan.with_machine(code=code), fingerprint="",
+                       open=replace(self.part, others=others, general=general))
 
-    def takes(self, extents: Extents) -> bool:
-        """Return True if the model can be specialised for these numbers and the usual values; it is then."""
-        shapes = {io.name: io.shape_of(1, extents) for io in self.part.inputs}
-        try:
-            self.at(shapes)
-        except EngineError:
-            return False
-        return True
+    def at(self, shapes: Shapes, values: Mapping[str, Array] = {}) -> Specialisation:       # noqa: B006
+        """Return the specialisation that runs inputs of these shapes.
 
-    def at(self, shapes: Shapes, values: Mapping[str, Array] = {}) -> Engine:       # noqa: B006
-        """Return the engine that runs inputs of these shapes.
-
-        values: those of deciding inputs, which the engine does not have; by default the usual ones. Raises InputError,
-        or an error of specialising.
+        values: those of deciding inputs, which it does not have; by default the usual ones. Raises InputError, or an
+        error of specialising.
         """
+        if not self._names:
+            return self._first
         engine = self._at(shapes, values)
         with self._lock:
             self._idle.use(engine, engine.arena_bytes)
         return engine
 
-    def _at(self, shapes: Shapes, values: Mapping[str, Array]) -> Engine:
-        given = (*(tuple(shapes.get(io.name, ())) for io in self.part.inputs),
-                 *((values[name].dtype, values[name].tobytes()) for name in self.part.deciding if name in values))
+    def _at(self, shapes: Shapes, values: Mapping[str, Array]) -> Specialisation:
+        given = (*(tuple(shapes.get(io.name, ())) for io in self.inputs),
+                 *((values[name].dtype, values[name].tobytes()) for name in self.deciding if name in values))
         with self._lock:
-            key = self._keys.get(given) if len(shapes) == len(self.part.inputs) else None
-            self._last = None
+            key = self._keys.get(given) if len(shapes) == len(self.inputs) else None
+            self.rerun = no_rerun
             if key is not None and (engine := self._ready.get(key)):
                 self._demand.again(key)
                 self._ready.move_to_end(key)
@@ -268,7 +256,7 @@ class OpenEngine(PlanProperties):
                 return self._ready[key]
         return self._missing(key)
 
-    def _missing(self, key: Key) -> Engine:
+    def _missing(self, key: Key) -> Specialisation:
         way = self.policy.specialise
         with self._lock:
             once = self._demand.comes_once
@@ -285,7 +273,7 @@ class OpenEngine(PlanProperties):
             return self._general_version(key)
         return self._made_soon(key) or self._general_version(key)
 
-    def _made_soon(self, key: Key) -> Engine | None:
+    def _made_soon(self, key: Key) -> Specialisation | None:
         """Queue a specialisation in the background; return it if it is ready within the patience of the policy.
 
         Does not wait if there is a general version.
@@ -293,12 +281,13 @@ class OpenEngine(PlanProperties):
         ordered = self._order(key)
         if ordered is None or key in self._general:
             return None
+        from concurrent.futures import wait
         made, since = ordered
         wait([made], max(since + self.policy.patience - time.monotonic(), 0))
         with self._lock:
             return self._ready.get(key)
 
-    def _specialised(self, key: Key) -> Engine:
+    def _specialised(self, key: Key) -> Specialisation:
         """Return the specialisation, compiled on this thread unless another thread has just done so."""
         with self._making:
             with self._lock:
@@ -308,11 +297,11 @@ class OpenEngine(PlanProperties):
                 plan = self._specialisers().plan(self._extents(key))
             except ImportError as error:
                 raise self._cannot(key, error) from error
-            engine = self._engine(plan)
+            engine = self._loaded(plan, self._first)
             self._keep(key, engine)
             return engine
 
-    def _general_version(self, key: Key) -> Engine:
+    def _general_version(self, key: Key) -> Specialisation:
         with self._making_general:
             with self._lock:
                 if found := self._ready.get(key) or self._general.get(key):
@@ -321,7 +310,7 @@ class OpenEngine(PlanProperties):
                 plan = self._specialisers().general(self._extents(key))
             except ImportError as error:
                 raise self._cannot(key, error) from error
-            engine = self._engine(plan) if plan.machine.shared else Engine(plan, self.threads)
+            engine = self._loaded(plan, self._first) if plan.machine.shared else Specialisation(plan, self.threads)
             with self._lock:
                 self._general.keep(key, engine)
             return engine
@@ -332,6 +321,7 @@ class OpenEngine(PlanProperties):
             if key in self._waiting or key in self._refused or len(self._waiting) >= MOST_WAITING:
                 return self._waiting.get(key)
             if self._worker is None:
+                from concurrent.futures import ThreadPoolExecutor
                 self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"specialise {self.name}")
             self._waiting[key] = self._worker.submit(self._make_in_background, key), time.monotonic()
             return self._waiting[key]
@@ -341,6 +331,8 @@ class OpenEngine(PlanProperties):
             if not self._is_ending():
                 self._specialised(key)
         except Exception as error:      # any error: the general version runs, and the thread continues
+            import logging
+            log = logging.getLogger(__name__)
             if not isinstance(error, EngineError | OSError):
                 log.exception("%s: making a specialisation failed", self.name)
             self._refused[key] = str(error)
@@ -359,29 +351,38 @@ class OpenEngine(PlanProperties):
             return True
 
     def _specialisers(self) -> SpecialisationMaker:
+        """Return the compiler of specialisations. Raises PlanTargetError or ImportError if there is none."""
         with self._lock:
             if self._specialiser is None:
-                self._specialiser = self._make()
+                if self._specialiser_of is None:
+                    raise PlanTargetError(f"{self.name}: loaded without a compiler of specialisations")
+                self._specialiser = self._specialiser_of()
                 self._specialiser.first = self._first
             return self._specialiser
 
-    def _keep(self, key: Key, engine: Engine) -> None:
+    def _keep(self, key: Key, engine: Specialisation) -> None:
         with self._lock:
             self._ready.keep(key, engine)
-            self._last = None
+            self.rerun = no_rerun
 
-    def _engine(self, plan: Plan) -> Engine:
-        engine = Engine(plan, self.threads, self._cpus, self._first, self._gpu)
-        engine.larger = lambda items: self._larger(plan.extents, items)
-        return engine
+    def _loaded(self, plan: Plan, beside: Specialisation | None = None) -> Specialisation:
+        """Load a specialisation, which shares the constants of `beside`."""
+        return Specialisation(plan, self.threads, self._cpus, beside, self._gpu)
 
-    def _larger(self, extents: Extents, items: int) -> Engine:
-        """Return the specialisation for a larger batch of items that depend on each other."""
+    def _for_items(self, engine: Specialisation, items: int) -> Specialisation:
+        """Return a specialisation compiled for at least `items` items; the largest so far is kept."""
+        extents = engine.plan.extents
         with self._making:
-            try:
-                return self._engine(self._specialisers().plan(extents, items))
-            except ImportError as error:
-                raise self._cannot(tuple(extents.values()), error) from error
+            larger = self._enlarged.get(engine)
+            if larger is None or larger.plan.batch_slots < items:
+                try:
+                    plan = self._specialisers().plan(extents, 1 << (items - 1).bit_length())
+                except ImportError as error:
+                    raise self._cannot(tuple(extents.values()), error) from error
+                larger = self._enlarged[engine] = self._loaded(plan, self._first)
+        with self._lock:
+            self._idle.use(larger, larger.arena_bytes)
+        return larger
 
     def _key(self, extents: Extents) -> Key:
         return tuple(extents[name] for name in self._names)
