@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,29 +27,8 @@ from infer_server.engines.runtime.segment import Segment
 from infer_server.engines.runtime.specialisation import Specialisation, SpecialisationMaker
 from infer_server.engines.summary import Summarised, Summary, summary
 
-
-class Executor(Protocol):
-    """Interface of Segment, which runs a graph, and of infer_server.engines.runtime.program.Program."""
-    inputs: tuple[IoTensor, ...]
-    outputs: tuple[IoTensor, ...]
-    deciding: tuple[str, ...]
-
-    @property
-    def rerun(self) -> Callable[[Mapping[str, Any]], dict[str, Array] | None]: ...
-    @property
-    def is_steady(self) -> bool: ...
-    @property
-    def arena_bytes(self) -> int: ...
-    def usual_shapes(self, batch: int = 1) -> dict[str, tuple[int, ...]]: ...
-    def usual_values(self) -> dict[str, Array]: ...
-    def check(self, shapes: Shapes) -> None: ...
-    def items(self, arrays: Mapping[str, Array]) -> int: ...
-    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]: ...
-    def at(self, shapes: Shapes, values: Mapping[str, Array] = {}) -> Specialisation: ...       # noqa: B006
-    def create_context(self, cpus: Sequence[int] | None = None) -> AnyContext: ...
-    def plan_of(self, feeds: Mapping[str, Array]) -> Plan: ...
-    def whole_plan(self) -> Plan: ...
-    def close(self) -> None: ...
+if TYPE_CHECKING:       # most plans are no programs
+    from infer_server.engines.runtime.program import Program
 
 
 class Engine(Summarised):
@@ -57,7 +36,7 @@ class Engine(Summarised):
 
     def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None, gpu: int = 0,
                  specialiser: Callable[[], SpecialisationMaker] | None = None, policy: Policy = Policy(),  # noqa: B008
-                 executor: Executor | None = None) -> None:
+                 executor: Segment | Program | None = None) -> None:
         """Load a plan; `infer_server.load_engine` does so for the plan of a file.
 
         Parameters
@@ -74,15 +53,15 @@ class Engine(Summarised):
             Returns the compiler of specialisations; without it the engine runs at the shapes of the plan only.
         policy : Policy
             When specialisations are compiled, and how many are kept.
-        executor : Executor, optional
-            Runs the plan; by default a Segment. A program has one of its own.
+        executor : Segment or Program, optional
+            Runs the plan; by default a segment.
 
         Raises
         ------
         PlanCorruptError, PlanTargetError, ConfigError
         """
         self.plan, self.threads = plan, threads
-        self.executor: Executor = executor or Segment(plan, threads, cpus, gpu, specialiser, policy)
+        self.executor = executor or Segment(plan, threads, cpus, gpu, specialiser, policy)
 
     # ---- properties of the plan
     @property
