@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from infer_server.engines.ir.symint import SymInt
+
 TABLE = "told"                  # name of the register that holds the table's address, in each function
 Term = int | list[Any]          # a number; ["n", i] is leaf i; [operator, term, term]
 
@@ -69,16 +71,15 @@ class Trace:
         return [Extent(self, number, leaf(index)) for index, number in enumerate(numbers)]
 
 
-class Extent:
+class Extent(SymInt):
     """Integer with the term that it was computed by. It is no int, so that no code uses its number without a guard."""
     __slots__ = ("trace", "value", "term")
 
     def __init__(self, trace: Trace, value: int, term: Term) -> None:
         self.trace, self.value, self.term = trace, value, term
 
-    # ---- arithmetic: the result is an Extent, or an int if it depends on no leaf
     def _arithmetic(self, word: str, a: Any, b: Any) -> Any:
-        # An extent of another kernel is a plain number here: terms of two traces cannot be combined.
+        # A number of another kernel is a plain number here: terms of two traces cannot be combined.
         a, b = (one.__index__() if isinstance(one, Extent) and one.trace is not self.trace else one for one in (a, b))
         left, right = (one.term if isinstance(one, Extent) else one for one in (a, b))
         if isinstance(left, float) or isinstance(right, float):
@@ -90,78 +91,16 @@ class Extent:
             return term
         return Extent(self.trace, int(_OPERATORS[word](*map(_number, (a, b)))), term)
 
-    def __add__(self, other: Any) -> Any:
-        return self._arithmetic("+", self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._arithmetic("+", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._arithmetic("-", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._arithmetic("-", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._arithmetic("*", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._arithmetic("*", other, self)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return self._arithmetic("//", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return self._arithmetic("//", other, self)
-
-    def __mod__(self, other: Any) -> Any:
-        return self._arithmetic("%", self, other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return self._arithmetic("%", other, self)
-
-    def __divmod__(self, other: Any) -> Any:
-        return self // other, self % other
-
-    def __neg__(self) -> Any:
-        return self._arithmetic("-", 0, self)
-
-    def __abs__(self) -> Any:
-        return -self if self < 0 else self
-
-    # ---- comparisons and conversions: each result is recorded as a guard
     def _compare(self, word: str, a: Any, b: Any) -> Any:
-        """Return the result of a comparison as a bool, with a guard."""
         found = self._arithmetic(word, a, b)
         if found is NotImplemented:
             return NotImplemented
         return bool(found.__index__() if isinstance(found, Extent) else found)
 
-    def __eq__(self, other: object) -> Any:
-        return self._compare("==", self, other)
-
-    def __ne__(self, other: object) -> Any:
-        equal = self._compare("==", self, other)
-        return equal if equal is NotImplemented else not equal
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compare("<", self, other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._compare("<=", self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compare("<", other, self)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compare("<=", other, self)
-
-    def __bool__(self) -> bool:
-        return bool(self != 0)
-
     def __hash__(self) -> int:
         return hash(self.value)
 
+    # ---- conversions record guards
     def __index__(self) -> int:
         self.trace.guard(self.term, self.value)
         return self.value

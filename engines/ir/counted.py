@@ -27,6 +27,7 @@ import numpy as np
 
 from infer_server.engines.ir import polynomials
 from infer_server.engines.ir.polynomials import Polynomial
+from infer_server.engines.ir.symint import SymInt
 
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})       # types that contain no symbolic number
 Guard = tuple[str, Polynomial]          # the relation ("==" or "<") of a polynomial to 0
@@ -172,7 +173,7 @@ class Counting:
         return len(self.atoms) - 1
 
 
-class SymbolicInt:
+class SymbolicInt(SymInt):
     """Symbolic integer of a trace. It is no int, so that C code cannot take its value."""
     __slots__ = ("counting", "value", "polynomial")
 
@@ -187,7 +188,8 @@ class SymbolicInt:
         return int
 
     # ---- arithmetic
-    def _of(self, other: Any) -> Polynomial | None:
+    def _expression(self, other: Any) -> Polynomial | None:
+        """Return the polynomial of a number, or None for what is none."""
         if type(other) is SymbolicInt:
             if other.counting is not self.counting:
                 raise Pinned("two traces have numbers in common")
@@ -198,101 +200,33 @@ class SymbolicInt:
             raise Pinned(f"{self} is counted with floats")
         return None
 
-    def _sum(self, other: Any, sign: int, back: int = 1) -> Any:
-        """Return back * self + sign * other."""
-        q = self._of(other)
-        if q is None:
+    def _arithmetic(self, word: str, a: Any, b: Any) -> Any:
+        p, q = self._expression(a), self._expression(b)
+        if p is None or q is None:
             return NotImplemented
-        p = self.polynomial if back == 1 else polynomials.product(self.polynomial, polynomials.constant(back))
-        return self.counting.of(polynomials.plus(p, q, sign))
-
-    def __add__(self, other: Any) -> Any:
-        return self._sum(other, 1)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        return self._sum(other, -1)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._sum(other, 1, -1)
-
-    def __mul__(self, other: Any) -> Any:
-        q = self._of(other)
-        return NotImplemented if q is None else self.counting.of(polynomials.product(self.polynomial, q))
-
-    __rmul__ = __mul__
-
-    def __floordiv__(self, other: Any) -> Any:
-        q = self._of(other)
-        return NotImplemented if q is None else self.counting.floor(self.polynomial, q)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        q = self._of(other)
-        return NotImplemented if q is None else self.counting.floor(q, self.polynomial)
-
-    def __mod__(self, other: Any) -> Any:
-        return NotImplemented if self._of(other) is None else self - self // other * other
-
-    def __rmod__(self, other: Any) -> Any:
-        return NotImplemented if self._of(other) is None else other - other // self * self
-
-    def __divmod__(self, other: Any) -> Any:
-        return self // other, self % other
-
-    def __rdivmod__(self, other: Any) -> Any:
-        return other // self, other % self
-
-    def __neg__(self) -> Any:
-        return self * -1
-
-    def __pos__(self) -> Any:
-        return self
-
-    def __abs__(self) -> Any:
-        return -self if self < 0 else self
-
-    __floor__ = __ceil__ = __trunc__ = __round__ = __pos__
+        if word == "*":
+            return self.counting.of(polynomials.product(p, q))
+        if word == "//":
+            return self.counting.floor(p, q)
+        return a - a // b * b if word == "%" else self.counting.of(polynomials.plus(p, q, 1 if word == "+" else -1))
 
     # ---- comparisons, which record guards
-    def _compare(self, relation: str, other: Any, sign: int = 1) -> Any:
-        """Return the relation of sign * (self - other) to 0."""
+    def _compare(self, word: str, a: Any, b: Any) -> Any:
+        other = b if a is self else a
+        if word == "<=":
+            more = self._compare("<", b, a)
+            return more if more is NotImplemented else not more and other == other      # false for NaN
         if isinstance(other, float | np.floating):
             if not math.isfinite(other):
-                return relation == "<" and sign * other > 0
-            if relation == "==" and not other.is_integer():
+                return word == "<" and (other > 0 if a is self else other < 0)
+            if word == "==" and not other.is_integer():
                 return False
-            other = math.ceil(other) if sign == 1 else math.floor(other)
-        q = self._of(other)
+            other = math.ceil(other) if a is self else math.floor(other)
+        q = self._expression(other)
         if q is None:
             return NotImplemented
-        difference = polynomials.plus(self.polynomial, q, -1)
-        return self.counting.compare(relation, difference if sign == 1 else polynomials.product(
-            difference, polynomials.constant(-1)))
-
-    def __eq__(self, other: object) -> Any:
-        return self._compare("==", other)
-
-    def __ne__(self, other: object) -> Any:
-        equal = self.__eq__(other)
-        return equal if equal is NotImplemented else not equal
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compare("<", other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compare("<", other, -1)
-
-    def __le__(self, other: Any) -> Any:
-        more = self._compare("<", other, -1)
-        return more if more is NotImplemented else not more and other == other      # false for NaN
-
-    def __ge__(self, other: Any) -> Any:
-        less = self._compare("<", other)
-        return less if less is NotImplemented else not less and other == other
-
-    def __bool__(self) -> bool:
-        return not self.counting.compare("==", self.polynomial)
+        p, q = (self.polynomial, q) if a is self else (q, self.polynomial)
+        return self.counting.compare(word, polynomials.plus(p, q, -1))
 
     def __hash__(self) -> int:
         raise Pinned(f"{self} is looked up in a table")

@@ -20,6 +20,7 @@ import numpy as np
 from infer_server.engines.errors import GraphError
 from infer_server.engines.ir.counted import Late, SymbolicInt, as_int, is_counted, plain
 from infer_server.engines.ir.graph import BATCH, Array, Dim, TensorType
+from infer_server.engines.ir.symint import SymInt
 
 MOST_AXES = 31          # NumPy before version 2 allows 32 axes
 
@@ -29,7 +30,7 @@ class Undecided(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Extent:
+class Extent(SymInt):
     """Extent coefficient * batch + constant with a nonzero coefficient."""
     coefficient: int
     constant: int = 0
@@ -38,38 +39,26 @@ class Extent:
         head = BATCH if self.coefficient == 1 else f"{self.coefficient}*{BATCH}"
         return f"{head}{self.constant:+d}" if self.constant else head
 
-    def __add__(self, other: Any) -> Any:
-        coefficient, constant = _parts(other)
-        return _extent(self.coefficient + coefficient, self.constant + constant)
-
-    def __mul__(self, other: Any) -> Any:
-        coefficient, constant = _parts(other)
-        if coefficient:
-            raise Undecided(f"({self}) * ({other}) is not linear in the batch")
-        return _extent(self.coefficient * constant, self.constant * constant)
-
-    def __neg__(self) -> Any:
-        return self * -1
-
-    def __sub__(self, other: Any) -> Any:
-        return self + other * -1
-
-    def __rsub__(self, other: Any) -> Any:
-        return -self + other
-
-    def __floordiv__(self, other: Any) -> Any:
-        coefficient, constant = _parts(other)
-        if coefficient:
-            ratio, rest = divmod(self.coefficient, coefficient)
-            if rest or self.constant != ratio * constant:
-                raise Undecided(f"({self}) / ({other})")
-            return ratio
-        if not constant or self.coefficient % constant:
-            raise Undecided(f"({self}) / {constant}")
-        return _extent(self.coefficient // constant, self.constant // constant)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        raise Undecided(f"{other} / ({self})")
+    def _arithmetic(self, word: str, a: Any, b: Any) -> Any:
+        (coefficient, constant), (other, addend) = _parts(a), _parts(b)
+        if word == "+":
+            return _extent(coefficient + other, constant + addend)
+        if word == "-":
+            return _extent(coefficient - other, constant - addend)
+        if word == "%":
+            return a - (a // b) * b
+        if word == "*":
+            if coefficient and other:
+                raise Undecided(f"({a}) * ({b}) is not linear in the batch")
+            return _extent(coefficient * addend + constant * other, constant * addend)
+        if not other:
+            if not addend or coefficient % addend:
+                raise Undecided(f"({a}) / {b}")
+            return _extent(coefficient // addend, constant // addend)
+        ratio, rest = divmod(coefficient, other)
+        if not coefficient or rest or constant != ratio * addend:
+            raise Undecided(f"({a}) / ({b})")
+        return ratio
 
     def __truediv__(self, other: Any) -> Any:
         quotient = self // other
@@ -77,41 +66,27 @@ class Extent:
             raise Undecided(f"({self}) / ({other})")
         return quotient
 
-    def __mod__(self, other: Any) -> Any:
-        return self - (self // other) * other
+    def __rtruediv__(self, other: Any) -> Any:
+        raise Undecided(f"{other} / ({self})")
 
-    __radd__, __rmul__, __rtruediv__, __rmod__ = __add__, __mul__, __rfloordiv__, __rfloordiv__
-
-    def __floor__(self) -> Extent:
-        return self
-
-    __ceil__ = __round__ = __trunc__ = __floor__
-
-    def __eq__(self, other: Any) -> bool:
-        if not isinstance(other, int | float | np.number | Extent):
+    def _compare(self, word: str, a: Any, b: Any) -> Any:
+        if not isinstance(b if a is self else a, int | float | np.number | Extent):
             return NotImplemented
-        difference = self - other
+        difference = a - b
+        if word != "==":
+            return _sign(difference) < (1 if word == "<=" else 0)
         if not isinstance(difference, Extent):
             return bool(difference == 0)
         root, rest = divmod(-difference.constant, difference.coefficient)
         if not rest and root >= 1:
-            raise Undecided(f"{self} == {other}")
+            raise Undecided(f"{a} == {b}")
         return False
+
+    def __bool__(self) -> bool:
+        return True             # NumPy asks for all elements of arrays with it
 
     def __hash__(self) -> int:
         return hash((self.coefficient, self.constant))
-
-    def __lt__(self, other: Any) -> bool:
-        return _sign(self - other) < 0
-
-    def __le__(self, other: Any) -> bool:
-        return _sign(self - other) <= 0
-
-    def __gt__(self, other: Any) -> bool:
-        return _sign(self - other) > 0
-
-    def __ge__(self, other: Any) -> bool:
-        return _sign(self - other) >= 0
 
 
 def _parts(value: Any) -> tuple[int, int]:
