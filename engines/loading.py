@@ -174,7 +174,7 @@ class _LateSpecialiser:
             from infer_server.engines.compiler.template import Templates, stored_templates
             self._cache = None if cache is False else EngineCache("" if cache is True else cache)
             stored = stored_templates(plan, self._cache)
-            self._stored = Templates(lambda counting, extents: None, None, stored) if stored else None
+            self._stored = Templates(lambda env, extents: None, None, stored) if stored else None
 
     def _specialiser(self) -> SpecialisationMaker:
         """Return the compiler. Raises PlanTargetError if the plan is stripped or the compiler is not installed."""

@@ -21,7 +21,7 @@ from infer_server.engines.frontend.onnx_file import with_outputs
 from infer_server.engines.frontend.onnx_import import graph_from_onnx, recurs_in_float16, values_of_inputs
 from infer_server.engines.ir.dtypes import as_named
 from infer_server.engines.ir.graph import Array, Dim, Graph
-from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.ir.recipe import Pixels
 from infer_server.engines.ops.reference import run
 from infer_server.engines.passes.pixels import take_pixels
 from infer_server.engines.plan.extents import extents_of_feed

@@ -25,7 +25,7 @@ from infer_server.engines.compiler.specialise import graph_at
 from infer_server.engines.errors import EngineError, InputError, PlanError
 from infer_server.engines.frontend.inputs import Value
 from infer_server.engines.ir.graph import Dim, Graph
-from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.ir.recipe import Pixels
 from infer_server.engines.loading import load_engine
 from infer_server.engines.plan.extents import Extents
 from infer_server.engines.plan.plan import IoTensor, Plan

@@ -79,7 +79,7 @@ class Session(Protocol):
         """
 
     def choose_symbolic(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> Any | None:
-        """Choose dynamic kernels for a graph with symbolic sizes (infer_server.engines.ir.counted).
+        """Choose dynamic kernels for a graph with symbolic sizes (infer_server.engines.ir.symbolic).
 
         Returns
         -------
@@ -88,7 +88,7 @@ class Session(Protocol):
 
         Raises
         ------
-        Pinned
+        NotSymbolic
             A symbolic size has to be a known number.
         """
 

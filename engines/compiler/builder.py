@@ -23,7 +23,7 @@ from infer_server.engines.frontend.inputs import Value, is_size
 from infer_server.engines.frontend.onnx_file import Model
 from infer_server.engines.frontend.onnx_import import graph_from_onnx
 from infer_server.engines.ir.graph import BATCH, Graph
-from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.ir.recipe import Pixels
 from infer_server.engines.ir.serialize import graph_to_json
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.passes.outputs import show_in_float
@@ -257,9 +257,9 @@ class Builder:
 
     @faults_named()
     def symbolic_plan(self, graph: Graph, ranges: Ranges | None = None) -> Plan | None:
-        """Return the general version of a graph with symbolic extents (engines/ir/counted.py): a symbolic plan.
+        """Return the general version of a graph with symbolic extents (engines/ir/symbolic.py): a symbolic plan.
 
-        None if the backend has no dynamic-shape kernels. Raises Pinned.
+        None if the backend has no dynamic-shape kernels. Raises NotSymbolic.
         """
         chosen = self._session.choose_symbolic(self.stored(graph, ranges), *self._batches(graph))
         return self._plan(self._session, chosen, bare=True) if chosen else None

@@ -23,11 +23,10 @@ from infer_server.engines.compiler.template import Templates, stored_templates
 from infer_server.engines.errors import ConfigError, EngineError, PlanTargetError
 from infer_server.engines.faults import faults_named
 from infer_server.engines.frontend.onnx_file import OnnxModel
-from infer_server.engines.ir.counted import Counting
 from infer_server.engines.ir.dtypes import dtype_named
 from infer_server.engines.ir.graph import Dim, Graph, TensorType
-from infer_server.engines.ir.pixels import Pixels
-from infer_server.engines.ir.recipe import Recipe
+from infer_server.engines.ir.recipe import Pixels, Recipe
+from infer_server.engines.ir.symbolic import ShapeEnv
 from infer_server.engines.machine import object_cache
 from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
@@ -193,8 +192,8 @@ class Specialiser:
                     self._plan.name, dict(extents))
         return False
 
-    def _symbolic_plan(self, counting: Counting, extents: Extents) -> Plan | None:
-        """Return the symbolic plan for symbolic extents (engines/ir/counted.py), or None if the target has none."""
+    def _symbolic_plan(self, env: ShapeEnv, extents: Extents) -> Plan | None:
+        """Return the symbolic plan for symbolic extents (engines/ir/symbolic.py), or None if the target has none."""
         with self._importing:
             subject, recipe = self._subject(self._target, apart=True), self._part.recipe
             if subject.builder.target != self._plan.machine.target:

@@ -15,7 +15,7 @@ from typing import Any
 
 from infer_server.engines.capacity import too_large
 from infer_server.engines.compiler.engine_cache import EngineCache
-from infer_server.engines.ir.counted import Counting, Pinned
+from infer_server.engines.ir.symbolic import NotSymbolic, ShapeEnv
 from infer_server.engines.machine import object_cache
 from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.object_cache import ObjectCache
@@ -69,7 +69,7 @@ class _Pickler(pickle.Pickler):
 class Templates:
     """Templates of one model. Not thread-safe."""
 
-    def __init__(self, trace: Callable[[Counting, Extents], Plan | None],
+    def __init__(self, trace: Callable[[ShapeEnv, Extents], Plan | None],
                  right: Callable[[Plan, Extents], bool] | None = lambda plan, extents: True,
                  stored: StoredTemplates | None = None) -> None:
         """Create a set of templates.
@@ -134,13 +134,13 @@ class Templates:
     def _traced(self, extents: Extents) -> Template | None:
         """Return a new template, or None if tracing fails; an error recurs when the plan is made for the shape only."""
         self._credit -= 1
-        counting = Counting()
+        env = ShapeEnv()
         fixed = {name: extent for name, extent in extents.items() if not isinstance(extent, int) or extent < 1}
-        counted = {name: counting.extent(name, extent) for name, extent in extents.items() if name not in fixed}
+        symbols = {name: env.extent(name, extent) for name, extent in extents.items() if name not in fixed}
         try:
-            plan = self._trace(counting, {name: counted.get(name, extent) for name, extent in extents.items()})
-            return Template(plan, counting, extents, tuple(counted), fixed) if plan else None
-        except (Pinned, Exception) as reason:       # a real fault recurs when the plan is made for the shape only
+            plan = self._trace(env, {name: symbols.get(name, extent) for name, extent in extents.items()})
+            return Template(plan, env, extents, tuple(symbols), fixed) if plan else None
+        except (NotSymbolic, Exception) as reason:       # a real fault recurs when the plan is made for the shape only
             log.info("there is no template for %s: %s: %s", dict(extents), type(reason).__name__, reason)
             return None
 

@@ -6,7 +6,7 @@ ints runs on SymInts unchanged. Arithmetic makes SymInts, or ints where the unkn
 value does is the difference between three subclasses, each of which defines `_arithmetic` and `_compare`:
 
     class                   expression                      n == 3                      int(n)
-    counted.SymbolicInt     polynomial of open extents      guard                       Pinned: no trace holds
+    symbolic.SymbolicInt    polynomial of open extents      guard                       NotSymbolic
     extents.KernelInt       tree over a kernel's numbers    guard                       guard
     shapes.BatchInt         coefficient * batch + constant  decided, or Undecided       TypeError
 

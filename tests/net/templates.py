@@ -19,7 +19,7 @@ from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.errors import EngineError
 from infer_server.engines.frontend.extents import open_extents, open_types
 from infer_server.engines.frontend.onnx_file import read_model
-from infer_server.engines.ir.counted import Counting, Pinned
+from infer_server.engines.ir.symbolic import NotSymbolic, ShapeEnv
 from infer_server.engines.lowering.buffers import buffers_of
 from infer_server.engines.lowering.lower import lower
 from infer_server.engines.lowering.nest.program import NestProgram
@@ -42,11 +42,11 @@ def check(case: Case) -> str:
         lowered(subject, extents)
     except EngineError:
         return "refused"
-    counting = Counting()
-    counted = {name: counting.extent(name, extent) for name, extent in extents.items()}
+    env = ShapeEnv()
+    symbols = {name: env.extent(name, extent) for name, extent in extents.items()}
     try:
-        made = function_of(lowered(subject, counted), counting, len(counted))
-    except (Pinned, EngineError):
+        made = function_of(lowered(subject, symbols), env, len(symbols))
+    except (NotSymbolic, EngineError):
         return "pinned"
     chance, served = Random(str(extents)), 0
     for others in (extents, *({name: max(1, extent + chance.randrange(-2, 6)) for name, extent in extents.items()}

@@ -23,8 +23,8 @@ from infer_server.engines.compiler.engine_cache import EngineCache
 from infer_server.engines.compiler.specialise import Specialiser
 from infer_server.engines.compiler.template import Templates, stored_templates
 from infer_server.engines.errors import ConfigError, ModelError
-from infer_server.engines.ir.counted import Counting
 from infer_server.engines.ir.graph import Array
+from infer_server.engines.ir.symbolic import ShapeEnv
 from infer_server.engines.machine import object_cache
 from infer_server.engines.plan import arena
 from infer_server.engines.plan.file import read_plan
@@ -85,7 +85,7 @@ def built(model: onnx.ModelProto) -> Plan:
 
 def without_templates(plan: Plan) -> Specialiser:
     specialiser = Specialiser(plan)
-    specialiser._templates = Templates(lambda counting, extents: None)
+    specialiser._templates = Templates(lambda env, extents: None)
     return specialiser
 
 
@@ -249,9 +249,9 @@ def test_the_template_of_least_use_goes_first() -> None:
     plan = built(mixer())
     made: list[Any] = []
 
-    def trace(counting: Counting, extents: Any) -> Plan:
+    def trace(env: ShapeEnv, extents: Any) -> Plan:
         made.append(extents["T"])
-        assert extents["T"] == int(str(made[-1].value))         # a guard that holds for one number only
+        assert extents["T"] == int(str(made[-1].hint))         # a guard that holds for one number only
         return plan
 
     templates = Templates(trace)
@@ -369,7 +369,7 @@ def test_templates_are_stored_for_later_processes(
 
     plans(8)
     assert [is_first for _, is_first in stored.load()] == [True]
-    alone = Templates(lambda counting, extents: None, None, stored)
+    alone = Templates(lambda env, extents: None, None, stored)
     for past in (8, 9):         # 9 would have to be compared with a plan for this shape alone
         assert bool(alone.plan({"S": 1, "P": past, "T": past + 1})) == (past == 8)
     expected = plans(9, 10, 33)

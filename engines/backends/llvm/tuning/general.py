@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.kernels.kernel import Kernel
 from infer_server.engines.codegen.compiler_pool import CompilerPool
-from infer_server.engines.codegen.extents import Extent, Trace, leaf, value_of
+from infer_server.engines.codegen.extents import KernelInt, Trace, leaf, value_of
 from infer_server.engines.codegen.ir_builder import Module
-from infer_server.engines.ir.counted import Pinned, is_counted
+from infer_server.engines.ir.symbolic import NotSymbolic, is_symbolic
 from infer_server.engines.lowering.problems.problem import Problem
 from infer_server.engines.plan.plan import GeneralKernel
 from infer_server.engines.version import COMPILER_VERSION
@@ -151,19 +151,19 @@ def _fits(one: GeneralKernel, numbers: Numbers) -> bool:
         value_of(term, numbers) == value for term, value in one.guards)
 
 
-def counted_numbers(problem: Problem) -> frozenset[int]:
+def symbolic_numbers(problem: Problem) -> frozenset[int]:
     """Return the positions of the symbolic numbers of a problem."""
-    return frozenset(place for place, number in enumerate(_numbers(problem)) if is_counted(number))
+    return frozenset(place for place, number in enumerate(_numbers(problem)) if is_symbolic(number))
 
 
 def told(one: GeneralKernel, kernel: Kernel[Any]) -> Numbers:
     """Return the table of a symbolic kernel for a problem with symbolic numbers, and guard that its own guards hold.
 
-    Raises Pinned if the kernel is not valid for the problem.
+    Raises NotSymbolic if the kernel is not valid for the problem.
     """
     numbers = tuple(_numbers(kernel.problem))
     if not _fits(one, numbers):     # not an assert: the comparisons record guards, which python -O would drop
-        raise Pinned(f"{one.symbol} does not hold for what it was found for")
+        raise NotSymbolic(f"{one.symbol} does not hold for what it was found for")
     return _told(one, numbers)
 
 
@@ -192,7 +192,7 @@ def _differences(numbers: Numbers, others: Numbers) -> frozenset[int]:
 
 def told_kernel(kernel: Kernel[Any], trace: Trace, leaves: frozenset[int]) -> Kernel[Any]:
     """Return the kernel with Extents in place of some of its problem's numbers; it can only be emitted."""
-    numbers = iter([Extent(trace, number, leaf(i)) if i in leaves else number
+    numbers = iter([KernelInt(trace, number, leaf(i)) if i in leaves else number
                     for i, number in enumerate(spelling(kernel).numbers)])
     return type(kernel)(_mapped(kernel.problem, lambda number: next(numbers)), kernel.items)
 

@@ -24,12 +24,12 @@ from infer_server.engines.backends.llvm.tuning.candidate_times import (
     promising,
 )
 from infer_server.engines.backends.llvm.tuning.candidates import Candidate, CandidateCode, Choice, packing
-from infer_server.engines.backends.llvm.tuning.general import Found, GeneralKernels, counted_numbers, told
+from infer_server.engines.backends.llvm.tuning.general import Found, GeneralKernels, symbolic_numbers, told
 from infer_server.engines.backends.llvm.tuning.layouts import COST_TOLERANCE, TOLERANCE, with_common_layouts
 from infer_server.engines.backends.llvm.tuning.nearest import Timed, correction
 from infer_server.engines.backends.llvm.tuning.timing import CLOCK_US, Times, mean_ratios
 from infer_server.engines.codegen.compiler_pool import CompilerPool
-from infer_server.engines.ir.counted import Pinned, plain, structure
+from infer_server.engines.ir.symbolic import NotSymbolic, plain, structure
 from infer_server.engines.lowering.problems.problem import Problem
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.plan.plan import GeneralKernel
@@ -152,11 +152,11 @@ class Tuner:
         return {problem: choice for problem, choice in found.items() if choice} | {
             one.kernel.problem: self._told(one.kernel, general) for one, general in zip(missing, made, strict=True)}
 
-    def counted(self, wanted: Sequence[Problem], batches: Sequence[int] = (1,)) -> list[Choice]:
+    def symbolic(self, wanted: Sequence[Problem], batches: Sequence[int] = (1,)) -> list[Choice]:
         """Return a kernel for each problem with symbolic numbers, which takes those at run time."""
         self._times.batches = tuple(batches)
         known = {structure(problem): problem for problem in wanted}
-        places = {key: counted_numbers(problem) for key, problem in known.items()}
+        places = {key: symbolic_numbers(problem) for key, problem in known.items()}
         values = {key: plain(problem) for key, problem in known.items()}
         found = {key: self._without_compiling(problem, places[key]) for key, problem in values.items()}
         missing = [key for key, choice in found.items() if choice is None]
@@ -165,16 +165,16 @@ class Tuner:
             made = self.generals.make([(one.kernel, one.tactic) for one in usual], pool,
                                       open_numbers=[places[key] for key in missing])
         found |= {key: self._told(one.kernel, general) for key, one, general in zip(missing, usual, made, strict=True)}
-        counted = {key: self._counted(choice, known[key]) for key, choice in found.items() if choice}
-        return [counted[structure(problem)] for problem in wanted]
+        symbolic = {key: self._symbolic(choice, known[key]) for key, choice in found.items() if choice}
+        return [symbolic[structure(problem)] for problem in wanted]
 
-    def _counted(self, choice: Choice, problem: Problem) -> Choice:
+    def _symbolic(self, choice: Choice, problem: Problem) -> Choice:
         """Convert the choice for the current values of a problem to one for the symbolic problem."""
         if choice.told is None:
             return choice
         kernel = type(choice.kernel)(problem, choice.kernel.items)
         if not kernel.applies(self.isa):    # not an assert: the comparisons record guards, which python -O would drop
-            raise Pinned("the kernel does not solve what its problem is now")
+            raise NotSymbolic("the kernel does not solve what its problem is now")
         return replace(choice, kernel=kernel, told=told(self.generals.named(choice.symbol), kernel))
 
     def _without_compiling(self, problem: Problem, open_numbers: Set[int] = frozenset()) -> Choice | None:
