@@ -11,7 +11,7 @@ from infer_server.engines.backends import device_of
 from infer_server.engines.backends.device import GpuInfo, OneOfSeveral
 from infer_server.engines.errors import ConfigError, EngineError, InputError, PlanError, PlanTargetError
 from infer_server.engines.plan.file import read_outline, read_plan
-from infer_server.engines.plan.plan import GeneralKernel, IoTensor, Plan
+from infer_server.engines.plan.plan import DynamicKernel, IoTensor, Plan
 from infer_server.engines.runtime.engine import Engine
 from infer_server.engines.runtime.policy import Policy
 from infer_server.engines.runtime.segment import Segment
@@ -195,16 +195,16 @@ class _LateSpecialiser:
             return _with_max_batch(self._plan, max_batch)
         return self._specialiser().plan(extents, max_batch)
 
-    def general(self, extents: Extents) -> Plan:
+    def symbolic(self, extents: Extents) -> Plan:
         stored = self._stored
         if stored and (plan := stored.plan(extents)):
             return plan
         self._stored = None         # the compiler reads them, too
-        return self._specialiser().general(extents)
+        return self._specialiser().symbolic(extents)
 
     @property
-    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
-        return self._made.generals if self._made else (self._plan.open_part.general, ())
+    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
+        return self._made.dynamic_kernels if self._made else (self._plan.open_part.general, ())
 
 
 def _retuned(plan: Plan, cache: str | os.PathLike[str] | bool, gpu: int) -> Plan:

@@ -33,7 +33,7 @@ from infer_server.engines.passes.quantization.given import is_quantised, quantiz
 from infer_server.engines.passes.quantization.kept import kept_nodes
 from infer_server.engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
 from infer_server.engines.plan.extents import Bounds
-from infer_server.engines.plan.plan import GeneralKernel, IoTensor, Plan
+from infer_server.engines.plan.plan import DynamicKernel, IoTensor, Plan
 from infer_server.engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
@@ -246,7 +246,7 @@ class Builder:
     @faults_named()
     def dynamic_plan(self, graph: Graph, ranges: Ranges | None = None,
                      usual: Callable[[], Graph] | None = None) -> Plan | None:
-        """Return the general version: a plan with dynamic-shape kernels for other shapes than the plan taken over.
+        """Return a plan with dynamic kernels for a graph of other shapes than the plan taken over.
 
         usual: returns the graph for that plan's shapes, if it is not the one built before. None if the backend has no
         dynamic-shape kernels.
@@ -257,7 +257,7 @@ class Builder:
 
     @faults_named()
     def symbolic_plan(self, graph: Graph, ranges: Ranges | None = None) -> Plan | None:
-        """Return the general version of a graph with symbolic extents (engines/ir/symbolic.py): a symbolic plan.
+        """Return the symbolic plan of a graph with symbolic extents (engines/ir/symbolic.py).
 
         None if the backend has no dynamic-shape kernels. Raises NotSymbolic.
         """
@@ -265,7 +265,7 @@ class Builder:
         return self._plan(self._session, chosen, bare=True) if chosen else None
 
     @property
-    def dynamic_kernels(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
         """Dynamic-shape kernels and their code: see Session.dynamic_kernels."""
         return self._session.dynamic_kernels
 

@@ -3,7 +3,7 @@
     plan = compiled(subject, recipe, metadata)      # has plan.open if the model has open extents
     specialiser = Specialiser(plan)
     specialiser.plan({"T": 77})                     # as a build with --shape would make it, without timing
-    specialiser.general({"T": 77})                  # the general version: a plan with dynamic-shape kernels
+    specialiser.symbolic({"T": 77})                 # the symbolic plan for these numbers, with dynamic kernels
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.passes.quantization.recipe import prepared
 from infer_server.engines.plan.extents import Extents, open_extents, value_name
-from infer_server.engines.plan.plan import GeneralKernel, IoTensor, OpenOptions, OpenPart, Plan, graph_of
+from infer_server.engines.plan.plan import DynamicKernel, IoTensor, OpenOptions, OpenPart, Plan, graph_of
 from infer_server.engines.runtime.specialisation import Specialisation
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
     return replace(plan, machine=replace(plan.machine, code=(*plan.machine.code, *code)), open=part)
 
 
-def _dynamic_kernels(subject: Subject, recipe: Recipe | None) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+def _dynamic_kernels(subject: Subject, recipe: Recipe | None) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
     """Return the model's dynamic-shape kernels and their code, made by lowering it at other than the usual extents."""
     decided = {extent for name in subject.deciding for extent in subject.types[name].shape}
     usual = {name: extent for name, extent in subject.usual.items() if isinstance(extent, int) and name not in decided}
@@ -133,7 +133,7 @@ class Specialiser:
         self._plan, self._timing = plan, timing
         self._cache, self._fingerprint = cache, plan.fingerprint
         self._subjects: dict[tuple[str, bool, int | None], Subject] = {}
-        # Shared with the general version, which may be made at the same time, so that a graph is imported once.
+        # Shared with the symbolic plan, which may be made at the same time, so that a graph is imported once.
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._importing = threading.Lock()
         self._templates = Templates(self._symbolic_plan, self._is_right, stored_templates(plan, cache))
@@ -157,8 +157,8 @@ class Specialiser:
                 cache.store(key, plan)
             return plan
 
-    def general(self, extents: Extents) -> Plan:
-        """Return the general version for numbers of the open extents: a plan with dynamic-shape kernels.
+    def symbolic(self, extents: Extents) -> Plan:
+        """Return the symbolic plan for numbers of the open extents: a plan with dynamic kernels.
 
         Without such kernels for the target the plan is for the NumPy backend, which is slow.
         """
@@ -172,14 +172,14 @@ class Specialiser:
         return plan or self._made("numpy", extents)
 
     def _alone(self, extents: Extents) -> Plan | None:
-        """Return the general version for these extents only, without a template; None if the backend has none."""
+        """Return a plan with dynamic kernels for these extents only, without a trace; None if the backend has none."""
         subject, recipe = self._imported(self._target, extents, apart=True), self._part.recipe
         plan = subject.builder.dynamic_plan(_graph(subject, recipe, extents), recipe.ranges if recipe else None,
                                             lambda: _graph(subject, recipe, self._plan.extents))
         return replace(plan, extents=dict(extents)) if plan else None
 
     def _is_right(self, plan: Plan, extents: Extents) -> bool:
-        """Return True if a template's plan agrees with the general version made for these extents only."""
+        """Return True if a template's plan agrees with one made for these extents only."""
         alone = self._alone(extents)
         is_right = bool(alone and agree(plan, alone, self.first or Specialisation(self._plan)))
         with self._importing:       # the template needs no graphs, which have all weights in float
@@ -204,7 +204,7 @@ class Specialiser:
         return subject.builder.symbolic_plan(graph, recipe.ranges if recipe else None)
 
     @property
-    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
         """Dynamic-shape kernels, those of the plan included, and their code."""
         key = self._target, True, None
         return self._subjects[key].builder.dynamic_kernels if key in self._subjects else (self._part.general, ())

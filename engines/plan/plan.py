@@ -253,7 +253,7 @@ class OpenOptions:
 
 
 @dataclass(frozen=True)
-class GeneralKernel:
+class DynamicKernel:
     """Dynamic-shape kernel in the code of the plan: it reads numbers of its problem at run time.
 
     It solves every problem with the same `words` and `numbers` (None matches any) for which each guard holds: a term
@@ -281,7 +281,7 @@ class OpenPart:
     model: bytes = b""                      # the ONNX model without its weights
     weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # the model's weights
     others: tuple[Plan, ...] = ()           # specialisations except the plan itself
-    general: tuple[GeneralKernel, ...] = ()         # kernels that plans for other numbers reuse without compiling
+    general: tuple[DynamicKernel, ...] = ()         # kernels that plans for other numbers reuse without compiling
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 Each combination of open extents and values of deciding inputs runs by a specialisation: a plan compiled for these
 numbers and kept. A model without open extents has one, made at the build.
 
-`specialise` selects what happens without a specialisation. "background": the general version runs, a plan with
-dynamic-shape kernels, and frequent shapes are specialised on a background thread. "wait": the specialisation is
-compiled first; but if each of the last shapes came only once, the general version runs until a shape recurs. "off": the
-general version runs.
+`specialise` selects what happens without a specialisation. "background": the symbolic plan runs, a plan with
+dynamic kernels, and frequent shapes are specialised on a background thread. "wait": the specialisation is
+compiled first; but if each of the last shapes came only once, the symbolic plan runs until a shape recurs. "off": the
+symbolic plan runs.
 """
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class Segment:
         self._names = (*open_extents(self.inputs), *map(value_name, self.deciding))
         limit = memory_limit() * MEMORY_SHARE if policy.memory is None else policy.memory
         self._ready = Kept[Key, Specialisation](policy.most, limit)
-        self._general = Kept[Key, Specialisation](policy.most, limit)
+        self._symbolic = Kept[Key, Specialisation](policy.most, limit)
         self._idle = IdleMemory[Specialisation](Specialisation.close)
         self._enlarged = WeakKeyDictionary[Specialisation, Specialisation]()    # compiled for more dependent items
         self._keys: dict[tuple[Any, ...], Key] = {}         # shapes of inputs, values of deciding ones -> extents
         self._lock = threading.RLock()                      # guards the tables; the other locks are held for seconds
-        self._making, self._making_general = threading.Lock(), threading.Lock()
+        self._making, self._making_symbolic = threading.Lock(), threading.Lock()
         self._waiting: dict[Key, Ordered] = {}
         self._refused: dict[Key, str] = {}
         self._demand = Demand(policy.most)
@@ -142,7 +142,7 @@ class Segment:
         if self._worker:
             self._worker.shutdown(cancel_futures=True)
             self._worker = None
-        for engine in (*self._ready.values(), *self._general.values(), *self._enlarged.values()):
+        for engine in (*self._ready.values(), *self._symbolic.values(), *self._enlarged.values()):
             engine.close()
 
     # ---- specialisations
@@ -157,7 +157,7 @@ class Segment:
             return [dict(zip(self._names, key, strict=True)) for key in self._ready]
 
     def keeps(self, engine: Specialisation) -> bool:
-        """Return True if an engine is a specialisation, which nothing will replace, not a general version."""
+        """Return True if an engine is a specialisation, which nothing will replace, not a symbolic plan."""
         with self._lock:
             return any(engine is one for one in self._ready.values())
 
@@ -214,12 +214,12 @@ class Segment:
         return self.at({name: array.shape for name, array in feeds.items()}, feeds) if self._names else self._first
 
     def whole_plan(self) -> Plan:
-        """Return the plan with all current specialisations and general kernels."""
+        """Return the plan with all current specialisations and dynamic kernels."""
         if not self._names:
             return self.plan
         with self._lock:
             others = tuple(engine.plan for engine in self._ready.values() if engine.plan.extents != self.plan.extents)
-            general, made = self._specialiser.generals if self._specialiser else (self.part.general, ())
+            general, made = self._specialiser.dynamic_kernels if self._specialiser else (self.part.general, ())
         code = tuple(dict.fromkeys((*self.plan.machine.code, *made)))
         return replace(self.plan.with_machine(code=code), fingerprint="",
                        open=replace(self.part, others=others, general=general))
@@ -262,7 +262,7 @@ class Segment:
             once = self._demand.comes_once
             new = self._demand.is_new(key)
         if way == "off" or new and (once or self.policy.segment):
-            return self._general_version(key)
+            return self._symbolic_plan_for(key)
         if way == "wait":
             return self._specialised(key)
         if self.part.general and not self.policy.segment:
@@ -270,16 +270,16 @@ class Segment:
                 frequent = self._demand.count_run(key) >= self.policy.uses
             if frequent:
                 self._order(key)
-            return self._general_version(key)
-        return self._made_soon(key) or self._general_version(key)
+            return self._symbolic_plan_for(key)
+        return self._made_soon(key) or self._symbolic_plan_for(key)
 
     def _made_soon(self, key: Key) -> Specialisation | None:
         """Queue a specialisation in the background; return it if it is ready within the patience of the policy.
 
-        Does not wait if there is a general version.
+        Does not wait if there is a symbolic plan.
         """
         ordered = self._order(key)
-        if ordered is None or key in self._general:
+        if ordered is None or key in self._symbolic:
             return None
         from concurrent.futures import wait
         made, since = ordered
@@ -301,18 +301,18 @@ class Segment:
             self._keep(key, engine)
             return engine
 
-    def _general_version(self, key: Key) -> Specialisation:
-        with self._making_general:
+    def _symbolic_plan_for(self, key: Key) -> Specialisation:
+        with self._making_symbolic:
             with self._lock:
-                if found := self._ready.get(key) or self._general.get(key):
+                if found := self._ready.get(key) or self._symbolic.get(key):
                     return found
             try:
-                plan = self._specialisers().general(self._extents(key))
+                plan = self._specialisers().symbolic(self._extents(key))
             except ImportError as error:
                 raise self._cannot(key, error) from error
             engine = self._loaded(plan, self._first) if plan.machine.shared else Specialisation(plan, self.threads)
             with self._lock:
-                self._general.keep(key, engine)
+                self._symbolic.keep(key, engine)
             return engine
 
     def _order(self, key: Key) -> Ordered | None:
@@ -330,18 +330,18 @@ class Segment:
         try:
             if not self._is_ending():
                 self._specialised(key)
-        except Exception as error:      # any error: the general version runs, and the thread continues
+        except Exception as error:      # any error: the symbolic plan runs, and the thread continues
             import logging
             log = logging.getLogger(__name__)
             if not isinstance(error, EngineError | OSError):
                 log.exception("%s: making a specialisation failed", self.name)
             self._refused[key] = str(error)
-            log.warning("%s: no specialisation for %s, the general version serves: %s", self.name,
+            log.warning("%s: no specialisation for %s, the symbolic plan serves: %s", self.name,
                         text(self._extents(key)), error)
         finally:
             with self._lock:
                 self._waiting.pop(key, None)
-                self._general.pop(key, None)
+                self._symbolic.pop(key, None)
 
     def _is_ending(self) -> bool:
         """Return True if the process is exiting: executors accept no work then, and would finish all queued work."""

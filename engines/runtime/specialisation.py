@@ -16,7 +16,7 @@ from infer_server.engines.errors import ConfigError, InputError
 from infer_server.engines.ir.dtypes import as_in_memory, memory_dtype
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.extents import Extents
-from infer_server.engines.plan.plan import GeneralKernel, IoTensor, Plan
+from infer_server.engines.plan.plan import DynamicKernel, IoTensor, Plan
 from infer_server.engines.plan.template import LateMachine, Template
 from infer_server.engines.runtime.context import ExecutionContext, names_of
 
@@ -40,10 +40,10 @@ class SpecialisationMaker(Protocol):
     first: Specialisation | None
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan: ...
-    def general(self, extents: Extents) -> Plan: ...
+    def symbolic(self, extents: Extents) -> Plan: ...
 
     @property
-    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]: ...
+    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]: ...
 
 
 class Lent:

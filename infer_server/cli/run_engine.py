@@ -180,7 +180,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", type=parse_shapes, metavar="X:1x77,...",
                         help="shapes of random inputs of a plan with open extents (default: those it was built for)")
     parser.add_argument("--no-specialise", action="store_true",
-                        help="run the general version of a plan with open extents at shapes that it was not built for")
+                        help="run the symbolic plan of a plan with open extents at shapes that it was not built for")
     parser.add_argument("--gpu", type=int, default=0, metavar="N", help="number of the GPU, for a GPU plan (default 0)")
     parser.add_argument("--retune", action="store_true",
                         help="time the tactics of a plan that was built without timing, and keep it in the engine "

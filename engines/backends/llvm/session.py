@@ -33,7 +33,7 @@ from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.passes.quantization.weights import with_rounded_rows
 from infer_server.engines.plan.arena import check_memory
-from infer_server.engines.plan.plan import Footprint, GeneralKernel, MachinePart, Operand, Plan, Step
+from infer_server.engines.plan.plan import DynamicKernel, Footprint, MachinePart, Operand, Plan, Step
 
 USUAL_BATCH = 32            # batch that fills tiles of any shape
 
@@ -138,7 +138,7 @@ class LlvmSession:
             lowered = lower(with_rounded_rows(usual()), self.isa.narrow.lanes)
             return (call.problem for call in write_borders(lowered, max_batch).compiled)
 
-        choices = self.tuner.general((call.problem for call in lowered.compiled), batches, others)
+        choices = self.tuner.dynamic((call.problem for call in lowered.compiled), batches, others)
         return CpuChosen(lowered, choices, self._expanders(choices.values()), max_batch, batches[0])
 
     def choose_symbolic(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> SymbolicCalls:
@@ -148,9 +148,9 @@ class LlvmSession:
         return SymbolicCalls(lowered, choices, self._expanders(choices), max_batch)
 
     @property
-    def dynamic_kernels(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
         """Return the symbolic kernels compiled so far, and their code."""
-        kernels = self.tuner.generals
+        kernels = self.tuner.dynamic_kernels
         return kernels.known, tuple(kernels.code.values())
 
     def settle(self, chosen: CpuChosen, progress: Progress | None = None) -> CpuChosen:

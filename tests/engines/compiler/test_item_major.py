@@ -143,7 +143,7 @@ def test_a_run_is_kept_whole_unless_its_windows_save_more(plan: Plan, monkeypatc
     assert with_item_major_runs(plan, TimingCache(), "this one").machine.item_major == wanted
 
 
-@pytest.mark.parametrize("general", [False, True], ids=["specialisation", "general version"])
+@pytest.mark.parametrize("general", [False, True], ids=["specialisation", "symbolic plan"])
 def test_other_shapes_run_item_by_item_what_the_usual_one_does(monkeypatch: pytest.MonkeyPatch, general: bool) -> None:
     monkeypatch.setattr(item_major, "LEAST_BYTES", 0)
     monkeypatch.setattr(item_major, "ITEMS", MAX_BATCH)
@@ -152,7 +152,7 @@ def test_other_shapes_run_item_by_item_what_the_usual_one_does(monkeypatch: pyte
     gaining = Specialiser(run_item_major(usual, [replace(run, last=run.last - 1)]))
     names = {step.name for step in usual.machine.steps[run.first:run.last - 1]}
     for extents in ({"H": 21, "W": 34}, {"H": 40, "W": 28}):
-        by_item, by_step = (one.general(extents) if general else one.plan(extents)
+        by_item, by_step = (one.symbolic(extents) if general else one.plan(extents)
                             for one in (gaining, Specialiser(usual)))
         assert verify(by_item) and not by_step.machine.item_major
         found = [step.name for run in by_item.machine.item_major for step in by_item.machine.steps[run.first:run.last]]

@@ -356,7 +356,7 @@ def test_no_general_version_is_made_where_it_would_not_be_compiled_and_the_speci
     plan = replace(plan, open=replace(plan.open, general=()))
 
     class Quick(Specialiser):
-        def general(self, extents: Any) -> Any:
+        def symbolic(self, extents: Any) -> Any:
             raise AssertionError("it was not waited for")
 
     engine = Engine(plan, specialiser=lambda: Quick(plan), policy=Policy("background", patience=600))
@@ -377,11 +377,11 @@ def test_a_segment_of_a_program_is_specialised_for_what_comes_a_second_time() ->
     for at, times in ((3, 1), (5, 2)):
         for _ in range(times):
             assert_right(engine, pairs_net(), rows(at, at + 1))
-    general = engine.executor._general_version(engine.executor._key({"rows": 3, "columns": 4}))
+    symbolic = engine.executor._symbolic_plan_for(engine.executor._key({"rows": 3, "columns": 4}))
     assert begun.wait(60)
     engine.close()
     assert engine.executor.specialised == [plan.extents, {"rows": 5, "columns": 6}]
-    assert engine.executor.keeps(engine.at(engine.usual_shapes())) and not engine.executor.keeps(general)
+    assert engine.executor.keeps(engine.at(engine.usual_shapes())) and not engine.executor.keeps(symbolic)
 
 
 ENDING = """
@@ -425,7 +425,7 @@ def test_where_specialising_fails_the_general_version_goes_on(caplog: pytest.Log
             assert_right(engine, pairs_net(), rows(3, 4))
             engine.close()
     assert [record.message.partition(": ")[2] for record in caplog.records] == [
-        "no specialisation for rows=3, columns=4, the general version serves: no kernel"]
+        "no specialisation for rows=3, columns=4, the symbolic plan serves: no kernel"]
 
 
 def test_a_stripped_plan_runs_what_was_specialised_and_says_so(tmp_path: Path) -> None:

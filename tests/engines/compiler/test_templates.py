@@ -116,7 +116,7 @@ def test_the_plan_of_a_template_is_the_one_that_is_made_for_its_shape_alone(case
     traces = 0
     for extents in shapes:
         before = templates._templates._credit
-        ours, theirs = templates.general(extents), alone.general(extents)
+        ours, theirs = templates.symbolic(extents), alone.symbolic(extents)
         traces += templates._templates._credit < before
         assert not differences(ours, theirs)
         made, expected = (Specialisation(one, 1, None, first).run(feeds(plan, extents)) for one in (ours, theirs))
@@ -131,7 +131,7 @@ def test_tables_of_a_template_are_those_of_its_plan(case: str) -> None:
     plan = built(model)
     first, specialiser, compared = LoadedPlan(plan), Specialiser(plan), 0
     for extents in (*shapes, *shapes):
-        made = specialiser.general(extents)
+        made = specialiser.symbolic(extents)
         if not made.of_template:
             continue
         ours, theirs = (LoadedPlan(one, beside=first) for one in (made, made.with_machine()))
@@ -183,7 +183,7 @@ def test_a_decoder_with_grouped_queries_has_a_template_of_its_steps_and_one_of_i
             extents = {"S": new, "P": past, "T": new + past}
             inputs = {"x": random(1, new, 16), "mask": np.ones((1, new + past), np.int64),
                       "past.k": random(1, 2, past, 16), "past.v": random(1, 2, past, 16)}
-            made = Specialisation(specialiser.general(extents), 1, None, first).run(inputs)
+            made = Specialisation(specialiser.symbolic(extents), 1, None, first).run(inputs)
             for io, expected in zip(session.get_outputs(), session.run(None, inputs), strict=True):
                 np.testing.assert_allclose(made[io.name], expected, rtol=1e-4, atol=1e-5)
     assert not [record.message for record in caplog.records if "there is no template" in record.message]
@@ -200,7 +200,7 @@ def test_what_is_for_one_shape_only_is_made_for_it_alone(caplog: pytest.LogCaptu
     templates = Specialiser(plan)
     with caplog.at_level(logging.INFO, template.__name__):
         for height in range(20, 24 + template.CREDIT):
-            ours = templates.general({"H": height})
+            ours = templates.symbolic({"H": height})
             assert ours.outputs[0].shape[2] == height * 3 // 2
     refused = [record for record in caplog.records if "there is no template for {'H'" in record.message]
     assert len(refused) == template.CREDIT and not templates._templates._known
@@ -215,34 +215,34 @@ def test_values_of_inputs_that_decide_have_templates_of_their_own() -> None:
     assert plan.open is not None and plan.open.deciding == ("count",)
     templates = Specialiser(plan)
     for length, count in ((20, 3), (21, 3), (20, 5), (30, 5)):
-        made = templates.general({"T": length, "value of count": (count,)})
+        made = templates.symbolic({"T": length, "value of count": (count,)})
         assert made.outputs[0].shape == (2, length, count)
     assert [one.fixed for one in templates._templates._known] == [{"value of count": (3,)}, {"value of count": (5,)}]
 
 
 def test_more_than_there_is_memory_for_is_refused_of_a_template_too(monkeypatch: pytest.MonkeyPatch) -> None:
     templates = Specialiser(built(attention_net()))
-    templates.general({"T": 40})
+    templates.symbolic({"T": 40})
     for module in (arena, template):
         monkeypatch.setattr(module, "too_large", lambda size: "all of it" if size > 1 << 20 else "")
-    assert templates.general({"T": 41})
+    assert templates.symbolic({"T": 41})
     with pytest.raises(ConfigError, match="all of it"):
-        templates.general({"T": 4000})
+        templates.symbolic({"T": 4000})
 
 
 def test_a_small_shape_is_served_though_there_is_no_memory_for_so_many_items_of_the_usual_one(
         monkeypatch: pytest.MonkeyPatch) -> None:
     alone = without_templates(built(attention_net()))
     monkeypatch.setattr(arena, "too_large", lambda size: "all of it" if size > 100_000 else "")
-    assert alone.general({"T": 3})
+    assert alone.symbolic({"T": 3})
 
 
 def test_a_constant_that_cannot_be_computed_leaves_the_word_to_the_model() -> None:
     """Longer inputs than the table's 512 rows are refused by the model itself."""
     templates = Specialiser(built(growing_net()))
-    assert templates.general({"P": 500}) and templates.general({"P": 511})
+    assert templates.symbolic({"P": 500}) and templates.symbolic({"P": 511})
     with pytest.raises(ModelError, match="the indices are in 512"):
-        templates.general({"P": 512})
+        templates.symbolic({"P": 512})
 
 
 def test_the_template_of_least_use_goes_first() -> None:
@@ -280,10 +280,10 @@ def test_indices_that_follow_from_extents_are_checked_where_nothing_is_computed_
 def _checks_rows(plan: Plan) -> None:
     (name,) = plan.extents
     templates = Specialiser(plan)
-    assert templates.general({name: 20}) and templates.general({name: 64})
+    assert templates.symbolic({name: 20}) and templates.symbolic({name: 64})
     assert len(templates._templates._known) == 1
     with pytest.raises(ModelError, match="the indices are in .*64"):
-        templates.general({name: 65})
+        templates.symbolic({name: 65})
 
 
 FACTORS: dict[str, tuple[str, int, Any]] = {
@@ -305,7 +305,7 @@ def test_a_number_that_changes_nothing_where_it_was_traced_does_elsewhere(op: st
     templates._templates._right = lambda plan, extents: True
     for rows in (20, 30, 7, 40):
         feed = feeds(plan, {"T": rows})
-        found = Specialisation(templates.general({"T": rows}), 1, None, first).run(feed)["y"]
+        found = Specialisation(templates.symbolic({"T": rows}), 1, None, first).run(feed)["y"]
         np.testing.assert_allclose(found, expected(feed["x"], rows), rtol=1e-5)
 
 
@@ -318,7 +318,7 @@ def test_a_small_integer_goes_round_where_its_dtype_ends() -> None:
     first, templates = Specialisation(plan, 1), Specialiser(plan)
     for rows in (40, 41, 255, 256, 300):
         feed = feeds(plan, {"T": rows})
-        found = Specialisation(templates.general({"T": rows}), 1, None, first).run(feed)["y"]
+        found = Specialisation(templates.symbolic({"T": rows}), 1, None, first).run(feed)["y"]
         np.testing.assert_allclose(found, feed["x"] + rows % 256, rtol=1e-5)
 
 
@@ -334,7 +334,7 @@ def test_a_model_with_a_template_that_is_wrong_has_none(monkeypatch: pytest.Monk
     monkeypatch.setattr(specialise, "agree", agreed)
     templates, alone = Specialiser(plan), without_templates(plan)
     for length in (40, 40, 41, 100, 42):
-        assert not differences(templates.general({"T": length}), alone.general({"T": length}))
+        assert not differences(templates.symbolic({"T": length}), alone.symbolic({"T": length}))
     assert asked == [{"T": 41}] and not templates._templates._known
     assert "what was found for other extents does not hold for {'T': 41}" in caplog.text
 
@@ -362,7 +362,7 @@ def test_templates_are_stored_for_later_processes(
 
     def plans(*pasts: int) -> list[Plan]:
         specialiser = Specialiser(plan, cache=cache)        # as a later process makes it
-        return [specialiser.general({"S": 1, "P": past, "T": past + 1}) for past in pasts]
+        return [specialiser.symbolic({"S": 1, "P": past, "T": past + 1}) for past in pasts]
 
     def fail(*_: object) -> None:
         raise AssertionError("traced or compiled again")

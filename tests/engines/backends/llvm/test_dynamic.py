@@ -9,7 +9,7 @@ import pytest
 from infer_server.engines.backends.llvm.codegen.compile import compiler_pool
 from infer_server.engines.backends.llvm.codegen.isa import PORTABLE
 from infer_server.engines.backends.llvm.kernels.kernel import kernels_for
-from infer_server.engines.backends.llvm.tuning.general import GeneralKernels
+from infer_server.engines.backends.llvm.tuning.dynamic import DynamicKernels
 from infer_server.engines.codegen.extents import KernelInt, Trace, leaf, value_of
 from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.codegen.types import I64, PTR
@@ -76,7 +76,7 @@ def pool(height: int, width: int) -> Pool:
 
 
 def test_a_general_kernel_is_found_for_the_numbers_that_its_guards_allow() -> None:
-    kernels = GeneralKernels(PORTABLE)
+    kernels = DynamicKernels(PORTABLE)
     (small,), (large,) = kernels_for(pool(8, 10)), kernels_for(pool(16, 30))
     kernels.meet([large])
     tactics = small.tactics(PORTABLE)
@@ -90,6 +90,6 @@ def test_a_general_kernel_is_found_for_the_numbers_that_its_guards_allow() -> No
     (other,) = kernels_for(Pool(dense_view("float32", (8, 10, 9)), dense_view("float32", (4, 5, 9)), (),
                                 EpilogueProgram(()), "max", (2, 2), (2, 2)))
     assert not kernels.find(other, tactics)         # different channel counts
-    guarded = GeneralKernels(PORTABLE)
+    guarded = DynamicKernels(PORTABLE)
     guarded.add([replace(made.general, guards=((leaf(0), 8),))], kernels.code)
     assert guarded.find(small, tactics) and not guarded.find(large, tactics)
