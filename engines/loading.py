@@ -162,7 +162,7 @@ def _segment_maker(plan: Plan) -> SegmentMaker:
 
 
 class _LateSpecialiser:
-    """Specialiser that imports the compiler at the first shape for which no template of an earlier process holds."""
+    """Specialiser that imports the compiler at the first shape for which no stored symbolic plan holds."""
 
     def __init__(self, plan: Plan, cache: str | os.PathLike[str] | bool) -> None:
         self.first: Specialisation | None = None
@@ -171,10 +171,10 @@ class _LateSpecialiser:
         self._making = threading.Lock()
         if plan.open:
             from infer_server.engines.compiler.engine_cache import EngineCache
-            from infer_server.engines.compiler.template import Templates, stored_templates
+            from infer_server.engines.compiler.symbolic import SymbolicPlans, stored_symbolic_plans
             self._cache = None if cache is False else EngineCache("" if cache is True else cache)
-            stored = stored_templates(plan, self._cache)
-            self._stored = Templates(lambda env, extents: None, None, stored) if stored else None
+            stored = stored_symbolic_plans(plan, self._cache)
+            self._stored = SymbolicPlans(lambda env, extents: None, None, stored) if stored else None
 
     def _specialiser(self) -> SpecialisationMaker:
         """Return the compiler. Raises PlanTargetError if the plan is stripped or the compiler is not installed."""

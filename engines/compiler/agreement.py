@@ -1,4 +1,4 @@
-"""Comparison of two plans of a model on random inputs, to verify a template's plan against one compiled directly."""
+"""Comparison of two plans of a model on random inputs, to verify what a symbolic plan makes."""
 from __future__ import annotations
 
 import logging

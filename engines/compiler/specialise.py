@@ -19,7 +19,7 @@ from infer_server.engines.compiler.agreement import agree
 from infer_server.engines.compiler.builder import BuildConfig, Builder, io_tensors
 from infer_server.engines.compiler.engine_cache import EngineCache
 from infer_server.engines.compiler.subject import Subject
-from infer_server.engines.compiler.template import Templates, stored_templates
+from infer_server.engines.compiler.symbolic import SymbolicPlans, stored_symbolic_plans
 from infer_server.engines.errors import ConfigError, EngineError, PlanTargetError
 from infer_server.engines.faults import faults_named
 from infer_server.engines.frontend.onnx_file import OnnxModel
@@ -136,7 +136,7 @@ class Specialiser:
         # Shared with the symbolic plan, which may be made at the same time, so that a graph is imported once.
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._importing = threading.Lock()
-        self._templates = Templates(self._symbolic_plan, self._is_right, stored_templates(plan, cache))
+        self._symbolic_plans = SymbolicPlans(self._symbolic_plan, self._is_right, stored_symbolic_plans(plan, cache))
         self.first: Specialisation | None = None        # loaded plan, if there is one
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
@@ -164,7 +164,7 @@ class Specialiser:
         """
         try:
             with object_cache.using(self._cache.objects if self._cache else None):
-                plan = self._templates.plan(extents) or self._alone(extents)
+                plan = self._symbolic_plans.plan(extents) or self._alone(extents)
         except ImportError as error:
             log.warning("%s: NumPy computes %s, slowly, for the compiler is not installed (%s)", self._plan.name,
                         dict(extents), error)
@@ -179,10 +179,10 @@ class Specialiser:
         return replace(plan, extents=dict(extents)) if plan else None
 
     def _is_right(self, plan: Plan, extents: Extents) -> bool:
-        """Return True if a template's plan agrees with one made for these extents only."""
+        """Return True if what a symbolic plan made agrees with one made for these extents only."""
         alone = self._alone(extents)
         is_right = bool(alone and agree(plan, alone, self.first or Specialisation(self._plan)))
-        with self._importing:       # the template needs no graphs, which have all weights in float
+        with self._importing:       # the symbolic plan needs no graphs, which have all weights in float
             self._graphs.clear()
         del alone
         trim()

@@ -326,7 +326,7 @@ class Plan:
     program: ProgramPart | None = field(default=None, repr=False)   # if set, the machine part has no steps
     dependence: str = ""                    # why a batch can be neither split nor merged; "": it can
     fingerprint: str = field(default="", compare=False)     # digest of all other fields, set by the first write
-    of_template: bool = field(default=False, compare=False)     # made by a template whose first plans were verified
+    of_symbolic: bool = field(default=False, compare=False)     # by a symbolic plan whose first plans were verified
 
     def strip(self) -> Plan:
         """Return the plan without the graph's weights, bound to its target. Raises ConfigError if it runs from them."""

@@ -17,7 +17,7 @@ from infer_server.engines.ir.dtypes import as_in_memory, memory_dtype
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.extents import Extents
 from infer_server.engines.plan.plan import DynamicKernel, IoTensor, Plan
-from infer_server.engines.plan.template import LateMachine, Template
+from infer_server.engines.plan.symbolic import LateMachine, SymbolicPlan
 from infer_server.engines.runtime.context import ExecutionContext, names_of
 
 
@@ -234,17 +234,17 @@ class Feeds:
         raise InputError(f"{self._plan.name}: inputs disagree on the batch: {', '.join(counts)}")
 
 
-_unread_of: WeakKeyDictionary[Template, frozenset[str]] = WeakKeyDictionary()
+_unread_of: WeakKeyDictionary[SymbolicPlan, frozenset[str]] = WeakKeyDictionary()
 
 
 def _unread(plan: Plan) -> frozenset[str]:
     """Return the inputs whose values are not read: no step reads their buffer, and no output is in it."""
     machine = plan.machine
-    if not isinstance(machine, LateMachine) or machine.template is None:
+    if not isinstance(machine, LateMachine) or machine.symbolic is None:
         return _unread_by(plan)
-    if machine.template not in _unread_of:
-        _unread_of[machine.template] = _unread_by(machine.template.symbolic)
-    return _unread_of[machine.template]
+    if machine.symbolic not in _unread_of:
+        _unread_of[machine.symbolic] = _unread_by(machine.symbolic.traced)
+    return _unread_of[machine.symbolic]
 
 
 def _unread_by(plan: Plan) -> frozenset[str]:

@@ -46,7 +46,7 @@ def stays_the_same(graph: Graph, node: Node) -> bool:
 def _slides_along_rows(graph: Graph, node: Node) -> bool:
     """Return True for a window over each channel separately with column stride 1, or an unpadded disjoint pool.
 
-    Rows of symbolic length count as long, so that a template holds for all lengths.
+    Rows of symbolic length count as long, so that a symbolic plan holds for all lengths.
     """
     shape = graph.shape(node.inputs[0])
     if node.op not in ("MaxPool", "AveragePool", "Conv") or len(shape) != 4 or (

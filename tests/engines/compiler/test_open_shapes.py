@@ -350,7 +350,7 @@ def test_a_shape_that_comes_often_is_specialised_in_the_background() -> None:
     assert {"rows": 3, "columns": 4} in engine.executor.specialised
 
 
-def test_no_general_version_is_made_where_it_would_not_be_compiled_and_the_specialisation_is_soon_there() -> None:
+def test_no_symbolic_plan_is_made_where_it_would_not_be_compiled_and_the_specialisation_is_soon_there() -> None:
     plan = built(pairs_net()).plan
     assert plan.open
     plan = replace(plan, open=replace(plan.open, general=()))

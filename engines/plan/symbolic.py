@@ -1,7 +1,7 @@
-"""Templates: symbolic plans as functions of their extents.
+"""Symbolic plans: plans as functions of their extents.
 
-    template = Template(plan, env, {"T": 40}, ("T",), {})      # plan: traced with symbolic extents
-    template.plan({"T": 77})                                        # None if it does not hold for this extent
+    symbolic = SymbolicPlan(plan, env, {"T": 40}, ("T",), {})      # plan: traced with symbolic extents
+    symbolic.plan({"T": 77})                                        # None if it does not hold for this extent
 
 The plan and its guards become the source of Python functions. The first one checks the guards, computes each number
 once, computes the constants that depend on extents, and makes what each run needs: inputs and outputs. Steps, buffers
@@ -26,11 +26,11 @@ from infer_server.engines.plan.plan import MachinePart, Plan
 _LATE = ("steps", "buffers", "fills")       # fields of MachinePart
 
 
-class Template:
+class SymbolicPlan:
     """Function from extents to a plan."""
 
     def __init__(self, plan: Plan, env: ShapeEnv, extents: Extents, names: Sequence[str], fixed: Extents) -> None:
-        """Make a template of a traced plan.
+        """Compile a traced plan to functions of its extents.
 
         Parameters
         ----------
@@ -53,7 +53,7 @@ class Template:
         self._env = env       # first, because pickle writes it first: others refer to it
         if not any(step.fallback for step in plan.machine.steps):       # only these read the weights
             plan = dataclasses.replace(plan, weights={}, machine=dataclasses.replace(plan.machine, weight_offsets={}))
-        self.symbolic, self.of_shape, self.names, self.fixed = plan, dict(extents), tuple(names), dict(fixed)
+        self.traced, self.of_shape, self.names, self.fixed = plan, dict(extents), tuple(names), dict(fixed)
         _ = self._head, self._late              # compiled now, to raise NotSymbolic now
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,15 +62,15 @@ class Template:
     @cached_property
     def _head(self) -> Callable[..., Any]:
         """Function that checks the guards and returns the plan without late fields, and the bytes of all buffers."""
-        machine = self.symbolic.machine
+        machine = self.traced.machine
         empty: dict[str, Any] = dict.fromkeys(_LATE, ())
-        head = dataclasses.replace(self.symbolic, machine=dataclasses.replace(machine, **empty))
+        head = dataclasses.replace(self.traced, machine=dataclasses.replace(machine, **empty))
         value = head, sum(buffer.bytes for buffer in machine.buffers)
         return function_of(value, self._env, len(self.names))
 
     @cached_property
     def _late(self) -> dict[str, Callable[..., Any]]:
-        return {name: self.function(getattr(self.symbolic.machine, name)) for name in _LATE}
+        return {name: self.function(getattr(self.traced.machine, name)) for name in _LATE}
 
     def function(self, value: Any) -> Callable[..., Any]:
         """Compile a part of the symbolic plan to a function of its extents, without guards. Raises NotSymbolic."""
@@ -102,29 +102,29 @@ class Template:
 
 
 class LateMachine(MachinePart):
-    """Machine part of a template's plan; its steps, buffers and halos are made when they are first asked for.
+    """Machine part that a symbolic plan made; its steps, buffers and halos are made when they are first asked for.
 
-    template        the template; None for a changed copy (dataclasses.replace)
+    symbolic        the symbolic plan that made it; None for a changed copy (dataclasses.replace)
     arguments       its symbolic extents
     buffer_bytes    sum of the sizes of all buffers
     """
-    template: Template | None = None
+    symbolic: SymbolicPlan | None = None
     arguments: tuple[int, ...] = ()
     buffer_bytes = 0
 
     @staticmethod
-    def of(machine: MachinePart, template: Template, arguments: tuple[int, ...], buffer_bytes: int) -> LateMachine:
+    def of(machine: MachinePart, symbolic: SymbolicPlan, arguments: tuple[int, ...], buffer_bytes: int) -> LateMachine:
         made = object.__new__(LateMachine)
         fields = vars(made)
         fields.update(vars(machine))
         for name in _LATE:
             del fields[name]
-        fields.update(template=template, arguments=arguments, buffer_bytes=buffer_bytes)
+        fields.update(symbolic=symbolic, arguments=arguments, buffer_bytes=buffer_bytes)
         return made
 
-    steps = cached_property(lambda self: self.template.late("steps", self.arguments))
-    buffers = cached_property(lambda self: self.template.late("buffers", self.arguments))
-    fills = cached_property(lambda self: self.template.late("fills", self.arguments))
+    steps = cached_property(lambda self: self.symbolic.late("steps", self.arguments))
+    buffers = cached_property(lambda self: self.symbolic.late("buffers", self.arguments))
+    fills = cached_property(lambda self: self.symbolic.late("fills", self.arguments))
 
 
 def function_of(value: Any, env: ShapeEnv, extents: int, guarded: bool = True) -> Callable[..., Any]:
@@ -157,7 +157,7 @@ def function_of(value: Any, env: ShapeEnv, extents: int, guarded: bool = True) -
         for check in env.checks.values():
             writer.expression(check)
     source, namespace = writer.function(writer.expression(value))
-    exec(compile(source, "<template>", "exec"), namespace)
+    exec(compile(source, "<symbolic plan>", "exec"), namespace)
     made: Callable[..., Any] = namespace["made"]
     return made
 
