@@ -149,7 +149,7 @@ class LlvmSession:
 
     @property
     def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
-        """Return the symbolic kernels compiled so far, and their code."""
+        """Return the dynamic kernels compiled so far, and their code."""
         kernels = self.tuner.dynamic_kernels
         return kernels.known, tuple(kernels.code.values())
 

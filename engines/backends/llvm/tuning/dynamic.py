@@ -36,7 +36,7 @@ class Spelling(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Symbolic kernel that fits a problem.
+    """Dynamic kernel that fits a problem.
 
     tactic: the one it was written for; table: the values of its run-time numbers for this problem.
     """
@@ -46,7 +46,7 @@ class Found(NamedTuple):
 
 
 class DynamicKernels:
-    """Symbolic kernels of one model, by their words."""
+    """Dynamic kernels of one model, by their words."""
 
     def __init__(self, isa: Isa) -> None:
         self._isa = isa
@@ -63,7 +63,7 @@ class DynamicKernels:
         return next(one for one in self.known if one.symbol == symbol)
 
     def add(self, kernels: Iterable[DynamicKernel], code: Mapping[str, bytes]) -> None:
-        """Add the symbolic kernels of a plan; code: symbol -> code."""
+        """Add the dynamic kernels of a plan; code: symbol -> code."""
         for one in kernels:
             if one.symbol in code:
                 self._kernels.setdefault(one.words, []).append(one)
@@ -76,7 +76,7 @@ class DynamicKernels:
             self._met.setdefault(words, {}).setdefault(numbers, set()).add(self._graphs)
 
     def find(self, kernel: Kernel[Any], tactics: Iterable[Any], told: Set[int] = frozenset()) -> list[Found]:
-        """Return the symbolic kernels that are valid for a problem, with tactics of the classes of `tactics`.
+        """Return the dynamic kernels that are valid for a problem, with tactics of the classes of `tactics`.
 
         told: positions of the numbers that the kernel must take at run time.
         """
@@ -92,7 +92,7 @@ class DynamicKernels:
 
     def make(self, wanted: Sequence[tuple[Kernel[Any], Any]], pool: CompilerPool,
              done: Callable[[], None] = lambda: None, open_numbers: Sequence[Set[int]] = ()) -> list[Found]:
-        """Compile a symbolic kernel for each kernel and tactic.
+        """Compile a dynamic kernel for each kernel and tactic.
 
         Numbers that differ between the problems met so far are taken at run time.
 
@@ -133,7 +133,7 @@ class DynamicKernels:
         """Return the positions of the numbers that a kernel should take at run time.
 
         They are those in which the nearest problem of another graph differs (one of the same graph is another layer),
-        and those that an existing symbolic kernel with these words takes.
+        and those that an existing dynamic kernel with these words takes.
         """
         met = self._met.get(one.words, {})
         here = met.get(one.numbers, set())
@@ -157,7 +157,7 @@ def symbolic_numbers(problem: Problem) -> frozenset[int]:
 
 
 def told(one: DynamicKernel, kernel: Kernel[Any]) -> Numbers:
-    """Return the table of a symbolic kernel for a problem with symbolic numbers, and guard that its own guards hold.
+    """Return the table of a dynamic kernel for a problem with symbolic numbers, and guard that its own guards hold.
 
     Raises NotSymbolic if the kernel is not valid for the problem.
     """

@@ -93,7 +93,7 @@ class Tuner:
         ----------
         corrections : their `corrections`.
         objects : their compiled code.
-        dynamic : the symbolic kernels in that code.
+        dynamic : the dynamic kernels in that code.
         """
         self._timed = Timed(corrections)
         self.code.take_over(objects)
@@ -132,8 +132,8 @@ class Tuner:
                 others: Callable[[], Iterable[Problem]] = lambda: ()) -> dict[Problem, Choice]:
         """Return a kernel for each problem, compiling only what is missing.
 
-        A kernel is used if its code exists, either for the problem's own numbers or as a symbolic kernel. A missing one
-        is compiled as a symbolic kernel, so that later shapes can use it too.
+        A kernel is used if its code exists, either for the problem's own numbers or as a dynamic kernel. A missing one
+        is compiled as a dynamic kernel, so that later shapes can use it too.
 
         Parameters
         ----------
