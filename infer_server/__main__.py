@@ -36,6 +36,10 @@ COMMANDS = {
         "infer_server.cli.run_engine:main", "infer_server.cli.run_engine:make_parser",
         "measure the throughput and the latency of a plan",
         "run-engine models/resnet50/1/model.plan --batch 8 --threads 2"),
+    "compare-engine": Command(
+        "infer_server.comparing.cli:main", "infer_server.comparing.cli:make_parser",
+        "compare a plan or an ONNX file with another, output by output and layer by layer",
+        "compare-engine int8.plan fp32.plan --data photos/"),
     "infer-server": Command(
         "infer_server.cli.serve:main", "infer_server.cli.serve:_parser",
         "serve a folder of models over gRPC and HTTP",

@@ -16,7 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Package -> the packages of ours that it may import. infer_server.cli and .batch may also import calibration.
+# Package -> the packages of ours that it may import. The tools of infer_server, which serve nothing, may also import
+# calibration and compilers: infer_server.cli, .batch and .comparing.
 # Packages and rooms are named by their folders: engines.ir is imported as infer_server.engines.ir.
 PACKAGES = {
     "engines": {"engines"},
@@ -175,6 +176,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "infer_server.ray": ("infer_server.cli",),
     "infer_server.cli": ("infer_server.server", "infer_server.repository.checking"),
     "infer_server.fleet": ("infer_server.batching", "infer_server.cli"),
+    "infer_server.comparing": ("infer_server.cli",),
     "infer_server.batch": (),
     "infer_server.batch.cli": ("infer_server.batch", "infer_server.cli"),
     "infer_server": (),
@@ -191,6 +193,8 @@ SERVING = ("engines", "engines.loading", "engines.preprocess", "engines.runtime"
            "engines.backends.llvm.runtime", "engines.backends.cuda.runtime")
 DEFERRED = {"engines.backends.fallback": {"engines.ops"}, "engines.runtime.host": {"engines.ops"},
             "engines.runtime.load": {"engines.compiler"}}
+
+TOOLS = ("infer_server.cli", "infer_server.batch.", "infer_server.comparing")
 
 # Third-party modules that few may import; everybody else goes through those.
 HOMES = {
@@ -264,7 +268,7 @@ def fault(found: Import) -> str | None:
         return f"{found}: nothing that is installed may need {target}"
     if target not in PACKAGES:
         return None
-    tool = found.module.startswith(("infer_server.cli", "infer_server.batch."))
+    tool = found.module.startswith(TOOLS)
     if target not in PACKAGES[package] and not (tool and target == "calibration"):
         return f"{found}: {package} may import {sorted(PACKAGES[package])} of our packages"
     room, lower = room_of(found.module), room_of(found.target)

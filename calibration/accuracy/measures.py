@@ -68,7 +68,7 @@ class Powers:
 
     @property
     def sqnr_db(self) -> float:
-        return _decibel(self.r2, self.e2)
+        return decibel(self.r2, self.e2)
 
     @property
     def peak_snr_db(self) -> float:
@@ -79,7 +79,7 @@ class Powers:
         percentile 99.999 has 20.5 dB and a box F1 of 57, percentile 99.9999 18.3 dB and 92; in the 4-norm, 16.2 and
         19.5 dB.
         """
-        return _decibel(self.r4, self.e4) / 2
+        return decibel(self.r4, self.e4) / 2
 
 
 def powers(reference: Array, value: Array) -> Powers:
@@ -111,7 +111,7 @@ def _comparable(reference: Array, value: Array) -> tuple[NDArray[np.float64], ND
     return np.asarray(reference[known], np.float64), np.asarray(value[known], np.float64)
 
 
-def _decibel(signal: float, noise: float) -> float:
+def decibel(signal: float, noise: float) -> float:
     if noise == 0.0:
         return math.inf
     if signal == 0.0 or not math.isfinite(noise):       # a quantised run that gave NaN is as bad as can be

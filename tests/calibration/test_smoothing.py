@@ -6,7 +6,7 @@ import pytest
 from infer_server.calibration.smoothing import ChannelPeaks, smoothing_factors
 from infer_server.engines.ir.graph import Graph, Node, TensorType, type_of, verify
 from infer_server.engines.ops.reference import run
-from infer_server.engines.passes.quantization.smoothing import smoothable, smoothed
+from infer_server.engines.passes.quantization.smoothing import is_smoothed, smoothable, smoothed
 
 FLOAT = np.dtype(np.float32)
 RNG = np.random.default_rng(0)
@@ -51,6 +51,7 @@ def test_a_smoothed_graph_is_the_same_function_and_its_tensors_are_divided(act: 
     factors = {"n": RNG.uniform(0.1, 10, WIDTH), "h": RNG.uniform(0.1, 10, HIDDEN)}
     even = verify(smoothed(graph, factors))
     np.testing.assert_allclose(run(even, {"x": ITEMS})["y"], run(graph, {"x": ITEMS})["y"], 1e-4, 1e-4)
+    assert [is_smoothed(one, name) for one in (graph, even) for name in "nhy"] == [False] * 3 + [True, True, False]
     before, after = peaks_of(graph, ("n", "h")), peaks_of(even, ("n", "h"))
     for name, s in factors.items():
         np.testing.assert_allclose(after[name] * s, before[name], 1e-5, 1e-5)

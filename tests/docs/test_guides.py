@@ -68,7 +68,8 @@ def test_an_example_builds_serves_and_answers(page: Path, tmp_path: Path, base: 
 def test_a_block_that_is_not_run_says_why() -> None:
     kept = [(page.stem, block.reason) for page in (*GUIDES, *EXAMPLES) for block in blocks(page) if block.reason]
     assert all(len(reason) > 5 for _, reason in kept)
-    assert len(kept) <= 32, "the guides are there to be run"
+    here = [reason for _, reason in kept if not reason.startswith("needs")]     # others need a cluster, a bucket, ...
+    assert len(here) <= 24, "the guides are there to be run"
 
 
 @pytest.mark.parametrize("page", CONFIGURED, ids=lambda page: page.stem)

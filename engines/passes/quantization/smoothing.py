@@ -25,6 +25,7 @@ from infer_server.engines.passes.rewriting.facts import NORMS, is_pointwise, is_
 Floats = NDArray[np.float64]
 
 MOST_READERS = 4        # most readers of a weight: smoothing copies it for each
+SMOOTHED = ".smoothed"  # suffix of the constants by which tensors are divided or multiplied
 
 
 def smoothable(graph: Graph) -> tuple[str, ...]:
@@ -49,6 +50,14 @@ def smoothed(graph: Graph, factors: Mapping[str, Iterable[float]]) -> Graph:
     for tensor, values in factors.items():
         graph = _Smoothing(graph, tensor, np.asarray(tuple(values), np.float64)).run()
     return graph
+
+
+def is_smoothed(graph: Graph, tensor: str) -> bool:
+    """Return True if `smoothed` has divided this tensor of the graph."""
+    node = graph.producer[tensor]
+    if node.op in NORMS:
+        return any(SMOOTHED in name for name in node.inputs[1:])
+    return any(name.startswith(f"{tensor}{SMOOTHED}") for part in node.body or (node,) for name in part.inputs)
 
 
 # ---- conditions
@@ -97,7 +106,7 @@ class _Smoothing(GraphEditor):
         return self.finish()
 
     def _constant(self, name: str, array: Array) -> str:
-        return self.add_constant(f"{name}.smoothed", np.ascontiguousarray(array, np.float32))
+        return self.add_constant(f"{name}{SMOOTHED}", np.ascontiguousarray(array, np.float32))
 
     def _inner(self) -> str:
         return self.add_tensor(f"{self.tensor}.unsmoothed", self.graph.types[self.tensor])

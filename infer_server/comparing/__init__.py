@@ -1,0 +1,1 @@
+"""Comparison of two plans or models: errors of each output and of each layer."""
