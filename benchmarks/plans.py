@@ -27,8 +27,7 @@ from infer_server.engines.compiler.specialise import graph_at
 from infer_server.engines.ir.graph import Array, Graph
 from infer_server.engines.plan.plan import Step
 from infer_server.engines.runtime.context import ExecutionContext
-from infer_server.engines.runtime.engine import Engine
-from infer_server.engines.runtime.program_engine import AnyEngine, ProgramEngine
+from infer_server.engines.runtime.specialisation import Specialisation
 
 PROFILES = 30           # runs in which every step is timed apart
 
@@ -53,20 +52,15 @@ def main(arguments: Sequence[str]) -> None:
                 print("\n".join(_steps(engines, batch)), flush=True)
 
 
-def _loaded(paths: Sequence[Path]) -> tuple[list[Engine], Graph]:
+def _loaded(paths: Sequence[Path]) -> tuple[list[Specialisation], Graph]:
     """Return the engines, and the graph that one of them was lowered from.
 
     A plan with dynamic shapes is specialised for the other plan's shapes, or for its usual shapes if both are dynamic.
     """
-    loaded: list[AnyEngine] = [load_engine(path, cache=False) for path in paths]
-    fixed = next((engine for engine in loaded if isinstance(engine, Engine)), None)
-    shapes = {io.name: io.shape_of(1) for io in fixed.inputs} if fixed else None
-    engines = []
-    for path, engine in zip(paths, loaded, strict=True):
-        if isinstance(engine, ProgramEngine):
-            raise SystemExit(f"{path} is a program, which has no one list of steps")
-        engines.append(engine if isinstance(engine, Engine) else engine.at(shapes or engine.usual_shapes()))
-    return engines, graph_at((fixed or loaded[0]).plan)
+    loaded = [load_engine(path, cache=False) for path in paths]
+    first = next((engine for engine in loaded if engine.plan.open is None), loaded[0])
+    shapes = first.usual_shapes()
+    return [engine.at(shapes) for engine in loaded], graph_at(first.plan)
 
 
 def _pairs(before: Path, after: Path) -> Iterator[tuple[str, tuple[Path, Path]]]:
@@ -78,7 +72,7 @@ def _pairs(before: Path, after: Path) -> Iterator[tuple[str, tuple[Path, Path]]]
             yield path.stem, (path, after / path.name)
 
 
-def compared(engines: Sequence[Engine], graph: Graph, batch: int, clock: WorkClock, seconds: float) -> str:
+def compared(engines: Sequence[Specialisation], graph: Graph, batch: int, clock: WorkClock, seconds: float) -> str:
     """Measure both engines and return a row of the table."""
     contexts = [engine.create_context() for engine in engines]
     feed = next(generated(engines[0].inputs, graph, batch).batches(batch))
@@ -91,14 +85,14 @@ def compared(engines: Sequence[Engine], graph: Graph, batch: int, clock: WorkClo
     return f"{median(costs[0]):.4g} | {median(costs[1]):.4g} | {middle:.3f} ({low:.3f} to {high:.3f}) | {words}"
 
 
-def _run(engine: Engine, context: ExecutionContext, feed: Mapping[str, Array], batch: int) -> list[Array]:
+def _run(engine: Specialisation, context: ExecutionContext, feed: Mapping[str, Array], batch: int) -> list[Array]:
     for io in engine.inputs:
         context.input(io.name, batch)[...] = feed[io.name]
     context.execute(batch)
     return [np.array(context.output(io.name, batch)) for io in engine.outputs]
 
 
-def _steps(engines: Sequence[Engine], batch: int) -> Iterator[str]:
+def _steps(engines: Sequence[Specialisation], batch: int) -> Iterator[str]:
     """Yield a line for each step whose tactic differs between the plans, largest change of time first."""
     profiles = [engine.create_context().profile(batch, PROFILES) for engine in engines]
     pairs: list[tuple[tuple[Step, float], tuple[Step, float]]] = list(zip(*profiles, strict=True)) if len(

@@ -31,7 +31,7 @@ from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.file import read_plan
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.runtime.context import ExecutionContext
-from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.specialisation import Specialisation
 
 TURN = 3                # executions in a row of one context
 FEEDS = 16              # different inputs of the check
@@ -60,7 +60,7 @@ class Check:
     repeated: int           # chunks run again because they were late
 
 
-def random_feed(engine: Engine, batch: int, seed: int) -> dict[str, Array]:
+def random_feed(engine: Specialisation, batch: int, seed: int) -> dict[str, Array]:
     """Return random inputs: standard normal floats, and integers that are 0 or 1."""
     random = np.random.default_rng(seed)
     feed = {}
@@ -72,7 +72,7 @@ def random_feed(engine: Engine, batch: int, seed: int) -> dict[str, Array]:
     return feed
 
 
-def ready(engine: Engine) -> ExecutionContext:
+def ready(engine: Specialisation) -> ExecutionContext:
     """Create a context and run it once at batch 1."""
     context = engine.create_context()
     fill(context, random_feed(engine, 1, seed=0), 1)
@@ -131,7 +131,7 @@ def throughput(contexts: list[ExecutionContext], seconds: float) -> float:
     return sum(counts) / seconds
 
 
-def check(one: Engine, several: Engine, requests: int, batch: int,
+def check(one: Specialisation, several: Specialisation, requests: int, batch: int,
           contended: Callable[[], AbstractContextManager[None]] = bursts, seed: int = 0) -> Check:
     """Run `requests` of 1 to `batch` items under contention, and compare each answer with one thread's."""
     random = np.random.default_rng(seed)
@@ -162,8 +162,8 @@ def chunk_counts(context: ExecutionContext) -> tuple[int, int]:
 
 def speed_section(options: argparse.Namespace, plan: Plan) -> str:
     """Return speed-up and throughput as a section of docs/benchmarks."""
-    one = Engine(plan)
-    alone, together = ready(one), ready(Engine(plan, options.threads))
+    one = Specialisation(plan)
+    alone, together = ready(one), ready(Specialisation(plan, options.threads))
     rows: list[list[Cell]] = [[s.condition, s.one_ms, s.several_ms, f"{s.ratio:.2f}", s.p99_ms]
                               for s in speeds(alone, together, options.plan, options.threads, options.seconds)]
     side_by_side = [alone, *(ready(one) for _ in range(options.threads - 1))]
@@ -179,7 +179,7 @@ def speed_section(options: argparse.Namespace, plan: Plan) -> str:
 
 def check_section(options: argparse.Namespace, plan: Plan) -> str:
     """Run the check and return its result as a section of docs/benchmarks."""
-    found = check(Engine(plan), Engine(plan, options.threads), options.requests, options.batch)
+    found = check(Specialisation(plan), Specialisation(plan, options.threads), options.requests, options.batch)
     return (
         f"## Every byte: {plan.name}, {plan.precision}, {options.threads} threads\n\n`{options.command}`\n\n"
         f"{found.requests} requests of 1 to {options.batch} items, a process on each core computing in bursts: "

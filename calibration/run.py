@@ -147,8 +147,8 @@ class CalibrationRun:
         subject, graph = self._subject, self._subject.graph
         shown = (*self._edges, *self._uneven, *judged_tensors(graph))
         engines = watching(subject, tuple(dict.fromkeys(shown)))
-        engine = engines.usual
-        batch = engine.plan.batch_slots if not engine.dependence else 1
+        plan = engines.usual.plan
+        batch = plan.batch_slots if not plan.dependence else 1
         batch = max(min(batch, WATCHED_BYTES // max(sum(bytes_of(graph.types[name]) for name in self._edges), 1)), 1)
         return _Watched(engines, self._data, batch, lambda done, of: self._progress("calibrating", done, of, ""))
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infer_server.engines.backends import device_of
 from infer_server.engines.backends.device import GpuInfo, OneOfSeveral
 from infer_server.engines.plan.file import read_outline, read_plan
 from infer_server.engines.plan.plan import IoTensor
+from infer_server.engines.runtime.engine import Engine
 from infer_server.engines.runtime.load.create import engine_of
 from infer_server.engines.runtime.load.options import LoadOptions
 from infer_server.engines.runtime.load.recompile import retuned
-
-if TYPE_CHECKING:
-    from infer_server.engines.runtime.program_engine import AnyEngine
 
 
 def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower",
                 cpus: Sequence[int] | None = None, specialise: str = "",
                 specialisations: int = 64, cache: str | os.PathLike[str] | bool = True, gpu: int = 0,
-                retune: bool = False) -> AnyEngine:
+                retune: bool = False) -> Engine:
     """Load a plan file into an engine.
 
     Parameters
@@ -37,7 +35,7 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
         CPUs to which the threads of every context are pinned, one for each thread.
     specialise
         What happens at shapes that a plan with open extents has not met: "background" (the default), "wait" or "off";
-        see OpenEngine. Segments of programs are specialised for shapes that come again (docs/internals/programs.md).
+        see docs/howto/open-shapes.md. Segments of programs are specialised for shapes that come again.
     specialisations
         The most that are kept in memory.
     cache
@@ -83,5 +81,5 @@ def describe(path: str | os.PathLike[str]) -> Description:
     Raises PlanCorruptError, PlanVersionError, OSError.
     """
     plan = read_outline(path)
-    tensors = plan.open or plan
+    tensors = plan.open_part
     return Description(tensors.inputs, tensors.outputs, plan.max_batch, plan.dependence, plan.metadata)

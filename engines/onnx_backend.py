@@ -22,9 +22,9 @@ from infer_server.engines.errors import ConfigError, EngineError, InputError
 from infer_server.engines.frontend.onnx_file import read_model
 from infer_server.engines.ir.dtypes import as_in_memory, as_named
 from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.runtime.engine import Engine
 from infer_server.engines.runtime.load.create import engine_of
-from infer_server.engines.runtime.open_engine import OpenEngine
-from infer_server.engines.runtime.program_engine import AnyEngine
 
 Feeds = Mapping[str, Any]           # arrays; sequences as lists
 _OF_THE_RUNNER = ("rtol", "atol")       # tolerances of a test, which onnx.backend.test also passes to the backend
@@ -91,7 +91,7 @@ class EngineRep(BackendRep):
         values = [value for value in model.graph.input if value.name not in initialised]
         self._model, self._config = model, config
         self._inputs = [value.name for value in values]
-        self._engine: AnyEngine | None = None
+        self._engine: Engine | None = None
         if not any(map(_is_open, values)):
             self._prepare()
 
@@ -118,13 +118,10 @@ class EngineRep(BackendRep):
         arrays = [as_named(results[io.name], io.dtype) for io in engine.outputs]
         return namedtupledict("Outputs", [io.name for io in engine.outputs])(*arrays)
 
-    def engine(self, inputs: Any) -> AnyEngine:
-        """Return the engine that `run` uses for these inputs."""
+    def plan_of(self, inputs: Any) -> Plan:
+        """Return the plan that `run` uses for these inputs."""
         feeds = self._feeds(inputs)
-        engine = self._built(feeds)
-        if not isinstance(engine, OpenEngine):
-            return engine
-        return engine.at({name: array.shape for name, array in feeds.items()}, feeds)
+        return self._built(feeds).plan_of(feeds)
 
     def _feeds(self, inputs: Any) -> Feeds:
         arrays = inputs if isinstance(inputs, Mapping) else dict(zip(self._inputs, inputs, strict=False))
@@ -138,12 +135,12 @@ class EngineRep(BackendRep):
         """Compile now, so that a model that cannot be compiled is rejected before the first call."""
         self._engine = self._compiled(None)
 
-    def _built(self, feeds: Feeds) -> AnyEngine:
+    def _built(self, feeds: Feeds) -> Engine:
         if self._engine is None:
             self._engine = self._compiled(feeds)
         return self._engine
 
-    def _compiled(self, feeds: Feeds | None) -> AnyEngine:
+    def _compiled(self, feeds: Feeds | None) -> Engine:
         return engine_of(plan_of(Builder(self._config), read_model(self._model), lambda inputs: feeds))
 
 

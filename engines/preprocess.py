@@ -31,7 +31,7 @@ from PIL import Image
 
 from infer_server.engines.errors import CalibrationError, ConfigError, did_you_mean
 from infer_server.engines.ir.graph import Dim
-from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.ir.recipe import Pixels
 
 USUAL_SIZE = (224, 224)         # height and width if both the model and the declaration leave them open
 _MOST_RESIZED = 1 << 24         # pixels up to which the whole picture is resized, and cropped afterwards

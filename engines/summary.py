@@ -50,9 +50,9 @@ class Summarised:
 
 def summary(kind: str, plan: Plan, *rows: tuple[str, Sequence[str]]) -> Summary:
     """Return the summary of a plan under a title such as "Engine resnet50", with further rows at the end."""
-    part = plan.open or plan
+    part = plan.open_part
     machine, times = plan.machine, sum(step.time_us for step in plan.machine.steps)
-    specialised = [text(one.extents) for one in (plan, *plan.open.others)] if plan.open else []
+    specialised = [text(one.extents) for one in (plan, *part.others) if one.extents]
     constants = sum(len(one.machine.constants) for one in plan.within() if not one.machine.shared)
     found = [
         ("inputs", listed(list(map(tensor, part.inputs)))), ("outputs", listed(list(map(tensor, part.outputs)))),

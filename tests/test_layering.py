@@ -72,7 +72,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.lowering.rules.nests": ("engines.lowering.calls",),
     "engines.lowering": ("engines.lowering.rules", "engines.lowering.rules.nests", "engines.capacity"),
     # from the calls to code
-    "engines.codegen": ("engines.machine",),
+    "engines.codegen": ("engines.ir", "engines.machine"),
     "engines.codegen.row_formulas": ("engines.codegen", "engines.lowering.problems"),
     "engines.codegen.nest": ("engines.codegen", "engines.lowering.problems"),
     "engines.backends.llvm.codegen": (

@@ -27,8 +27,7 @@ import onnxruntime
 from benchmarks.measure.decoders import Decoder
 from benchmarks.reports.document import machine, markdown_table
 from infer_server.engines import build_engine, load_engine
-from infer_server.engines.runtime.open_context import CacheContext
-from infer_server.engines.runtime.open_engine import OpenEngine
+from infer_server.engines.runtime.caches import CacheContext
 
 _FIRST = 4                  # steps
 _PAGE = resource.getpagesize()
@@ -68,7 +67,6 @@ def _measured(decoder: Decoder, options: argparse.Namespace) -> list[Any]:
         feeds = decoder.feeds(1, options.prompt, np.random.default_rng(1))
         run = engine.run
         if options.capacity:
-            assert isinstance(engine, OpenEngine)
             cache, feeds = engine.create_cache(options.capacity), decoder.feeds(
                 options.prompt, 0, np.random.default_rng(1))
             run = partial(_run_cached, cache)

@@ -1,4 +1,4 @@
-"""The general version of a plan with open extents, beside ONNX Runtime at the same shapes.
+"""The symbolic plan of a plan with open extents, beside ONNX Runtime at the same shapes.
 
     python -m benchmarks.measure.open_shapes minilm.plan minilm.onnx 1,77 8,128
     python -m benchmarks.measure.open_shapes det.plan det.onnx 1,416,352        # the batch, then each open extent

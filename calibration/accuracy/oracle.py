@@ -21,7 +21,7 @@ from infer_server.engines.frontend.onnx_file import with_outputs
 from infer_server.engines.frontend.onnx_import import graph_from_onnx, recurs_in_float16, values_of_inputs
 from infer_server.engines.ir.dtypes import as_named
 from infer_server.engines.ir.graph import Array, Dim, Graph
-from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.ir.recipe import Pixels
 from infer_server.engines.ops.reference import run
 from infer_server.engines.passes.pixels import take_pixels
 from infer_server.engines.plan.extents import extents_of_feed
@@ -92,8 +92,8 @@ def reference_of_specialisations(plan: Plan, stored: bool = True) -> Oracle:
     specialiser = Specialiser(plan)
 
     def answer(feed: Feed) -> dict[str, Array]:
-        assert plan.open is not None
-        extents = extents_of_feed(plan.name, plan.open.inputs, plan.open.deciding, feed)
+        part = plan.open_part
+        extents = extents_of_feed(plan.name, part.inputs, part.deciding, feed)
         graph = specialiser.graph(extents) if stored else specialiser.float_graph(extents)
         return run(graph, _typed({name: feed[name] for name in graph.inputs}, graph))
 

@@ -10,7 +10,7 @@ from infer_server.calibration.data.items import Feed
 from infer_server.engines.compiler.builder import BuildConfig, Builder
 from infer_server.engines.ir.graph import Array, Graph
 from infer_server.engines.passes.rewriting.facts import is_weighted
-from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.specialisation import Specialisation
 
 FLOAT16 = np.dtype(np.float16)
 LARGEST = float(np.finfo(FLOAT16).max)
@@ -27,7 +27,7 @@ def overflow(graph: Graph, feeds: Iterable[Feed]) -> tuple[str, ...]:
         return ()
     types = {name: replace(graph.types[name], dtype=np.dtype(np.float32)) for name in converted}
     wide = graph.rebuild([replace(node, precision="fp32") for node in graph.nodes], types=types)
-    engine = Engine(Builder(BuildConfig(timing=False)).watching(wide, converted))
+    engine = Specialisation(Builder(BuildConfig(timing=False)).watching(wide, converted))
     peaks = dict.fromkeys(converted, 0.0)
 
     def observe(name: str, values: Array) -> None:

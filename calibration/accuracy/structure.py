@@ -19,7 +19,7 @@ from infer_server.engines.ops import op_of
 from infer_server.engines.passes.outputs import shown_name
 from infer_server.engines.plan.extents import extents_of_feed
 from infer_server.engines.plan.plan import Plan
-from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.specialisation import Specialisation
 
 MOST_SHAPES = 4         # further shapes of a plan with open extents for which sources are traced
 
@@ -110,8 +110,8 @@ class _Inside:
 
     def _extents(self, feed: Feed) -> dict[str, Any]:
         """Return the open extents and deciding values of a feed, in the order of the plan's."""
-        assert self._plan.open is not None
-        found = extents_of_feed(self._plan.name, self._plan.open.inputs, self._plan.open.deciding, feed)
+        part = self._plan.open_part
+        found = extents_of_feed(self._plan.name, part.inputs, part.deciding, feed)
         return {name: found[name] for name in self._plan.extents}
 
     @cached_property
@@ -123,10 +123,10 @@ class _Inside:
         return _sources_in(self._graph, (*self._graph.outputs, *self.tensors))
 
     @cached_property
-    def _engine(self) -> Engine | None:
+    def _engine(self) -> Specialisation | None:
         """Engine that also returns the tensors before selections; None if the graph cannot be compiled again."""
         try:
-            return Engine(Builder(BuildConfig(timing=False)).showing(self._graph, self.tensors))
+            return Specialisation(Builder(BuildConfig(timing=False)).showing(self._graph, self.tensors))
         except EngineError:
             return None
 

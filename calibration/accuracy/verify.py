@@ -22,15 +22,14 @@ from infer_server.calibration.data.checks import DataCheck
 from infer_server.calibration.data.generated import generated
 from infer_server.calibration.data.items import CalibrationData, Feed
 from infer_server.engines.compiler.specialise import graph_at
-from infer_server.engines.errors import InputError, PlanError
+from infer_server.engines.errors import EngineError, InputError, PlanError
 from infer_server.engines.frontend.inputs import Value
-from infer_server.engines.ir.graph import Array, Dim, Graph
-from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.ir.graph import Dim, Graph
+from infer_server.engines.ir.recipe import Pixels
 from infer_server.engines.loading import load_engine
+from infer_server.engines.plan.extents import Extents
 from infer_server.engines.plan.plan import IoTensor, Plan
 from infer_server.engines.runtime.engine import Engine
-from infer_server.engines.runtime.open_engine import OpenEngine
-from infer_server.engines.runtime.program_engine import AnyEngine, ProgramEngine
 
 TOGETHER = 3            # items of a batch
 BATCHES = 4             # maximum number of batches
@@ -116,7 +115,7 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
         `faults` is empty if all outputs are within their limits.
     """
     engine = load_engine(plan)
-    if isinstance(engine, ProgramEngine):
+    if engine.plan.program is not None:
         return _verify_program(engine, Path(model), oracle_of(Path(model), shapes, constants, plan=engine.plan), data)
     graph = graph_at(engine.plan)
     precision = precision_of(engine.plan, graph)
@@ -127,7 +126,7 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
         oracle = oracle_of(Path(model), shapes, constants, keep_batch=bool(engine.max_batch), pixels=pixels,
                            plan=engine.plan, shown=structure.tensors)
     feeds = feeds_of(data, engine.max_batch) if data else [
-        {**feed, **usual_values(engine)} for inputs in tested_inputs(engine)
+        {**feed, **engine.usual_values()} for inputs in tested_inputs(engine)
         for feed in feeds_of(generated(inputs, graph, 1 + BATCHES * TOGETHER), engine.max_batch)]
     found = verify_engine(engine, oracle, progress(feeds, oracle.slow) if progress else feeds, precision, structure)
     notes = [*_faults(engine, feeds)] if data else []
@@ -136,7 +135,7 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
     return replace(found, notes=tuple(notes))
 
 
-def _faults(engine: AnyEngine, feeds: Iterable[Feed]) -> Iterator[str]:
+def _faults(engine: Engine, feeds: Iterable[Feed]) -> Iterator[str]:
     """Yield what is wrong with the items: zeros verify nothing."""
     check = DataCheck(engine.inputs)
     for feed in feeds:
@@ -144,29 +143,31 @@ def _faults(engine: AnyEngine, feeds: Iterable[Feed]) -> Iterator[str]:
     yield from check.faults()
 
 
-def tested_inputs(engine: Engine | OpenEngine) -> list[tuple[IoTensor, ...]]:
+def tested_inputs(engine: Engine) -> list[tuple[IoTensor, ...]]:
     """Return the declarations of the inputs to test: with the usual numbers for open extents, and with others."""
-    if isinstance(engine, Engine):
-        return [engine.inputs]
     found: list[tuple[IoTensor, ...]] = []
     usual = {name: number for name, number in engine.plan.extents.items() if isinstance(number, int)}
-    bounds = engine.part.profiles[0] if engine.part.profiles else {name: (max(n // 2, 1), n, n)
-                                                                   for name, n in usual.items()}
+    profiles = engine.plan.open_part.profiles
+    bounds = profiles[0] if profiles else {name: (max(n // 2, 1), n, n) for name, n in usual.items()}
     for which in (1, 0, 2):
         extents = {name: bounds[name][which] for name in usual}
         inputs = tuple(IoTensor(io.name, io.dtype, tuple(extents.get(str(extent), extent) for extent in io.shape))
                        for io in engine.inputs)
-        if inputs not in found and (extents == usual or engine.takes(extents)):
+        if inputs not in found and (extents == usual or _takes(engine, extents)):
             found.append(inputs)
     return found
 
 
-def usual_values(engine: AnyEngine) -> dict[str, Array]:
-    """Return the values of deciding inputs for which the plan was built."""
-    return engine.usual_values() if isinstance(engine, OpenEngine) else {}
+def _takes(engine: Engine, extents: Extents) -> bool:
+    """Return True if the model can be specialised for these numbers and the usual values; it is then."""
+    try:
+        engine.at({io.name: io.shape_of(1, extents) for io in engine.inputs})
+    except EngineError:
+        return False
+    return True
 
 
-def _verify_program(engine: ProgramEngine, model: Path, oracle: Oracle, data: CalibrationData | None) -> Verification:
+def _verify_program(engine: Engine, model: Path, oracle: Oracle, data: CalibrationData | None) -> Verification:
     """Verify a program, on likely inputs if there are no data."""
     context = engine.create_context()
     feed = {tensor.name: context.input(tensor.name) for tensor in engine.inputs}
@@ -180,7 +181,7 @@ def _verify_program(engine: ProgramEngine, model: Path, oracle: Oracle, data: Ca
                          f"some, --calib: {error}") from error
 
 
-def verify_engine(engine: AnyEngine, oracle: Oracle, feeds: Iterable[Feed], precision: str,
+def verify_engine(engine: Engine, oracle: Oracle, feeds: Iterable[Feed], precision: str,
                   structure: Structure | None = None) -> Verification:
     """Verify a loaded engine by an oracle, on feeds at hand. structure: what is known of the model's outputs.
 
@@ -235,11 +236,11 @@ def feeds_of(data: CalibrationData, max_batch: int) -> list[Feed]:
 
 
 # ---- one feed
-def _items(engine: AnyEngine, feed: Feed) -> int:
+def _items(engine: Engine, feed: Feed) -> int:
     return next((len(feed[tensor.name]) for tensor in engine.inputs if tensor.batched), 1)
 
 
-def _singles(engine: AnyEngine, feed: Feed, items: int) -> list[Feed]:
+def _singles(engine: Engine, feed: Feed, items: int) -> list[Feed]:
     """Return each item of a batch as a feed; none if items depend on each other or there is only one."""
     if items == 1 or engine.plan.dependence:
         return []

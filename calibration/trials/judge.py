@@ -22,7 +22,7 @@ from infer_server.engines.passes.outputs import shown_name
 from infer_server.engines.passes.quantization.recipe import prepared
 from infer_server.engines.passes.quantization.smoothing import smoothable, smoothed
 from infer_server.engines.plan.plan import Plan
-from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.specialisation import Specialisation
 
 Tick = Callable[[], None]       # called after each batch and each compiled plan
 
@@ -32,7 +32,7 @@ class GraphEngines:
 
     def __init__(self, subject: Subject, plan: Callable[[Graph], Plan], tick: Tick = lambda: None) -> None:
         self._subject, self._plan, self._tick = subject, plan, tick
-        self._engines: dict[tuple[Any, ...], Engine] = {}
+        self._engines: dict[tuple[Any, ...], Specialisation] = {}
         self.usual = self._engine(tuple(subject.usual.values()))
 
     def show(self, feed: Feed, show: Show) -> None:
@@ -42,12 +42,12 @@ class GraphEngines:
         read = {name: array for name, array in feed.items() if name not in known}
         self._engine(tuple(extents.values())).show(read, show)
 
-    def _engine(self, extents: tuple[Any, ...]) -> Engine:
+    def _engine(self, extents: tuple[Any, ...]) -> Specialisation:
         if extents not in self._engines:
             if len(self._engines) > KEPT:       # never evict the first one, for the usual extents
                 del self._engines[list(self._engines)[1]]
             graph = self._subject.at(dict(zip(self._subject.usual, extents, strict=True)))
-            self._engines[extents] = Engine(self._plan(graph))
+            self._engines[extents] = Specialisation(self._plan(graph))
             self._tick()
         return self._engines[extents]
 

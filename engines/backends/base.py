@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from infer_server.engines.backends.device import GpuInfo
 from infer_server.engines.ir.graph import Graph
 from infer_server.engines.machine.timing_cache import TimingCache
-from infer_server.engines.plan.plan import GeneralKernel, MachinePart, Plan
+from infer_server.engines.plan.plan import DynamicKernel, MachinePart, Plan
 from infer_server.engines.plan.roofline import Peaks
 
 Progress = Callable[[int, int, str], None]      # (done, total, label), called as kernels are compiled and timed
@@ -79,7 +79,7 @@ class Session(Protocol):
         """
 
     def choose_symbolic(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> Any | None:
-        """Choose dynamic kernels for a graph with symbolic sizes (infer_server.engines.ir.counted).
+        """Choose dynamic kernels for a graph with symbolic sizes (infer_server.engines.ir.symbolic).
 
         Returns
         -------
@@ -88,12 +88,12 @@ class Session(Protocol):
 
         Raises
         ------
-        Pinned
+        NotSymbolic
             A symbolic size has to be a known number.
         """
 
     @property
-    def dynamic_kernels(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
         """Dynamic kernels compiled so far, and their object code."""
 
     def settle(self, chosen: Any, progress: Progress | None = None) -> Any:

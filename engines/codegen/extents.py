@@ -1,17 +1,17 @@
 """Symbolic integers: sizes of a kernel that are read at run time instead of written into its code.
 
-A kernel is written in Python with its problem's numbers: extents, strides. An Extent takes the place of such a number.
-It computes as an int does, and records the expression (term) that gave it:
+A kernel is written in Python with its problem's numbers: extents, strides. A KernelInt takes the place of such a
+number. It computes as an int does, and records the expression (term) that gave it:
 
-    rows = Extent(trace, 77, leaf(0))
-    -(-rows // 6)                           # Extent: 13 = -(-n0 // 6)
+    rows = KernelInt(trace, 77, leaf(0))
+    -(-rows // 6)                           # KernelInt: 13 = -(-n0 // 6)
 
-Emitted as an operand, an Extent becomes a load from a table of run-time numbers (Function.constant). If Python needs
+Emitted as an operand, a KernelInt becomes a load from a table of run-time numbers (Function.constant). If Python needs
 the number itself, to compare, to unroll a loop, to write it into a text, the answer is recorded as a guard. The code is
-valid for all numbers that give every guard its recorded value. So a kernel need not be written for Extents: one that
+valid for all numbers that give every guard its recorded value. So a kernel need not be written for KernelInts: one that
 reads the number itself is specialised to it, and its guards record that.
 
-Reference: torch.fx.experimental.symbolic_shapes (PyTorch 2), which makes traces with dynamic shapes in this way.
+See infer_server.engines.ir.symint for the other symbolic integers.
 """
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from infer_server.engines.ir.symint import SymInt
 
 TABLE = "told"                  # name of the register that holds the table's address, in each function
 Term = int | list[Any]          # a number; ["n", i] is leaf i; [operator, term, term]
@@ -64,107 +66,45 @@ class Trace:
         """Record that the code is valid only while the term has this value."""
         self.guards[str(term)] = term, value
 
-    def extents(self, numbers: Sequence[int]) -> list[Extent]:
-        """Return an Extent for each number: number i is leaf i."""
-        return [Extent(self, number, leaf(index)) for index, number in enumerate(numbers)]
+    def extents(self, numbers: Sequence[int]) -> list[KernelInt]:
+        """Return a KernelInt for each number: number i is leaf i."""
+        return [KernelInt(self, number, leaf(index)) for index, number in enumerate(numbers)]
 
 
-class Extent:
+class KernelInt(SymInt):
     """Integer with the term that it was computed by. It is no int, so that no code uses its number without a guard."""
-    __slots__ = ("trace", "value", "term")
+    __slots__ = ("trace", "hint", "expr")
 
-    def __init__(self, trace: Trace, value: int, term: Term) -> None:
-        self.trace, self.value, self.term = trace, value, term
+    def __init__(self, trace: Trace, hint: int, expr: Term) -> None:
+        self.trace, self.hint, self.expr = trace, hint, expr
 
-    # ---- arithmetic: the result is an Extent, or an int if it depends on no leaf
     def _arithmetic(self, word: str, a: Any, b: Any) -> Any:
-        # An extent of another kernel is a plain number here: terms of two traces cannot be combined.
-        a, b = (one.__index__() if isinstance(one, Extent) and one.trace is not self.trace else one for one in (a, b))
-        left, right = (one.term if isinstance(one, Extent) else one for one in (a, b))
+        # A number of another kernel is a plain number here: terms of two traces cannot be combined.
+        a, b = (one.__index__() if isinstance(one, KernelInt) and one.trace is not self.trace else one
+                for one in (a, b))
+        left, right = (one.expr if isinstance(one, KernelInt) else one for one in (a, b))
         if isinstance(left, float) or isinstance(right, float):
-            return _OPERATORS[word](*(one.__index__() if isinstance(one, Extent) else one for one in (a, b)))
+            return _OPERATORS[word](*(one.__index__() if isinstance(one, KernelInt) else one for one in (a, b)))
         if not isinstance(left, int | list) or not isinstance(right, int | list):
             return NotImplemented
         term = _simplified(word, left, right)
         if isinstance(term, int):
             return term
-        return Extent(self.trace, int(_OPERATORS[word](*map(_number, (a, b)))), term)
+        return KernelInt(self.trace, int(_OPERATORS[word](*map(_number, (a, b)))), term)
 
-    def __add__(self, other: Any) -> Any:
-        return self._arithmetic("+", self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._arithmetic("+", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._arithmetic("-", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._arithmetic("-", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._arithmetic("*", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._arithmetic("*", other, self)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return self._arithmetic("//", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return self._arithmetic("//", other, self)
-
-    def __mod__(self, other: Any) -> Any:
-        return self._arithmetic("%", self, other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return self._arithmetic("%", other, self)
-
-    def __divmod__(self, other: Any) -> Any:
-        return self // other, self % other
-
-    def __neg__(self) -> Any:
-        return self._arithmetic("-", 0, self)
-
-    def __abs__(self) -> Any:
-        return -self if self < 0 else self
-
-    # ---- comparisons and conversions: each result is recorded as a guard
     def _compare(self, word: str, a: Any, b: Any) -> Any:
-        """Return the result of a comparison as a bool, with a guard."""
         found = self._arithmetic(word, a, b)
         if found is NotImplemented:
             return NotImplemented
-        return bool(found.__index__() if isinstance(found, Extent) else found)
-
-    def __eq__(self, other: object) -> Any:
-        return self._compare("==", self, other)
-
-    def __ne__(self, other: object) -> Any:
-        equal = self._compare("==", self, other)
-        return equal if equal is NotImplemented else not equal
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compare("<", self, other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._compare("<=", self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compare("<", other, self)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compare("<=", other, self)
-
-    def __bool__(self) -> bool:
-        return bool(self != 0)
+        return bool(found.__index__() if isinstance(found, KernelInt) else found)
 
     def __hash__(self) -> int:
-        return hash(self.value)
+        return hash(self.hint)
 
+    # ---- conversions record guards
     def __index__(self) -> int:
-        self.trace.guard(self.term, self.value)
-        return self.value
+        self.trace.guard(self.expr, self.hint)
+        return self.hint
 
     __int__ = __index__
 
@@ -198,9 +138,9 @@ class Table:
         self.lines += [f"  %{TABLE}.at = getelementptr i8, ptr {operands}, i64 {8 * index}",
                        f"  %{TABLE} = load ptr, ptr %{TABLE}.at, align 8"]
 
-    def register(self, extent: Extent, fresh: Callable[[str], str]) -> str:
+    def register(self, extent: KernelInt, fresh: Callable[[str], str]) -> str:
         """Return the i64 register that holds an extent; `fresh` makes an unused name from a hint."""
-        slot = extent.trace.slot(extent.term)
+        slot = extent.trace.slot(extent.expr)
         if slot not in self._registers:
             name = self._registers[slot] = f"%{fresh('number')}"
             self.lines += [f"  {name}.at = getelementptr i8, ptr %{TABLE}, i64 {8 * slot}",
@@ -208,8 +148,8 @@ class Table:
         return self._registers[slot]
 
 
-def _number(one: Extent | int) -> int:
-    return one.value if isinstance(one, Extent) else one
+def _number(one: KernelInt | int) -> int:
+    return one.hint if isinstance(one, KernelInt) else one
 
 
 def _simplified(word: str, left: Term, right: Term) -> Term:

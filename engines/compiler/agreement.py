@@ -1,4 +1,4 @@
-"""Comparison of two plans of a model on random inputs, to verify a template's plan against one compiled directly."""
+"""Comparison of two plans of a model on random inputs, to verify what a symbolic plan makes."""
 from __future__ import annotations
 
 import logging
@@ -9,7 +9,7 @@ from infer_server.engines.errors import EngineError
 from infer_server.engines.ir.dtypes import dtype_named
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.plan import IoTensor, Plan
-from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.specialisation import Specialisation
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ ROUNDED = 3e-2          # tolerance for all other plans
 CHANGED = 0.01          # share of integer elements that may differ: an ArgMax of nearly equal values may change
 
 
-def agree(plan: Plan, other: Plan, first: Engine) -> bool:
+def agree(plan: Plan, other: Plan, first: Specialisation) -> bool:
     """Return True if two plans agree on random inputs within the tolerance of a precision.
 
     Integers are drawn from 0 and 1, which are valid indices of most tables. False if the model rejects the inputs.
@@ -28,13 +28,14 @@ def agree(plan: Plan, other: Plan, first: Engine) -> bool:
     ----------
     plan, other : Plan
         Plans of one model with equal inputs.
-    first : Engine
-        Engine whose constants the plans share.
+    first : Specialisation
+        Specialisation whose constants the plans share.
     """
     random = np.random.default_rng(0)
     feeds = {io.name: _drawn(random, io, min(plan.max_batch, 2)) for io in plan.inputs}
     try:
-        ours, theirs = (Engine(one, beside=first if one.machine.shared else None).run(feeds) for one in (plan, other))
+        ours, theirs = (Specialisation(one, beside=first if one.machine.shared else None).run(feeds)
+                        for one in (plan, other))
     except EngineError as error:        # the model may not take such numbers
         log.warning("%s: random numbers cannot be run: %s", plan.name, error)
         return False

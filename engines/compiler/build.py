@@ -32,9 +32,9 @@ from infer_server.engines.passes.quantization.kept import check_kept
 from infer_server.engines.plan.coverage import Coverage, coverage_of
 from infer_server.engines.plan.file import write_plan
 from infer_server.engines.plan.plan import DEFAULTS, IoTensor, Plan
+from infer_server.engines.runtime.engine import Engine
 from infer_server.engines.runtime.load.create import engine_of
 from infer_server.engines.runtime.load.options import LoadOptions
-from infer_server.engines.runtime.program_engine import AnyEngine
 from infer_server.engines.summary import Summarised, Summary, listed, summary
 
 MOST_VALUES = 1 << 16   # maximum elements of an optional input's default, which the plan's manifest holds
@@ -81,7 +81,7 @@ class EngineBuild(Summarised):
         """
         write_plan(self.plan.strip() if strip else self.plan, path)
 
-    def engine(self, threads: int = 1) -> AnyEngine:
+    def engine(self, threads: int = 1) -> Engine:
         """Return the engine of the plan, compiled again first if it was built for another CPU."""
         return engine_of(self.plan, LoadOptions(threads))
 

@@ -23,7 +23,7 @@ from infer_server.engines.frontend.inputs import Value, is_size
 from infer_server.engines.frontend.onnx_file import Model
 from infer_server.engines.frontend.onnx_import import graph_from_onnx
 from infer_server.engines.ir.graph import BATCH, Graph
-from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.ir.recipe import Pixels
 from infer_server.engines.ir.serialize import graph_to_json
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.passes.outputs import show_in_float
@@ -38,7 +38,7 @@ from infer_server.engines.passes.quantization.quantize import (
     set_float_precision,
 )
 from infer_server.engines.plan.extents import Bounds
-from infer_server.engines.plan.plan import GeneralKernel, IoTensor, Plan
+from infer_server.engines.plan.plan import DynamicKernel, IoTensor, Plan
 from infer_server.engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
@@ -258,10 +258,10 @@ class Builder:
     @faults_named()
     def dynamic_plan(self, graph: Graph, ranges: Ranges | None = None,
                      usual: Callable[[], Graph] | None = None) -> Plan | None:
-        """Return the general version: a plan with dynamic-shape kernels for other shapes than the plan taken over.
+        """Return a plan with dynamic kernels for a graph of other shapes than the plan taken over.
 
         usual: returns the graph for that plan's shapes, if it is not the one built before. None if the backend has no
-        dynamic-shape kernels.
+        dynamic kernels.
         """
         chosen = self._session.choose_dynamic(self.stored(graph, ranges), *self._batches(graph),
                                               usual and (lambda: self.stored(usual(), ranges)))
@@ -269,15 +269,15 @@ class Builder:
 
     @faults_named()
     def symbolic_plan(self, graph: Graph, ranges: Ranges | None = None) -> Plan | None:
-        """Return the general version of a graph with symbolic extents (engines/ir/counted.py): a symbolic plan.
+        """Return the symbolic plan of a graph with symbolic extents (engines/ir/symbolic.py).
 
-        None if the backend has no dynamic-shape kernels. Raises Pinned.
+        None if the backend has no dynamic kernels. Raises NotSymbolic.
         """
         chosen = self._session.choose_symbolic(self.stored(graph, ranges), *self._batches(graph))
         return self._plan(self._session, chosen, bare=True) if chosen else None
 
     @property
-    def dynamic_kernels(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
         """Dynamic-shape kernels and their code: see Session.dynamic_kernels."""
         return self._session.dynamic_kernels
 

@@ -1,7 +1,7 @@
 """Guesses of numbers for a model's open extents, used if neither the user nor the data gives any.
 
 Likely numbers come first. If the importer rejects them, the model is imported again with symbolic numbers
-(infer_server.engines.ir.counted), and the extents are changed so that the last guard before the error has the opposite
+(infer_server.engines.ir.symbolic), and the extents are changed so that the last guard before the error has the opposite
 outcome, as long as that gives new numbers. For example, an extent becomes the number of channels of a convolution's
 weights, or an axis becomes as long as constant indices require.
 """
@@ -15,9 +15,9 @@ from infer_server.engines.errors import EngineError
 from infer_server.engines.frontend.extents import SOME, is_decoder, likely_extents, open_extents, shapes_for
 from infer_server.engines.frontend.onnx_file import OnnxModel
 from infer_server.engines.frontend.onnx_import import graph_from_onnx
-from infer_server.engines.ir.counted import Counting, Pinned, Quotient, plain
 from infer_server.engines.ir.graph import TensorType
 from infer_server.engines.ir.polynomials import Polynomial, number_of
+from infer_server.engines.ir.symbolic import NotSymbolic, Quotient, ShapeEnv, plain
 from infer_server.engines.plan.extents import Extents
 
 ALIKE = (1, 64, 32, 16, 2)          # numbers for all open extents, tried after the likely ones
@@ -31,7 +31,7 @@ def guesses(source: OnnxModel, types: Mapping[str, TensorType], all_of_them: boo
     for past in (SOME, 0) if is_decoder(types) else (0,):
         likely = likely_extents(types, past)
         yield likely
-        if all(likely.values()) and (fitting := _fitting(source, types, likely)):      # counted from 1 on
+        if all(likely.values()) and (fitting := _fitting(source, types, likely)):      # symbols from 1 on
             yield fitting
     if not all_of_them:
         return
@@ -52,15 +52,15 @@ def _fitting(source: OnnxModel, types: Mapping[str, TensorType], extents: Extent
     for _ in range(MOST_TURNS):
         if not waiting:
             return None
-        tried, counting = waiting.pop(), Counting()
-        counted = {name: counting.extent(name, number) for name, number in tried.items()}
+        tried, env = waiting.pop(), ShapeEnv()
+        symbols = {name: env.extent(name, number) for name, number in tried.items()}
         try:
-            graph_from_onnx(source, shapes=shapes_for(types, counted))
+            graph_from_onnx(source, shapes=shapes_for(types, symbols))
             return None if tried is extents else tried
-        except Pinned:
+        except NotSymbolic:
             continue
         except EngineError:
-            others = [other for other in _turned(counting, tried) if other not in found]
+            others = [other for other in _turned(env, tried) if other not in found]
             if not others and tried is not extents and _is_graph(source, types, tried):
                 return tried            # the importer may accept plain numbers where symbolic ones are undecided
         found += others
@@ -77,21 +77,21 @@ def _is_graph(source: OnnxModel, types: Mapping[str, TensorType], extents: Exten
     return True
 
 
-def _turned(counting: Counting, extents: Extents) -> Iterator[Extents]:
+def _turned(env: ShapeEnv, extents: Extents) -> Iterator[Extents]:
     """Yield the extents with the least change of one of them that reverses the last guard, for each that can."""
-    if not counting.guards:
+    if not env.guards:
         return
-    (relation, polynomial), answer = next(reversed(counting.guards.items()))
+    (relation, polynomial), answer = next(reversed(env.guards.items()))
     if relation == "==" and answer:
         return
-    value = plain(counting.of(polynomial))
+    value = plain(env.of(polynomial))
     wanted = (-value, -value) if relation == "==" else (-value, math.inf) if answer else (-math.inf, -1 - value)
-    for name, change in islice(_changes(counting, polynomial, *wanted), MOST_TURNS):
+    for name, change in islice(_changes(env, polynomial, *wanted), MOST_TURNS):
         if extents[name] + change >= 1:
             yield {**extents, name: extents[name] + change}
 
 
-def _changes(counting: Counting, polynomial: Polynomial, low: float, high: float,
+def _changes(env: ShapeEnv, polynomial: Polynomial, low: float, high: float,
              depth: int = 0) -> Iterator[tuple[str, int]]:
     """Yield (extent, change) such that the change alone adds between low and high to a polynomial.
 
@@ -103,12 +103,12 @@ def _changes(counting: Counting, polynomial: Polynomial, low: float, high: float
         ends = sorted((low / factor, high / factor))
         least, most = math.ceil(ends[0]) if ends[0] > -math.inf else -math.inf, (
             math.floor(ends[1]) if ends[1] < math.inf else math.inf)
-        atom = counting.atoms[monomial[0]]
+        atom = env.atoms[monomial[0]]
         if least > most:
             continue
         if isinstance(atom, str):
             yield atom, int(least if least > 0 else most if most < 0 else 0)
         elif isinstance(atom, Quotient) and (by := number_of(atom.by) or 0) > 0 and depth < DEEPEST:
-            over = plain(counting.of(atom.over))
+            over = plain(env.of(atom.over))
             inner = (over // by + least) * by - over, (over // by + most + 1) * by - 1 - over
-            yield from _changes(counting, atom.over, *inner, depth + 1)
+            yield from _changes(env, atom.over, *inner, depth + 1)

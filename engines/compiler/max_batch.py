@@ -28,7 +28,7 @@ def usual_max_batch(graph: Graph, is_open: bool) -> int:
 def fitting(graph: Graph, most: int) -> int:
     """Return `most`, halved until the tensors of each node fit into MEMORY_SHARE of the memory."""
     batched, room, items = _of_an_item(graph), int(MEMORY_SHARE * memory_limit()), most
-    for node in graph.nodes:        # each node separately, so that a template's guards hold whenever all are small
+    for node in graph.nodes:        # each node separately, so that a symbolic plan's guards hold whenever all are small
         size = sum(batched.get(name, 0) for name in {*node.inputs, *node.outputs})
         while items > 1 and items * size > room:
             items //= 2

@@ -27,9 +27,9 @@ from infer_server.engines.ir.graph import Array, TensorType
 from infer_server.engines.passes.quantization.kept import check_names
 from infer_server.engines.plan.extents import extents_of
 from infer_server.engines.plan.plan import IoTensor, MachinePart, OpenOptions, Plan, ProgramPart, SegmentPart
-from infer_server.engines.runtime.load.create import engine_of, program_engine
+from infer_server.engines.runtime.load.create import engine_of, program_of
 from infer_server.engines.runtime.load.options import ON_TRIAL
-from infer_server.engines.runtime.program_engine import NO_TENSORS, ProgramEngine
+from infer_server.engines.runtime.program import NO_TENSORS, Program
 from infer_server.engines.version import COMPILER_VERSION
 
 Say = Callable[[str], None]
@@ -86,14 +86,14 @@ def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, partition:
     part, inputs = plan.program, plan.inputs
     assert part is not None
     fed = FedSegments() if watched else None
-    engine = program_engine(plan, ON_TRIAL, lambda: SegmentMaker(part, config.timing and not watched), fed)
+    program = program_of(plan, ON_TRIAL, lambda: SegmentMaker(part, config.timing and not watched), fed)
     item = None if watched else seen(inputs)
-    feeds = watched.items(inputs) if watched else [item] if item else _likely_feeds(plan, engine)
-    tried, made, reason = _run(engine, feeds, all_of_them=watched is not None)
+    feeds = watched.items(inputs) if watched else [item] if item else _likely_feeds(plan, program)
+    tried, made, reason = _run(program, feeds, all_of_them=watched is not None)
     if not tried:
         say(f"the program could not be tried, so its segments are compiled when they are met: "
             f"{reason or 'there are no likely inputs for it'}")
-    segments = tuple(replace(one.part, plans=one.plans) for one in engine.segments)
+    segments = _segments_of(program.whole_plan())
     if watched and fed:
         segments = calibrated(segments, SegmentMaker(part, config.timing, config.precision), fed, watched, say)
     if tried:
@@ -119,7 +119,7 @@ def _declared(builder: Builder, source: OnnxModel, partition: Partition) -> Plan
                 metadata={"compiler": COMPILER_VERSION, "threads": config.threads})
 
 
-def _run(engine: ProgramEngine, feeds: Iterable[Mapping[str, Array]], all_of_them: bool,
+def _run(program: Program, feeds: Iterable[Mapping[str, Array]], all_of_them: bool,
          ) -> tuple[Mapping[str, Array], dict[str, Any], EngineError | None]:
     """Run the program on feeds until one succeeds, or on all of them.
 
@@ -130,7 +130,7 @@ def _run(engine: ProgramEngine, feeds: Iterable[Mapping[str, Array]], all_of_the
     reason: EngineError | None = None
     for feed in feeds:
         try:
-            made = engine.run(feed)
+            made = program.run(feed)
         except (CompilerFault, UnknownValueError):
             raise
         except EngineError as error:
@@ -144,13 +144,11 @@ def _run(engine: ProgramEngine, feeds: Iterable[Mapping[str, Array]], all_of_the
 
 
 def _with_dynamic_kernels(plan: Plan, tried: Mapping[str, Array], say: Say) -> tuple[SegmentPart, ...]:
-    """Return the segments with dynamic-shape kernels, made by running the program on inputs of other extents.
+    """Return the segments with dynamic kernels, made by running the program on inputs of other extents.
 
     They are unchanged if the program does not run on such inputs.
     """
-    assert plan.program is not None
     engine = engine_of(plan, replace(ON_TRIAL, specialise="off"))
-    assert isinstance(engine, ProgramEngine)
     open_inputs = [io for io in plan.inputs if any(isinstance(extent, str) for extent in io.shape)]
     reason: EngineError | None = None
     for length in OTHER_LENGTHS if open_inputs else ():
@@ -162,7 +160,11 @@ def _with_dynamic_kernels(plan: Plan, tried: Mapping[str, Array], say: Say) -> t
     else:
         if reason:
             say(f"the program ran at no other lengths, so kernels for these are made when they are met: {reason}")
-    return tuple(replace(one.part, plans=one.plans) for one in engine.segments)
+    return _segments_of(engine.whole_plan())
+
+
+def _segments_of(plan: Plan) -> tuple[SegmentPart, ...]:
+    return plan.program.segments if plan.program else ()
 
 
 def _other(io: IoTensor, value: Array, change: int) -> Array:
@@ -182,7 +184,7 @@ def _met(io: IoTensor, value: Any) -> IoTensor:
     return IoTensor(io.name, io.dtype or value.dtype.name, tuple(f"{io.name}.{axis}" for axis in range(value.ndim)))
 
 
-def _likely_feeds(plan: Plan, engine: ProgramEngine) -> Iterator[dict[str, Array]]:
+def _likely_feeds(plan: Plan, program: Program) -> Iterator[dict[str, Array]]:
     """Yield inputs for each of LENGTHS: noise, ones for integers, and strings that encoders know."""
     if any(io.dtype in NO_TENSORS for io in plan.inputs):
         return
@@ -196,6 +198,6 @@ def _likely_feeds(plan: Plan, engine: ProgramEngine) -> Iterator[dict[str, Array
             shape = [extent if isinstance(extent, int) else length if likely.get(extent, 1) > 1 else 1
                      for extent in io.shape]
             dtype = memory_dtype(io.dtype)
-            feed[io.name] = (engine.usual(io, shape) if io.dtype == "object" else
+            feed[io.name] = (program.usual(io, shape) if io.dtype == "object" else
                              random.random(shape).astype(dtype) if dtype.kind == "f" else np.ones(shape, dtype))
         yield feed

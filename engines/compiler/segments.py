@@ -21,7 +21,7 @@ from infer_server.engines.frontend.onnx_file import OnnxModel
 from infer_server.engines.ir.graph import Array, TensorType
 from infer_server.engines.passes.quantization.given import is_quantised
 from infer_server.engines.plan.plan import IoTensor, Plan, ProgramPart, SegmentPart
-from infer_server.engines.runtime.program_engine import signature_of, signature_of_plan
+from infer_server.engines.runtime.program import signature_of, signature_of_plan
 
 MOST_FEEDS = 64         # recorded feeds of a segment: the body of a Loop has one for every step
 Feed = Mapping[str, Array]

@@ -3,7 +3,7 @@
     plan = compiled(subject, recipe, metadata)      # has plan.open if the model has open extents
     specialiser = Specialiser(plan)
     specialiser.plan({"T": 77})                     # as a build with --shape would make it, without timing
-    specialiser.general({"T": 77})                  # the general version: a plan with dynamic-shape kernels
+    specialiser.symbolic({"T": 77})                 # the symbolic plan for these numbers, with dynamic kernels
 """
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from infer_server.engines.compiler.agreement import agree
 from infer_server.engines.compiler.builder import BuildConfig, Builder, io_tensors
 from infer_server.engines.compiler.engine_cache import EngineCache
 from infer_server.engines.compiler.subject import Subject
-from infer_server.engines.compiler.template import CACHING, Templates, stored_templates
+from infer_server.engines.compiler.symbolic import CACHING, SymbolicPlans, stored_symbolic_plans
 from infer_server.engines.errors import ConfigError, EngineError, PlanTargetError
 from infer_server.engines.faults import faults_named
 from infer_server.engines.frontend.onnx_file import OnnxModel
-from infer_server.engines.ir.counted import Counting
 from infer_server.engines.ir.dtypes import dtype_named
 from infer_server.engines.ir.graph import Dim, Graph, TensorType
-from infer_server.engines.ir.pixels import Pixels
-from infer_server.engines.ir.recipe import Recipe
+from infer_server.engines.ir.recipe import Pixels, Recipe
+from infer_server.engines.ir.symbolic import ShapeEnv
 from infer_server.engines.machine import object_cache
 from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.passes.caches import Cache, caches_of
 from infer_server.engines.passes.quantization.recipe import prepared
 from infer_server.engines.plan.extents import CACHE_CAPACITY, CACHES, Extents, open_extents, value_name
-from infer_server.engines.plan.plan import GeneralKernel, IoTensor, OpenOptions, OpenPart, Plan, graph_of
-from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.plan.plan import DynamicKernel, IoTensor, OpenOptions, OpenPart, Plan, graph_of
+from infer_server.engines.runtime.specialisation import Specialisation
 
 log = logging.getLogger(__name__)
 
-# Differences between the usual extents and those at which dynamic-shape kernels are made; the first that gives a graph
+# Differences between the usual extents and those at which dynamic kernels are made; the first that gives a graph
 # is used. An odd difference has other vector tails; then multiples of 8 and 32.
 STEPS = (-27, 8, 32, -32, 1, -1)
 
@@ -87,8 +86,8 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
                    metadata={**plan.metadata, **({CACHES: caches} if caches else {})})
 
 
-def _dynamic_kernels(subject: Subject, recipe: Recipe | None) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
-    """Return the model's dynamic-shape kernels and their code, made by lowering it at other than the usual extents."""
+def _dynamic_kernels(subject: Subject, recipe: Recipe | None) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
+    """Return the model's dynamic kernels and their code, made by lowering it at other than the usual extents."""
     decided = {extent for name in subject.deciding for extent in subject.types[name].shape}
     usual = {name: extent for name, extent in subject.usual.items() if isinstance(extent, int) and name not in decided}
     places = {extent: place for place, extent in enumerate(dict.fromkeys(usual.values()), 1)}      # equal: one place
@@ -140,13 +139,13 @@ class Specialiser:
         self._plan, self._timing = plan, timing
         self._cache, self._fingerprint = cache, plan.fingerprint
         self._subjects: dict[tuple[str, bool, int | None], Subject] = {}
-        # Shared with the general version, which may be made at the same time, so that a graph is imported once.
+        # Shared with the symbolic plan, which may be made at the same time, so that a graph is imported once.
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._importing = threading.Lock()
-        self._templates = Templates(self._symbolic_plan, self._is_right, stored_templates(plan, cache))
-        self._caching = Templates(self._symbolic_plan, self._is_right, stored_templates(plan, cache, CACHING))
+        self._symbolic_plans = SymbolicPlans(self._symbolic_plan, self._is_right, stored_symbolic_plans(plan, cache))
+        self._caching = SymbolicPlans(self._symbolic_plan, self._is_right, stored_symbolic_plans(plan, cache, CACHING))
         self._caches = tuple(Cache(**document) for document in plan.metadata.get(CACHES, ()))
-        self.first: Engine | None = None        # loaded engine of the plan, if there is one
+        self.first: Specialisation | None = None        # loaded plan, if there is one
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
         """Return the specialisation for numbers of the open extents. Raises EngineError.
@@ -160,16 +159,16 @@ class Specialiser:
                                                       "cpu": detect().model, "max_batch": max_batch})
         return cache.kept(key, lambda: self._made(self._target, extents, max_batch))
 
-    def general(self, extents: Extents) -> Plan:
-        """Return the general version for numbers of the open extents: a plan with dynamic-shape kernels.
+    def symbolic(self, extents: Extents) -> Plan:
+        """Return the symbolic plan for numbers of the open extents: a plan with dynamic kernels.
 
         Without such kernels for the target the plan is for the NumPy backend, which is slow. With CACHE_CAPACITY among
         the extents, the plan appends to caches in place. Raises EngineError.
         """
-        templates = self._caching if CACHE_CAPACITY in extents else self._templates
+        symbolics = self._caching if CACHE_CAPACITY in extents else self._symbolic_plans
         try:
             with object_cache.using(self._cache.objects if self._cache else None):
-                plan = templates.plan(extents) or self._alone(extents)
+                plan = symbolics.plan(extents) or self._alone(extents)
         except ImportError as error:
             log.warning("%s: NumPy computes %s, slowly, for the compiler is not installed (%s)", self._plan.name,
                         dict(extents), error)
@@ -179,7 +178,7 @@ class Specialiser:
         return plan or self._made("numpy", extents)
 
     def _alone(self, extents: Extents) -> Plan | None:
-        """Return the general version for these extents only, without a template; None if the backend has none."""
+        """Return a plan with dynamic kernels for these extents only, without a trace; None if the backend has none."""
         recipe = self._part.recipe
         if CACHE_CAPACITY in extents:
             with self._importing:
@@ -194,10 +193,10 @@ class Specialiser:
         return replace(plan, extents=dict(extents)) if plan else None
 
     def _is_right(self, plan: Plan, extents: Extents) -> bool:
-        """Return True if a template's plan agrees with the general version made for these extents only."""
+        """Return True if what a symbolic plan made agrees with one made for these extents only."""
         alone = self._alone(extents)
-        is_right = bool(alone and agree(plan, alone, self.first or Engine(self._plan)))
-        with self._importing:       # the template needs no graphs, which have all weights in float
+        is_right = bool(alone and agree(plan, alone, self.first or Specialisation(self._plan)))
+        with self._importing:       # the symbolic plan needs no graphs, which have all weights in float
             self._graphs.clear()
         del alone
         trim()
@@ -207,8 +206,8 @@ class Specialiser:
                     self._plan.name, dict(extents))
         return False
 
-    def _symbolic_plan(self, counting: Counting, extents: Extents) -> Plan | None:
-        """Return the symbolic plan for symbolic extents (engines/ir/counted.py), or None if the target has none."""
+    def _symbolic_plan(self, env: ShapeEnv, extents: Extents) -> Plan | None:
+        """Return the symbolic plan for symbolic extents (engines/ir/symbolic.py), or None if the target has none."""
         with self._importing:
             subject, recipe = self._subject(self._target, apart=True), self._part.recipe
             if subject.builder.target != self._plan.machine.target:
@@ -219,7 +218,7 @@ class Specialiser:
         return subject.builder.symbolic_plan(graph, recipe.ranges if recipe else None)
 
     @property
-    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
+    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
         """Dynamic-shape kernels, those of the plan included, and their code."""
         key = self._target, True, None
         return self._subjects[key].builder.dynamic_kernels if key in self._subjects else (self._part.general, ())

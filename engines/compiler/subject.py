@@ -22,7 +22,7 @@ from infer_server.engines.frontend.cutting.deciding import filled, likely_values
 from infer_server.engines.frontend.extents import open_types, shapes_for, without_batch
 from infer_server.engines.frontend.onnx_file import Model, OnnxModel, read_model
 from infer_server.engines.ir.graph import BATCH, Array, Graph, TensorType
-from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.ir.recipe import Pixels
 from infer_server.engines.passes.caches import Cache, shapes_with_capacity, with_caches_in_place
 from infer_server.engines.passes.pixels import types_of_pixels
 from infer_server.engines.plan.extents import (

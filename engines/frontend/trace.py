@@ -13,12 +13,12 @@ import numpy as np
 
 from infer_server.engines.capacity import bytes_of, too_large
 from infer_server.engines.errors import GraphError
-from infer_server.engines.ir.counted import is_counted
 from infer_server.engines.ir.graph import Array, Node, TensorType, type_of
 from infer_server.engines.ir.shapes import MOST_AXES, is_empty, text
+from infer_server.engines.ir.symbolic import is_symbolic
 from infer_server.engines.ops import op_of
-from infer_server.engines.ops.counting import as_constant, follows_from_extents, infer, is_symbolic, known
 from infer_server.engines.ops.fallback import OnnxReferenceOp
+from infer_server.engines.ops.symbolic import as_constant, depends_on_batch, follows_from_extents, infer, known
 
 SMALL = 4096        # elements of a tensor that is computed at once; larger ones are left to passes.fold_constants,
 MOST = 1 << 22      # unless a shape depends on their values, as on NonZero of a matrix of all pairs
@@ -29,18 +29,18 @@ class TypeInference:
     """State of type inference.
 
     `values` holds constants, object arrays of ints and Extents (infer_server.engines.ir.shapes), and values that follow
-    from counted extents (infer_server.engines.ops.counting).
+    from symbolic extents (infer_server.engines.ops.symbolic).
     """
     types: dict[str, TensorType] = field(default_factory=dict)
     values: dict[str, Array] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     _inputs: set[str] = field(default_factory=set)
-    _counted: bool = False          # whether an input has counted extents
+    _symbolic: bool = False         # whether an input has symbolic extents
 
     def input(self, name: str, kind: TensorType) -> None:
         self._inputs.add(name)
         self.types[name] = kind
-        self._counted |= is_counted(kind.shape)
+        self._symbolic |= is_symbolic(kind.shape)
         self._know_empty(name, kind)
 
     def constant(self, name: str, array: Array) -> None:
@@ -75,13 +75,13 @@ class TypeInference:
         if node.op == "Constant":
             value = node.attrs["value"]
             self.constant(node.outputs[0], value)
-            if isinstance(value, np.ndarray) and is_counted(value):     # an object array of extents
+            if isinstance(value, np.ndarray) and is_symbolic(value):     # an object array of extents
                 self.types[node.outputs[0]] = TensorType(np.dtype(np.int64), value.shape)
             return
         node = self._without_empty_parts(node)
         op, inputs, values = op_of(node.op), self.inputs(node), self.known(node)
         try:
-            types = infer(op, node, inputs, values) if self._counted else op.infer(node, inputs, values)
+            types = infer(op, node, inputs, values) if self._symbolic else op.infer(node, inputs, values)
             types = types[:len(node.outputs)]
         except GraphError:      # the shape may depend on values that are known
             if op is not OnnxReferenceOp or (results := op.known(node, inputs,
@@ -96,7 +96,7 @@ class TypeInference:
             self._make_empty(node, types)
             return
         small = all(_elements(kind) <= SMALL for kind in types)
-        if self._counted and small and follows_from_extents(op, node, inputs, values, types):
+        if self._symbolic and small and follows_from_extents(op, node, inputs, values, types):
             self._count(node, known(op, node, inputs, values, types))
         elif small and (results := op.known(node, inputs, values)) is not None:
             self._settle(node, results)
@@ -154,21 +154,21 @@ class TypeInference:
         results = tuple(result.astype(kind.dtype, copy=False) if kind and result.dtype != object else result
                         for result, kind in zip(results, kinds, strict=False))
         self.values.update(zip(node.outputs, results, strict=True))
-        if any(map(is_symbolic, results)):      # also computed at run time, if a node reads it
+        if any(map(depends_on_batch, results)):      # also computed at run time, if a node reads it
             self.nodes.append(node)
-        elif not self._counted or not any(map(is_counted, results)):
+        elif not self._symbolic or not any(map(is_symbolic, results)):
             self.types.update(zip(node.outputs, map(type_of, results), strict=True))
 
     def _count(self, node: Node, results: tuple[Array, ...]) -> None:
-        """Store values that follow from counted extents; symbolic ones keep their node."""
+        """Store values that follow from symbolic extents; symbolic ones keep their node."""
         self.values.update(zip(node.outputs, results, strict=False))
-        if any(is_symbolic(result) for result in results):
+        if any(depends_on_batch(result) for result in results):
             self.nodes.append(node)
 
     @property
     def constants(self) -> Mapping[str, Array]:
         made = {name for node in self.nodes for name in node.outputs}.union(self._inputs)
-        return {name: as_constant(array, self.types[name]) if self._counted else array
+        return {name: as_constant(array, self.types[name]) if self._symbolic else array
                 for name, array in self.values.items() if name not in made}
 
 

@@ -1,7 +1,7 @@
 """Deferred constants, which depend on symbolic sizes and are computed once these are known.
 
 A Deferred replaces a constant array in a graph. Its dtype is known, and its shape as symbolic numbers; access to its
-elements raises Pinned.
+elements raises NotSymbolic.
 """
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from infer_server.engines.ir.counted import Counting, Late, Pinned, counting_in, is_counted, plain
 from infer_server.engines.ir.shapes import broadcast
+from infer_server.engines.ir.symbolic import Late, NotSymbolic, ShapeEnv, env_in, is_symbolic, plain
 
 Array = np.ndarray[Any, Any]
 WORD = 8            # bytes of a number in a table
@@ -83,7 +83,7 @@ class Deferred(NDArrayOperatorsMixin, Late):
         return Deferred(operator.getitem, (self, 0), self.dtype, self.shape[1:]) if index == 0 else self._refuse()
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise Pinned(f"the elements of a constant {self.dtype}{list(self.shape)} are asked for, which follow from "
+        raise NotSymbolic(f"the elements of a constant {self.dtype}{list(self.shape)} are asked for, which follow from "
                      "extents")
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
@@ -131,8 +131,8 @@ def _small(one: Any) -> Any:
 
 
 def array_of(function: Callable[..., Array], extents: Sequence[Any], shape: tuple[Any, ...], dtype: Any) -> Any:
-    """Return the array that a function makes of extents, deferred where one of these is counted."""
-    return Deferred(function, tuple(extents), np.dtype(dtype), shape) if is_counted(tuple(extents)) else (
+    """Return the array that a function makes of extents, deferred where one of these is symbolic."""
+    return Deferred(function, tuple(extents), np.dtype(dtype), shape) if is_symbolic(tuple(extents)) else (
         function(*extents))
 
 
@@ -143,7 +143,7 @@ def numbers(values: Sequence[Any], dtype: np.dtype[Any], shape: tuple[Any, ...])
 
 def table(values: Sequence[Any], dtype: np.dtype[Any]) -> Any:
     """Return a vector of numbers, some of which may be symbolic."""
-    return numbers(values, dtype, (len(values),)) if is_counted(tuple(values)) else np.array(values, dtype)
+    return numbers(values, dtype, (len(values),)) if is_symbolic(tuple(values)) else np.array(values, dtype)
 
 
 def late_items(make: Callable[..., Sequence[Array]], arguments: Sequence[Any], now: Sequence[Array],
@@ -161,30 +161,30 @@ def late_items(make: Callable[..., Sequence[Array]], arguments: Sequence[Any], n
     shape : tuple of int
         Shape of every array.
     """
-    counting = counting_in(arguments)
-    assert isinstance(counting, Counting), "they follow from extents"
+    env = env_in(arguments)
+    assert isinstance(env, ShapeEnv), "they follow from extents"
     all_of_them = Deferred(make, tuple(arguments), np.dtype(object), ())
-    counting.checks[id(all_of_them)] = all_of_them
+    env.checks[id(all_of_them)] = all_of_them
     return [Deferred(operator.getitem, (all_of_them, which), one.dtype, shape) for which, one in enumerate(now)]
 
 
 def late_vectors(make: Callable[..., Sequence[Array]], arguments: Sequence[Any], now: Sequence[Array]) -> list[Any]:
     """Return the vectors and scalars that `make` computes, deferred, with symbolic lengths."""
-    counting = counting_in(arguments)
-    assert isinstance(counting, Counting), "they follow from extents"
-    return [one if not array.shape else replace(one, shape=(counting.measured(one) // array.itemsize,))
+    env = env_in(arguments)
+    assert isinstance(env, ShapeEnv), "they follow from extents"
+    return [one if not array.shape else replace(one, shape=(env.measured(one) // array.itemsize,))
             for one, array in zip(late_items(make, arguments, now, ()), now, strict=True)]
 
 
 def late_arrays(make: Callable[..., Sequence[Array]], *arguments: Any) -> list[Deferred]:
     """Return the bytes of the arrays that `make` computes, deferred, with symbolic lengths."""
-    counting = counting_in(arguments)
-    assert isinstance(counting, Counting), "they follow from extents"
+    env = env_in(arguments)
+    assert isinstance(env, ShapeEnv), "they follow from extents"
     all_of_them = Deferred(make, arguments, np.dtype(object), ())
     found = []
     for which in range(len(all_of_them.now())):
         one = Deferred(_bytes_of, (all_of_them, which), np.dtype(np.uint8), ())
-        found.append(replace(one, shape=(counting.measured(one),)))
+        found.append(replace(one, shape=(env.measured(one),)))
     return found
 
 

@@ -1,8 +1,15 @@
-"""Results of calibration by tensor, sufficient to quantise a graph of the model for any shapes."""
+"""Results of calibration by tensor, sufficient to quantise a graph of the model for any shapes; pixels of inputs."""
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Normalisation pixel * scale + shift per channel, which yields the model's input."""
+    scale: tuple[float, ...]
+    shift: tuple[float, ...]
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Extents that depend on the batch, and shape rules shared by ONNX operators.
 
 A known extent is an int. One that depends on the batch is written as a string, `coefficient * batch + constant`:
-"batch", "12*batch", "batch+1". Arithmetic uses `Extent`; the batch may be any positive integer, and a comparison that
+"batch", "12*batch", "batch+1". Arithmetic uses `BatchInt`; the batch may be any positive integer, and a comparison that
 depends on it (batch == 1) raises Undecided.
 
 Small integer tensors computed from shapes (Shape -> Gather -> Mul -> Concat -> Reshape) are object arrays of ints and
-Extents: NumPy applies the operators below, so the reference of an operator is also its symbolic evaluation.
+BatchInts: NumPy applies the operators below, so the reference of an operator is also its symbolic evaluation.
 """
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from infer_server.engines.errors import GraphError
-from infer_server.engines.ir.counted import Late, SymbolicInt, as_int, is_counted, plain
 from infer_server.engines.ir.graph import BATCH, Array, Dim, TensorType
+from infer_server.engines.ir.symbolic import Late, SymbolicInt, as_int, is_symbolic, plain
+from infer_server.engines.ir.symint import SymInt
 
 MOST_AXES = 31          # NumPy before version 2 allows 32 axes
 
@@ -29,7 +30,7 @@ class Undecided(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Extent:
+class BatchInt(SymInt):
     """Extent coefficient * batch + constant with a nonzero coefficient."""
     coefficient: int
     constant: int = 0
@@ -38,38 +39,26 @@ class Extent:
         head = BATCH if self.coefficient == 1 else f"{self.coefficient}*{BATCH}"
         return f"{head}{self.constant:+d}" if self.constant else head
 
-    def __add__(self, other: Any) -> Any:
-        coefficient, constant = _parts(other)
-        return _extent(self.coefficient + coefficient, self.constant + constant)
-
-    def __mul__(self, other: Any) -> Any:
-        coefficient, constant = _parts(other)
-        if coefficient:
-            raise Undecided(f"({self}) * ({other}) is not linear in the batch")
-        return _extent(self.coefficient * constant, self.constant * constant)
-
-    def __neg__(self) -> Any:
-        return self * -1
-
-    def __sub__(self, other: Any) -> Any:
-        return self + other * -1
-
-    def __rsub__(self, other: Any) -> Any:
-        return -self + other
-
-    def __floordiv__(self, other: Any) -> Any:
-        coefficient, constant = _parts(other)
-        if coefficient:
-            ratio, rest = divmod(self.coefficient, coefficient)
-            if rest or self.constant != ratio * constant:
-                raise Undecided(f"({self}) / ({other})")
-            return ratio
-        if not constant or self.coefficient % constant:
-            raise Undecided(f"({self}) / {constant}")
-        return _extent(self.coefficient // constant, self.constant // constant)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        raise Undecided(f"{other} / ({self})")
+    def _arithmetic(self, word: str, a: Any, b: Any) -> Any:
+        (coefficient, constant), (other, addend) = _parts(a), _parts(b)
+        if word == "+":
+            return _extent(coefficient + other, constant + addend)
+        if word == "-":
+            return _extent(coefficient - other, constant - addend)
+        if word == "%":
+            return a - (a // b) * b
+        if word == "*":
+            if coefficient and other:
+                raise Undecided(f"({a}) * ({b}) is not linear in the batch")
+            return _extent(coefficient * addend + constant * other, constant * addend)
+        if not other:
+            if not addend or coefficient % addend:
+                raise Undecided(f"({a}) / {b}")
+            return _extent(coefficient // addend, constant // addend)
+        ratio, rest = divmod(coefficient, other)
+        if not coefficient or rest or constant != ratio * addend:
+            raise Undecided(f"({a}) / ({b})")
+        return ratio
 
     def __truediv__(self, other: Any) -> Any:
         quotient = self // other
@@ -77,58 +66,44 @@ class Extent:
             raise Undecided(f"({self}) / ({other})")
         return quotient
 
-    def __mod__(self, other: Any) -> Any:
-        return self - (self // other) * other
+    def __rtruediv__(self, other: Any) -> Any:
+        raise Undecided(f"{other} / ({self})")
 
-    __radd__, __rmul__, __rtruediv__, __rmod__ = __add__, __mul__, __rfloordiv__, __rfloordiv__
-
-    def __floor__(self) -> Extent:
-        return self
-
-    __ceil__ = __round__ = __trunc__ = __floor__
-
-    def __eq__(self, other: Any) -> bool:
-        if not isinstance(other, int | float | np.number | Extent):
+    def _compare(self, word: str, a: Any, b: Any) -> Any:
+        if not isinstance(b if a is self else a, int | float | np.number | BatchInt):
             return NotImplemented
-        difference = self - other
-        if not isinstance(difference, Extent):
+        difference = a - b
+        if word != "==":
+            return _sign(difference) < (1 if word == "<=" else 0)
+        if not isinstance(difference, BatchInt):
             return bool(difference == 0)
         root, rest = divmod(-difference.constant, difference.coefficient)
         if not rest and root >= 1:
-            raise Undecided(f"{self} == {other}")
+            raise Undecided(f"{a} == {b}")
         return False
+
+    def __bool__(self) -> bool:
+        return True             # NumPy asks for all elements of arrays with it
 
     def __hash__(self) -> int:
         return hash((self.coefficient, self.constant))
 
-    def __lt__(self, other: Any) -> bool:
-        return _sign(self - other) < 0
-
-    def __le__(self, other: Any) -> bool:
-        return _sign(self - other) <= 0
-
-    def __gt__(self, other: Any) -> bool:
-        return _sign(self - other) > 0
-
-    def __ge__(self, other: Any) -> bool:
-        return _sign(self - other) >= 0
-
 
 def _parts(value: Any) -> tuple[int, int]:
-    if isinstance(value, Extent):
+    if isinstance(value, BatchInt):
         return value.coefficient, value.constant
     if value != as_int(value):
         raise Undecided(f"{value} is not an integer")
     return 0, as_int(value)
 
 
-def _extent(coefficient: int, constant: int) -> int | Extent:
-    return Extent(coefficient, constant) if coefficient else constant
+def _extent(coefficient: int, constant: int) -> int | BatchInt:
+    return BatchInt(coefficient, constant) if coefficient else constant
 
 
-def _sign(difference: int | Extent) -> int:
+def _sign(difference: int | BatchInt) -> int:
     """Return the sign of coefficient * batch + constant for all batch >= 1, or raise Undecided."""
-    if not isinstance(difference, Extent):
+    if not isinstance(difference, BatchInt):
         return (difference > 0) - (difference < 0)
     at_one = difference.coefficient + difference.constant
     if at_one * difference.coefficient <= 0:
@@ -138,15 +113,15 @@ def _sign(difference: int | Extent) -> int:
 
 class SymbolicDim(str, Late):
     """Dim whose coefficient or constant is symbolic; its text does not show the numbers."""
-    extent: Extent
+    extent: BatchInt
 
-    def __new__(cls, extent: Extent) -> SymbolicDim:
+    def __new__(cls, extent: BatchInt) -> SymbolicDim:
         self = super().__new__(cls, extent)
         self.extent = extent
         return self
 
     def now(self) -> str:
-        return str(Extent(plain(self.extent.coefficient), plain(self.extent.constant)))
+        return str(BatchInt(plain(self.extent.coefficient), plain(self.extent.constant)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, str) and is_extent(other) and bool(self.extent == extent(other))
@@ -161,7 +136,7 @@ class SymbolicDim(str, Late):
 _DIM = re.compile(rf"(?:(-?\d+)\*)?{BATCH}([+-]\d+)?")
 
 
-def extent(dim: Dim) -> int | Extent:
+def extent(dim: Dim) -> int | BatchInt:
     """Return the number that a Dim stands for."""
     if not isinstance(dim, str):
         return as_int(dim)
@@ -170,7 +145,7 @@ def extent(dim: Dim) -> int | Extent:
     match = _DIM.fullmatch(dim)
     if not match:
         raise GraphError(f"'{dim}' is not an extent: only '{BATCH}' is supported, as in '2*{BATCH}+1'")
-    return Extent(int(match[1] or 1), int(match[2] or 0))
+    return BatchInt(int(match[1] or 1), int(match[2] or 0))
 
 
 def is_extent(dim: Dim) -> bool:
@@ -179,10 +154,10 @@ def is_extent(dim: Dim) -> bool:
 
 
 def dim(value: Any) -> Dim:
-    """Return the Dim of a number or an Extent."""
-    if not isinstance(value, Extent):
+    """Return the Dim of a number or a BatchInt."""
+    if not isinstance(value, BatchInt):
         return as_int(value)
-    return SymbolicDim(value) if is_counted((value.coefficient, value.constant)) else str(value)
+    return SymbolicDim(value) if is_symbolic((value.coefficient, value.constant)) else str(value)
 
 
 def text(shape: Iterable[Dim]) -> str:
@@ -190,7 +165,7 @@ def text(shape: Iterable[Dim]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def product(shape: Iterable[Dim]) -> int | Extent:
+def product(shape: Iterable[Dim]) -> int | BatchInt:
     """Return the number of elements. Raise Undecided if the batch appears twice."""
     return math.prod((extent(d) for d in shape), start=1)
 
@@ -200,7 +175,7 @@ def bind(shape: Iterable[Dim], batch: int | None) -> tuple[int, ...]:
     sizes: list[int] = []
     for d in shape:
         value = extent(d)
-        if isinstance(value, Extent):
+        if isinstance(value, BatchInt):
             if batch is None:
                 raise GraphError(f"the extent '{d}' is symbolic: a batch is needed")
             value = value.coefficient * batch + value.constant
@@ -216,7 +191,7 @@ def batch_of(shape: Sequence[Dim], actual: Sequence[int]) -> int | None:
     batch = None
     for d, size in zip(shape, actual, strict=False):
         value = extent(d)
-        if isinstance(value, Extent) and batch is None:
+        if isinstance(value, BatchInt) and batch is None:
             batch = (size - value.constant) // value.coefficient
     if bind(shape, batch) != tuple(actual):
         raise GraphError(f"shape {text(actual)} does not fit {text(shape)}")
@@ -264,7 +239,7 @@ def normal_axis(axis: int, rank: int) -> int:
 def symbolic_array(values: Iterable[Any]) -> Array:
     """Return a 1-D array of ints, or of dtype object if an element is symbolic."""
     items = list(values)
-    if not any(isinstance(item, Extent) or type(item) is SymbolicInt for item in items):
+    if not any(isinstance(item, BatchInt) or type(item) is SymbolicInt for item in items):
         return np.array(items, np.int64)
     array = np.empty(len(items), object)
     array[:] = items

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from infer_server.engines.ir.counted import is_counted, plain
 from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.symbolic import is_symbolic, plain
 from infer_server.engines.lowering.calls.calls import AnyCall, ProblemCall
 from infer_server.engines.lowering.calls.placement import Placement, Storage, buffer_bytes, tensor_view
 from infer_server.engines.lowering.lower import Lowered
@@ -87,7 +87,7 @@ def write_borders(lowered: Lowered, max_batch: int) -> Lowered:
 def _buffers_and_fills(lowered: Lowered, max_batch: int) -> tuple[tuple[Buffer, ...], tuple[Fill, ...]]:
     """Return buffers and halos, with example values for symbolic sizes."""
     buffers, fills = buffers_of(lowered, max_batch), fills_of(lowered)
-    return plain((buffers, fills)) if is_counted(buffers) else (buffers, fills)
+    return plain((buffers, fills)) if is_symbolic(buffers) else (buffers, fills)
 
 
 def _with_borders(lowered: Lowered, group: list[int]) -> Lowered:

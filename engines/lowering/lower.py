@@ -4,9 +4,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import Graph, Node
 from infer_server.engines.ir.shapes import is_empty
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering import rules  # noqa: F401  (fills RULES)
 from infer_server.engines.lowering.calls.aliasing import VIEWS, Aliasing
 from infer_server.engines.lowering.calls.calls import (

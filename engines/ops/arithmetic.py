@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from infer_server.engines.ir.counted import SymbolicInt
 from infer_server.engines.ir.graph import Array
+from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.ops.pointwise import Epilogue, Pointwise, define
 
 define(Epilogue, symbolic=True, commutative=True, Add=np.add, Mul=np.multiply, Max=np.maximum, Min=np.minimum)

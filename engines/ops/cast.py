@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from infer_server.engines.errors import GraphError
-from infer_server.engines.ir.counted import is_counted
 from infer_server.engines.ir.dtypes import dtype_named, is_rare
 from infer_server.engines.ir.graph import Array, Node
+from infer_server.engines.ir.symbolic import is_symbolic
 from infer_server.engines.ops.op import Stored
 from infer_server.engines.ops.pointwise import Pointwise
 
@@ -75,6 +75,6 @@ def _power_of_two(x: Array, saturate: bool, mode: str) -> Array:
 
 def _symbolic_cast(value: Any, kind: np.dtype[Any]) -> Any:
     """Cast a symbolic element. Extents are integers in every dtype; numbers become Python ints or floats."""
-    if not isinstance(value, int | float) or is_counted(value) and kind.kind in "iu":
+    if not isinstance(value, int | float) or is_symbolic(value) and kind.kind in "iu":
         return value
     return float(value) if kind.kind == "f" else int(value)

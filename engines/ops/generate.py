@@ -10,7 +10,7 @@ import numpy as np
 
 from infer_server.engines.errors import GraphError, UnknownTensorError
 from infer_server.engines.ir.graph import Array, Node, TensorType
-from infer_server.engines.ir.shapes import Extent, dim, extent, fixed
+from infer_server.engines.ir.shapes import BatchInt, dim, extent, fixed
 from infer_server.engines.ops.items import ItemAxes, repeated
 from infer_server.engines.ops.op import Inputs, Op, Types, Values, present
 
@@ -48,7 +48,7 @@ class Range(Op):
         if delta == 0 or any(isinstance(v, float) and not math.isfinite(v) for v in (start, limit, delta)):
             raise GraphError(f"the number of steps from {start} to {limit} by {delta} is undefined")
         length = limit - start
-        if delta != 1 or not isinstance(length, Extent):
+        if delta != 1 or not isinstance(length, BatchInt):
             integers = isinstance(length, int) and isinstance(delta, int)
             length = max(-(-length // delta) if integers else math.ceil(length / delta), 0)
         return (TensorType(first.dtype, (dim(extent(dim(length))),)),)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import BATCH, Dim, TensorType
 from infer_server.engines.ir.shapes import normal_axis
+from infer_server.engines.ir.symbolic import as_int
 
 ItemAxes = Sequence[int | None]     # batch axis of each tensor; None: shared by all items, or absent
 

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from infer_server.engines.errors import EngineError, GraphError, UnknownTensorError
-from infer_server.engines.ir.counted import Pinned, SymbolicInt
 from infer_server.engines.ir.graph import Array, Dim, Node, TensorType
-from infer_server.engines.ir.shapes import Extent, Undecided, normal_axis
+from infer_server.engines.ir.shapes import BatchInt, Undecided, normal_axis
+from infer_server.engines.ir.symbolic import NotSymbolic, SymbolicInt
 from infer_server.engines.ops.items import ItemAxes, Mixed, only_first, untouched_axis
 
 _REGISTRY: dict[str, type[Op]] = {}
@@ -42,7 +42,7 @@ class Op:
     Passes read its traits. The defaults are always correct, at most slower.
     """
 
-    symbolic: ClassVar[bool] = False        # compute also works on arrays of ints and Extents
+    symbolic: ClassVar[bool] = False        # compute also works on arrays of ints and BatchInts
     # ---- traits
     pointwise: ClassVar[bool] = False       # y[i] depends only on the inputs at i (after broadcasting)
     commutative: ClassVar[bool] = False     # the two inputs may be swapped
@@ -145,7 +145,7 @@ class Op:
         inputs : sequence of TensorType or None
             Types of the inputs.
         values : sequence of ndarray or None
-            Values that are known at build time: constants, or object arrays of ints and Extents.
+            Values that are known at build time: constants, or object arrays of ints and BatchInts.
 
         Raises
         ------
@@ -186,7 +186,7 @@ class Op:
 
 
 def _symbolic(op: type[Op], node: Node, inputs: Inputs, values: Values) -> tuple[Array, ...] | None:
-    """Return `known` for values that contain Extents. Python ints neither overflow nor promote."""
+    """Return `known` for values that contain BatchInts. Python ints neither overflow nor promote."""
     arrays = [v if v is None else v.astype(object) for v in values]
     try:
         results = op.reference(node, *arrays)     # type: ignore[arg-type]
@@ -201,15 +201,15 @@ def settled(array: Array, kind: TensorType) -> Array:
 
     Raises
     ------
-    Pinned
+    NotSymbolic
         A symbolic number may overflow a narrow dtype.
     """
     for number in array.flat:
         if type(number) is SymbolicInt and kind.dtype.kind in "iu":
             limits = np.iinfo(kind.dtype)
             if number < limits.min or number > limits.max:
-                raise Pinned(f"{number} does not fit {kind.dtype}")
-    left = any(isinstance(v, Extent) or type(v) is SymbolicInt for v in array.flat)
+                raise NotSymbolic(f"{number} does not fit {kind.dtype}")
+    left = any(isinstance(v, BatchInt) or type(v) is SymbolicInt for v in array.flat)
     return array if left else array.astype(kind.dtype)
 
 

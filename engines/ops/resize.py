@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from infer_server.engines.errors import GraphError
-from infer_server.engines.ir.counted import Pinned, as_int, is_counted
 from infer_server.engines.ir.graph import Array, Node, TensorType
 from infer_server.engines.ir.shapes import extent, fixed
+from infer_server.engines.ir.symbolic import NotSymbolic, as_int, is_symbolic
 from infer_server.engines.ops.items import ItemAxes, only_first
 from infer_server.engines.ops.op import Inputs, LayoutOp, Stored, Types
 from infer_server.engines.ops.resize_integers import blend_axes, blended, filtered
@@ -113,12 +113,12 @@ class Resize(LayoutOp):
 
 
 def scaled(size: int, scale: float) -> int:
-    """Return the whole part of scale * size: a product in float32, or an exact one where the size is counted."""
-    if not is_counted(size):
+    """Return the whole part of scale * size: a product in float32, or an exact one where the size is symbolic."""
+    if not is_symbolic(size):
         return math.floor(np.float32(scale) * np.float32(size))
     over, by = float(scale).as_integer_ratio()
     if over > EXACT:
-        raise Pinned(f"{size} times {scale} is rounded")
+        raise NotSymbolic(f"{size} times {scale} is rounded")
     return size * over // by
 
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from infer_server.engines.errors import EngineError
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import BATCH, Array, Graph, Node, TensorType
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.ops import describe, op_of
 from infer_server.engines.ops.items import ItemAxes, Mixed
 from infer_server.engines.ops.reference import run

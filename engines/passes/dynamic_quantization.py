@@ -18,9 +18,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.dtypes import FLOAT
 from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.ops.convolution import Conv
 from infer_server.engines.passes.rewriting.dataflow import Walk, dataflow
 from infer_server.engines.passes.rewriting.editor import GraphEditor

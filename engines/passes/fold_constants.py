@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.ops import op_of
-from infer_server.engines.ops.counting import deferred, is_deferred
 from infer_server.engines.ops.reference import run_node
+from infer_server.engines.ops.symbolic import deferred, is_deferred
 from infer_server.engines.passes.rewriting.facts import is_weighted
 
 SPARE_ELEMENTS = 1 << 16        # elements that any one result may have more than the constants it replaces

@@ -13,7 +13,7 @@ import numpy as np
 from infer_server.engines.errors import ConfigError
 from infer_server.engines.ir.dtypes import FLOAT
 from infer_server.engines.ir.graph import Graph, TensorType
-from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.ir.recipe import Pixels
 from infer_server.engines.passes.rewriting.editor import GraphEditor, renamed
 
 

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from infer_server.engines.capacity import gigabytes, too_large
 from infer_server.engines.errors import ConfigError, PlanError
-from infer_server.engines.ir.counted import structure
 from infer_server.engines.ir.dtypes import memory_dtype, to_bfloat16
+from infer_server.engines.ir.symbolic import structure
 from infer_server.engines.plan.plan import Buffer, Fill, TensorView
 
 CACHE_LINE = 64

@@ -19,7 +19,7 @@ from itertools import groupby
 
 from infer_server.engines.ir.dtypes import memory_dtype
 from infer_server.engines.plan.extents import text
-from infer_server.engines.plan.plan import Fallback, Plan, Step, TensorView, writes_border
+from infer_server.engines.plan.plan import Fallback, Plan, Step, TensorView
 from infer_server.engines.plan.program import Instruction, Region
 
 KERNEL_MACS_PER_US, KERNEL_BYTES_PER_US = 20_000, 8_000
@@ -88,6 +88,11 @@ def _names(steps: list[ByReference]) -> str:
     names = list(dict.fromkeys(f"'{step.node}'" for step in steps))
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
+
+
+def writes_border(step: Step) -> bool:
+    """Return True if the step only rewrites the halo of a buffer that shares memory with others."""
+    return step.tactic.startswith("halo_fill:")
 
 
 def coverage_of(plan: Plan) -> Coverage:

@@ -63,7 +63,7 @@ VERSION = 12
 ALIGNMENT = 64          # alignment of sections and of the arrays in the weights
 _HEADER = struct.Struct("<8sIIQQ16sQQ")      # magic, version, 0, manifest offset, size, checksum, file size, 0
 _ELSEWHERE = ("code", "constants", "graph", "weights", "model")     # fields that are sections
-_NOT_FIELDS = (*_ELSEWHERE, "open", "others", "program", "segments", "plans", "of_template")    # not in the record
+_NOT_FIELDS = (*_ELSEWHERE, "open", "others", "program", "segments", "plans", "of_symbolic")    # not in the record
 _MODEL, _OPEN, _PROGRAM = "model", "open", "program"
 
 

@@ -170,11 +170,6 @@ class Step:
     reason: str = ""                        # why there is no kernel, if `fallback` is set
 
 
-def writes_border(step: Step) -> bool:
-    """Return True if the step only rewrites the halo of a buffer that shares memory with others."""
-    return step.tactic.startswith("halo_fill:")
-
-
 @dataclass(frozen=True)
 class ItemMajorRun:
     """Steps first..last - 1, which a thread runs item by item rather than step by step.
@@ -259,7 +254,7 @@ class OpenOptions:
 
 
 @dataclass(frozen=True)
-class GeneralKernel:
+class DynamicKernel:
     """Dynamic-shape kernel in the code of the plan: it reads numbers of its problem at run time.
 
     It solves every problem with the same `words` and `numbers` (None matches any) for which each guard holds: a term
@@ -287,7 +282,7 @@ class OpenPart:
     model: bytes = b""                      # the ONNX model without its weights
     weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # the model's weights
     others: tuple[Plan, ...] = ()           # specialisations except the plan itself
-    general: tuple[GeneralKernel, ...] = ()         # kernels that plans for other numbers reuse without compiling
+    general: tuple[DynamicKernel, ...] = ()         # kernels that plans for other numbers reuse without compiling
 
 
 @dataclass(frozen=True)
@@ -332,7 +327,7 @@ class Plan:
     program: ProgramPart | None = field(default=None, repr=False)   # if set, the machine part has no steps
     dependence: str = ""                    # why a batch can be neither split nor merged; "": it can
     fingerprint: str = field(default="", compare=False)     # digest of all other fields, set by the first write
-    of_template: bool = field(default=False, compare=False)     # made by a template whose first plans were verified
+    of_symbolic: bool = field(default=False, compare=False)     # by a symbolic plan whose first plans were verified
 
     def strip(self) -> Plan:
         """Return the plan without the graph's weights, bound to its target. Raises ConfigError if it runs from them."""
@@ -349,10 +344,15 @@ class Plan:
         part = replace(self.open, model=b"", weights={}) if self.open else None
         return replace(self, weights=self._kept_weights(), stripped=True, open=part, fingerprint="")
 
+    @property
+    def open_part(self) -> OpenPart:
+        """Part of the plan for other shapes; for fixed shapes, one without open extents and specialisations."""
+        return self.open or OpenPart(self.inputs, self.outputs, (), OpenOptions(self.precision))
+
     def within(self) -> Iterator[Plan]:
         """Yield the plan itself, its other specialisations, and the plans of the segments of a program."""
         yield self
-        yield from self.open.others if self.open else ()
+        yield from self.open_part.others
         for segment in self.program.segments if self.program else ():
             for plan in segment.plans:
                 yield from plan.within()

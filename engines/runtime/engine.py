@@ -1,54 +1,81 @@
-"""Engine: a loaded plan, for any number of threads."""
+"""Engine: a loaded plan, for any number of threads.
+
+    engine = load_engine("model.plan")
+    engine.run({"x": array})                # from any thread
+    context = engine.create_context()       # memory of its own, for one thread at a time
+
+A plan has one or more segments, graphs that are compiled, and a segment has one or more specialisations, each compiled
+for one number of every open extent. A model of fixed shapes is one segment with one specialisation. Callers need not
+know which kind of plan an engine holds.
+"""
 from __future__ import annotations
 
-import os
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from infer_server.engines.backends import device_of
-from infer_server.engines.backends.device import Loaded, Show
-from infer_server.engines.errors import ConfigError, InputError
-from infer_server.engines.ir.dtypes import as_in_memory, memory_dtype
+from infer_server.engines.errors import InputError
+from infer_server.engines.ir.dtypes import memory_dtype
 from infer_server.engines.ir.graph import Array
+from infer_server.engines.plan.extents import Shapes
 from infer_server.engines.plan.plan import DEFAULTS, IoTensor, Plan
-from infer_server.engines.plan.template import LateMachine, Template
-from infer_server.engines.runtime.context import ExecutionContext, names_of
+from infer_server.engines.runtime.caches import CacheContext
+from infer_server.engines.runtime.contexts import AnyContext
+from infer_server.engines.runtime.policy import Policy
+from infer_server.engines.runtime.segment import Segment
+from infer_server.engines.runtime.specialisation import Specialisation, SpecialisationMaker
 from infer_server.engines.summary import Summarised, Summary, summary
 
-
-def _checked_cpus(cpus: Sequence[int] | None, threads: int) -> tuple[int, ...] | None:
-    if cpus is None:
-        return None
-    if len(set(cpus)) != threads or len(cpus) != threads:
-        raise ConfigError(f"cpus={list(cpus)}: {threads} threads take as many CPUs, each another one")
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(cpus)
-    if unknown := sorted(set(cpus) - allowed):
-        raise ConfigError(f"cpus={list(cpus)}: this process may not use {unknown}; it has {sorted(allowed)}")
-    return tuple(cpus)
+if TYPE_CHECKING:       # most plans are no programs
+    from infer_server.engines.runtime.program import Program
 
 
-class PlanProperties(Summarised):
-    """Base class of engines: properties of the plan."""
-    plan: Plan
-    threads: int
+class Engine(Summarised):
+    """A loaded plan. Thread-safe."""
 
+    def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None, gpu: int = 0,
+                 specialiser: Callable[[], SpecialisationMaker] | None = None, policy: Policy = Policy(),  # noqa: B008
+                 executor: Segment | Program | None = None) -> None:
+        """Load a plan; `infer_server.load_engine` does so for the plan of a file.
+
+        Parameters
+        ----------
+        plan : Plan
+            Plan read from a file or just built.
+        threads : int
+            Threads of each context.
+        cpus : sequence of int, optional
+            CPUs to which the threads are pinned.
+        gpu : int
+            Index of the GPU, for a plan for GPUs.
+        specialiser : callable, optional
+            Returns the compiler of specialisations; without it the engine runs at the shapes of the plan only.
+        policy : Policy
+            When specialisations are compiled, and how many are kept.
+        executor : Segment or Program, optional
+            Runs the plan; by default a segment.
+
+        Raises
+        ------
+        PlanCorruptError, PlanTargetError, ConfigError
+        """
+        self.plan, self.threads = plan, threads
+        self.executor = executor or Segment(plan, threads, cpus, gpu, specialiser, policy)
+
+    # ---- properties of the plan
     @property
     def name(self) -> str:
         return self.plan.name
 
     @property
     def inputs(self) -> tuple[IoTensor, ...]:
-        return self.plan.inputs
+        return self.executor.inputs
 
     @property
     def outputs(self) -> tuple[IoTensor, ...]:
-        return self.plan.outputs
+        return self.executor.outputs
 
     @property
     def max_batch(self) -> int:
@@ -66,24 +93,134 @@ class PlanProperties(Summarised):
         return self.plan.precision
 
     @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Metadata of the build: preprocessing of the calibration pictures, versions, ..."""
+        return self.plan.metadata
+
+    @property
     def deciding(self) -> tuple[str, ...]:
         """Names of the inputs whose values decide about shapes or branches."""
-        return ()
+        return self.executor.deciding
 
     @property
     def is_steady(self) -> bool:
         """True if all is compiled for fixed shapes, so that the time of an execution hardly depends on its values."""
-        return False
+        return self.executor.is_steady
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the buffers of one context, at the shapes that the plan was built for."""
+        return self.executor.arena_bytes
 
     @cached_property
     def defaults(self) -> Defaults:
         """Default values of optional inputs."""
         return Defaults(self.plan)
 
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Metadata of the build: preprocessing of the calibration pictures, versions, ..."""
-        return self.plan.metadata
+    def summary(self) -> Summary:
+        """Return what a notebook shows of the engine."""
+        return summary("Engine", self.plan, ("threads", [str(self.threads)]))
+
+    # ---- shapes
+    def usual_shapes(self, batch: int = 1) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the inputs for which the plan was built."""
+        return self.executor.usual_shapes(batch)
+
+    def usual_values(self) -> dict[str, Array]:
+        """Return the values of deciding inputs for which the plan was built."""
+        return self.executor.usual_values()
+
+    def check(self, shapes: Shapes) -> None:
+        """Raise InputError if shapes of inputs are inconsistent, or outside the profiles of open extents."""
+        self.executor.check(shapes)
+
+    def items(self, arrays: Mapping[str, Array]) -> int:
+        """Return the number of items in a feed (1 if the model has no batch axis). Raises InputError if it is wrong."""
+        return self.executor.items(arrays)
+
+    def at(self, shapes: Shapes, values: Mapping[str, Array] = {}) -> Specialisation:       # noqa: B006
+        """Return the specialisation that runs inputs of these shapes, compiled if the policy says so.
+
+        values: those of deciding inputs, which it does not have; by default the usual ones.
+
+        Raises
+        ------
+        InputError
+            The shapes are inconsistent or outside the profiles.
+        ConfigError
+            The plan is a program, which has several segments.
+        EngineError
+            Compiling fails.
+        """
+        return self.executor.at(shapes, values)
+
+    def plan_of(self, feeds: Mapping[str, Array]) -> Plan:
+        """Return the plan that runs a feed: its specialisation, or the whole plan of a program."""
+        return self.executor.plan_of(feeds)
+
+    def whole_plan(self) -> Plan:
+        """Return the plan with all current specialisations."""
+        return self.executor.whole_plan()
+
+    # ---- runs
+    def create_context(self, cpus: Sequence[int] | None = None) -> AnyContext:
+        """Make a context with memory of its own, for one owner thread at a time.
+
+        Parameters
+        ----------
+        cpus
+            The CPUs of its threads, one for each; by default those of load_engine, else any but the caller's. The first
+            one is the caller's own, whose thread is not moved: pin it with os.sched_setaffinity.
+
+        Raises
+        ------
+        ConfigError
+            There are not as many CPUs as threads, or the process may not use one of them.
+        """
+        return self.executor.create_context(cpus)
+
+    def create_cache(self, capacity: int) -> CacheContext:
+        """Create a context that keeps the keys and values of a decoder's tokens.
+
+        Parameters
+        ----------
+        capacity : int
+            Largest number of tokens, at least 1.
+
+        Raises
+        ------
+        ConfigError
+            The plan has no caches: they need an input with an open extent for the tokens so far, and an output that
+            is this input with further tokens.
+        """
+        return self.executor.create_cache(capacity)
+
+    def run(self, feeds: Mapping[str, Any] | Array) -> dict[str, Any]:
+        """Run the model; callable from any thread.
+
+        Parameters
+        ----------
+        feeds
+            {input name: array}, in the dtypes and shapes of the ONNX model, with any number of items on the batch axis.
+            More than max_batch run in slices if the items are independent; else the plan is compiled for so many.
+            An array alone is taken for the only input of the model, or the only one without a default value.
+            bfloat16 is taken in ml_dtypes' dtype, or as its bits (uint16); so are float8 and int4 (uint8).
+            Sequences are lists, strings are arrays of objects.
+
+        Returns
+        -------
+        dict
+            {output name: array}; dtypes that numpy lacks come back as their bits.
+
+        Raises
+        ------
+        InputError
+            A name, dtype or shape does not fit.
+        """
+        if type(feeds) is not dict:
+            feeds = self.feeds_of(feeds)
+        made = self.executor.rerun(feeds)
+        return self.executor.run(self.defaults.complete(feeds)) if made is None else made
 
     def feeds_of(self, value: Any) -> Mapping[str, Any]:
         """Return {input name: array}: the value if it is a mapping, else the value as the only required input.
@@ -98,204 +235,11 @@ class PlanProperties(Summarised):
                              f"{{name: array}} instead of a {type(value).__name__}")
         return {required[0]: value}
 
-    def summary(self) -> Summary:
-        """Return what a notebook shows of the engine."""
-        return summary("Engine", self.plan, ("threads", [str(self.threads)]))
-
-
-class Lent:
-    """Context manager of a pooled context, which returns to the pool on exit."""
-    __slots__ = ("_context", "_pool")
-
-    def __init__(self, pool: deque[ExecutionContext], context: ExecutionContext) -> None:
-        self._pool, self._context = pool, context
-
-    def __enter__(self) -> ExecutionContext:
-        return self._context
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.append(self._context)
-
-
-class Engine(PlanProperties):
-    """A loaded plan. Thread-safe: `run` takes a context from a pool, or makes one if all are in use."""
-
-    def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None,
-                 beside: Engine | None = None, gpu: int = 0) -> None:
-        """Load a plan.
-
-        Parameters
-        ----------
-        plan : Plan
-            Plan read from a file or just built.
-        threads : int
-            Threads of each context.
-        cpus : sequence of int, optional
-            CPUs to which the threads are pinned.
-        beside : Engine, optional
-            Engine whose plan this plan shares constants with.
-        gpu : int
-            Index of the GPU, for a plan for GPUs.
-
-        Raises
-        ------
-        PlanCorruptError, PlanTargetError, ConfigError
-        """
-        if threads < 1:
-            raise ConfigError(f"threads={threads}: at least 1")
-        self._cpus = _checked_cpus(cpus, threads)
-        self.plan = plan
-        self.threads = threads
-        device = device_of(plan.machine.backend, gpu)
-        self._loaded: Loaded = device.load(plan, threads, beside._loaded if beside else None)
-        self._feeds = Feeds(plan)
-        self._unread = _unread(plan)
-        self._idle: deque[ExecutionContext] = deque()      # append and pop of a deque are atomic
-        self.larger: Callable[[int], Engine] | None = None     # compiles the plan for a larger batch, if set
-        self._enlarged: Engine | None = None
-        self._enlarging = threading.Lock()
-
-    @property
-    def is_steady(self) -> bool:
-        return not any(step.fallback for step in self.plan.machine.steps)
-
-    @property
-    def arena_bytes(self) -> int:
-        """Bytes of the buffers of one context."""
-        return self._loaded.arena_bytes
-
-    @cached_property
-    def bytes(self) -> int:
-        """Bytes of the constants and of the buffers of one context."""
-        machine = self.plan.machine
-        return len(machine.constants) + machine.expanded_bytes + self.arena_bytes
-
-    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Do nothing: a plan without open extents has one set of shapes. See OpenEngine."""
-
-    def create_context(self, cpus: Sequence[int] | None = None) -> ExecutionContext:
-        """Make a context with memory of its own, for one owner thread at a time.
-
-        Parameters
-        ----------
-        cpus
-            The CPUs of its threads, one for each; by default those of load_engine, else any but the caller's. The first
-            one is the caller's own, whose thread is not moved: pin it with os.sched_setaffinity.
-
-        Raises
-        ------
-        ConfigError
-            There are not as many CPUs as threads, or the process may not use one of them.
-        """
-        cpus = _checked_cpus(cpus, self.threads) or self._cpus
-        return ExecutionContext(self.plan, self._loaded.execution(cpus))
-
-    def run(self, feeds: Mapping[str, Array] | Array) -> dict[str, Array]:
-        """Run the model; callable from any thread.
-
-        Parameters
-        ----------
-        feeds
-            {input name: array}, in the dtypes and shapes of the ONNX model, with any number of items on the batch axis.
-            More than max_batch run in slices if the items are independent; else the plan is compiled for so many.
-            An array alone is taken for the only input of the model, or the only one without a default value.
-            bfloat16 is taken in ml_dtypes' dtype, or as its bits (uint16); so are float8 and int4 (uint8).
-
-        Returns
-        -------
-        dict
-            {output name: array}; dtypes that numpy lacks come back as their bits.
-
-        Raises
-        ------
-        InputError
-            A name, dtype or shape does not fit.
-        """
-        if type(feeds) is not dict:
-            feeds = self.feeds_of(feeds)
-        again = self.rerun(feeds)
-        if again is not None:
-            return again
-        feeds = self.defaults.complete(feeds)
-        return self.run_arrays({name: on_host(name, value) for name, value in feeds.items()})
-
-    def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None:
-        """Run quickly if names, shapes and dtypes are those of the last run; otherwise run nothing, return None."""
-        try:
-            context = self._idle.pop()
-        except IndexError:
-            return None
-        try:
-            return context.rerun.run(feeds) if context.rerun else None
-        finally:
-            self._idle.append(context)
-
-    def run_arrays(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Run the model on arrays in the dtypes of memory (see `infer_server.engines.ir.dtypes.as_in_memory`)."""
-        items = self._feeds.check(arrays)
-        if self.larger and self.plan.dependence and items > self.plan.batch_slots:
-            return self._for_items(items, self.larger).run_arrays(arrays)
-        if self._unread:
-            arrays = {name: array for name, array in arrays.items() if name not in self._unread}
-        context = self._taken()
-        try:
-            if not 1 <= items <= self.plan.batch_slots:
-                return _run_slices(context, self.plan, arrays, items)
-            made = context.run(arrays, items)
-            context.expect(items, self._unread)
-            return made
-        finally:
-            self._idle.append(context)
-
-    def show(self, feeds: Mapping[str, Array], show: Show) -> None:
-        """Run, and call `show` with a view of each output as soon as it is complete, for plans of one thread.
-
-        Raises InputError as `run`, and for more than max_batch items.
-        """
-        arrays = {name: on_host(name, value) for name, value in feeds.items()}
-        items = self._feeds.check(arrays)
-        with self.lent() as context:
-            for name in arrays.keys() - self._unread:
-                np.copyto(context.input(name, items), arrays[name])
-            context.show(items, show)
-
-    def _for_items(self, items: int, larger: Callable[[int], Engine]) -> Engine:
-        """Return the engine compiled for at least `items` items; the largest so far is kept."""
-        with self._enlarging:
-            before = self._enlarged
-            if before is None or before.plan.batch_slots < items:
-                self._enlarged = larger(1 << (items - 1).bit_length())
-                if before:
-                    before.close()
-            assert self._enlarged is not None
-            return self._enlarged
-
-    def lent(self) -> Lent:
-        """Return a pooled context, or a new one if all are in use, as a context manager."""
-        return Lent(self._idle, self._taken())
-
-    def _taken(self) -> ExecutionContext:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return self.create_context()
-
     def close(self) -> None:
-        """Stop the helper threads of pooled contexts and free their memory; the engine remains usable."""
-        while self._idle:
-            self._idle.pop().close()
-        if self._enlarged:
-            self._enlarged.close()
+        """Stop the threads of pooled contexts and in the background, and free their memory."""
+        self.executor.close()
 
 
-def on_host(name: str, value: Any) -> Array:
-    """Convert a feed to an array in the dtypes of memory. Raises InputError if it is on a GPU."""
-    if hasattr(value, "__cuda_array_interface__") and not isinstance(value, np.ndarray):
-        raise InputError(f"input '{name}' lies on a GPU: make a context and bind it, context.bind('{name}', array)")
-    return as_in_memory(np.asarray(value))
-
-
-# ---- feeds
 class Defaults:
     """Default values of optional inputs from the model; for one item if the input has a batch axis."""
 
@@ -313,86 +257,3 @@ class Defaults:
                       if (io := self._inputs.get(name)) and io.batched and np.ndim(value) > io.batch_axis), 1)
         return {**feeds, **{name: np.repeat(self.values[name], items, io.batch_axis) if io.batched else
                             self.values[name] for name in missing for io in [self._inputs[name]]}}
-
-
-class Feeds:
-    """Validator of feeds: the expected dtypes and shapes of a plan's inputs."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._expected = {io.name: (memory_dtype(io.dtype), io.batched, view.shape)
-                          for io, view in zip(plan.inputs, plan.machine.inputs, strict=True)}
-
-    def check(self, arrays: Mapping[str, Array]) -> int:
-        """Return the number of items in the feeds (1 if the model has no batch axis). Raises InputError."""
-        if len(arrays) != len(self._expected) or any(name not in self._expected for name in arrays):
-            self._refuse_names(arrays)
-        items: int | None = None
-        for name, (dtype, batched, shape) in self._expected.items():
-            array = arrays[name]
-            if array.dtype != dtype:
-                raise InputError(f"{self._plan.name}: input '{name}' is {array.dtype}, the model takes {dtype}")
-            if (array.shape[1:] if batched else array.shape) != shape or array.ndim < batched:
-                expected = ["batch", *shape] if batched else [*shape]
-                raise InputError(f"{self._plan.name}: input '{name}' has shape {list(array.shape)}, the model takes "
-                                 f"[{', '.join(map(str, expected))}]")
-            if batched:
-                if items is not None and len(array) != items:
-                    self._refuse_counts(arrays)
-                items = len(array)
-        return 1 if items is None else items
-
-    def _refuse_names(self, arrays: Mapping[str, Array]) -> None:
-        taken = names_of(self._expected)
-        if unknown := [name for name in arrays if name not in self._expected]:
-            raise InputError(f"{self._plan.name} has no input '{unknown[0]}'; it has {taken}")
-        missing = next(name for name in self._expected if name not in arrays)
-        raise InputError(f"{self._plan.name}: input '{missing}' is missing; the model takes {taken}")
-
-    def _refuse_counts(self, arrays: Mapping[str, Array]) -> None:
-        counts = [f"'{name}' has {len(arrays[name])}" for name, (_, batched, _) in self._expected.items() if batched]
-        raise InputError(f"{self._plan.name}: inputs disagree on the batch: {', '.join(counts)}")
-
-
-_unread_of: WeakKeyDictionary[Template, frozenset[str]] = WeakKeyDictionary()
-
-
-def _unread(plan: Plan) -> frozenset[str]:
-    """Return the inputs whose values are not read: no step reads their buffer, and no output is in it."""
-    machine = plan.machine
-    if not isinstance(machine, LateMachine) or machine.template is None:
-        return _unread_by(plan)
-    if machine.template not in _unread_of:
-        _unread_of[machine.template] = _unread_by(machine.template.symbolic)
-    return _unread_of[machine.template]
-
-
-def _unread_by(plan: Plan) -> frozenset[str]:
-    machine = plan.machine
-    # Unknown for plans that run from their graph or on a GPU, and for steps without operands.
-    if not machine.code or any(step.launch or not (step.operands or step.fallback) for step in machine.steps):
-        return frozenset()
-    read = {view.buffer for view in machine.outputs}
-    for step in machine.steps:
-        read.update(operand.buffer for operand in step.operands if operand.buffer is not None)
-        if step.fallback:
-            read.update(view.buffer for view in step.fallback.inputs if not isinstance(view, str))
-    return frozenset(io.name for io, view in zip(plan.inputs, machine.inputs, strict=True) if view.buffer not in read)
-
-
-def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Array], items: int) -> dict[str, Array]:
-    slots = plan.batch_slots
-    if plan.dependence:
-        raise InputError(f"{plan.name}: {items} items, but the plan takes 1 to {slots} at once, and they cannot be run "
-                         f"in slices, for they depend on each other: {plan.dependence}. Build it with --max-batch "
-                         f"{max(items, 1)}")
-    results = {io.name: np.empty(io.shape_of(items), memory_dtype(io.dtype)) for io in plan.outputs}
-    for start in range(0, items, slots):
-        part = slice(start, min(start + slots, items))
-        feeds = {io.name: arrays[io.name][part] if io.batched else arrays[io.name] for io in plan.inputs
-                 if io.name in arrays}
-        made = context.run(feeds, part.stop - part.start)
-        for io in plan.outputs:
-            items_of = (slice(None),) * io.batch_axis + (part,) if io.batched else ...
-            results[io.name][items_of] = made[io.name]
-    return results

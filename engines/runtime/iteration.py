@@ -45,7 +45,7 @@ class Bound(Protocol):
 
 
 class Segment(Protocol):
-    """Interface of infer_server.engines.runtime.program_engine.Segment."""
+    """Interface of infer_server.engines.runtime.program.Dispatcher."""
 
     def __call__(self, given: Sequence[Array]) -> Sequence[Array]: ...
 

@@ -12,7 +12,7 @@ from infer_server.engines.errors import ConfigError, did_you_mean
 WAYS = ("wait", "background", "off")
 MOST = 64                   # default maximum number of specialisations in memory
 MEMORY_SHARE = 0.25         # share of this machine's memory that they may take together
-PATIENCE = 0.2              # seconds; the first run of a general version takes about as long, for it imports the model
+PATIENCE = 0.2              # seconds; the first run of a symbolic plan takes about as long, for it imports the model
 USES = 100                  # runs of a shape after which it is specialised in the background: about its cost
 ONCE = 4                    # after so many shapes in a row that came once, the next is expected to come once, too
 IDLE_BYTES = 64 << 20       # limit of the memory of contexts whose shapes are not in use
@@ -23,8 +23,8 @@ REMEMBERED = 64             # number of remembered shapes for each specialisatio
 class Policy:
     """Rules of when specialisations are compiled and how many are kept.
 
-    In the background, a shape is specialised after USES runs: the general version is seldom more than a tenth slower,
-    and most lengths of a text or of a growing cache recur only a few times. If the general version is not compiled, or
+    In the background, a shape is specialised after USES runs: the symbolic plan is seldom more than a tenth slower,
+    and most lengths of a text or of a growing cache recur only a few times. If the symbolic plan is not compiled, or
     a caller waits, a shape is specialised at once; if each of the last shapes came only once, when it recurs.
 
     segment: for a segment of a program. Its batch may be 0, and its extents often depend on data, so that most shapes
@@ -33,7 +33,7 @@ class Policy:
     specialise: str = "wait"
     most: int = MOST
     memory: int | None = None       # bytes; None: MEMORY_SHARE of the machine's memory
-    patience: float = PATIENCE      # seconds to wait for a specialisation while there is no general version
+    patience: float = PATIENCE      # seconds to wait for a specialisation while there is no symbolic plan
     segment: bool = False
     uses: int = USES                # runs of a shape before it is specialised in the background
 
@@ -49,7 +49,7 @@ class Demand:
     """Statistics of requested shapes. Not thread-safe: the owner holds a lock.
 
     once    the last shapes that have come only once
-    runs    number of runs by the general version for each shape
+    runs    number of runs by the symbolic plan for each shape
     """
     most: int
     once: deque[Hashable] = field(default_factory=lambda: deque(maxlen=ONCE))
@@ -68,7 +68,7 @@ class Demand:
         return True
 
     def count_run(self, key: Hashable) -> int:
-        """Count a run by the general version; return the number of runs of this shape."""
+        """Count a run by the symbolic plan; return the number of runs of this shape."""
         if len(self.runs) > REMEMBERED * self.most:
             self.runs.clear()
         self.runs[key] += 1

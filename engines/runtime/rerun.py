@@ -42,7 +42,7 @@ class Rerun:
 
 
 class Reruns(Protocol):
-    """Interface of infer_server.engines.runtime.engine.Engine."""
+    """Interface of infer_server.engines.runtime.specialisation.Specialisation."""
 
     def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None: ...
 
@@ -67,3 +67,7 @@ class LastRun:
                     or array.tobytes() != values:
                 return None
         return self.engine.rerun(others)
+
+
+def no_rerun(feeds: Mapping[str, Any]) -> None:
+    """Run nothing, because the last run cannot be repeated."""

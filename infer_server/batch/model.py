@@ -19,7 +19,7 @@ from infer_server.engines.preprocess import shape_text
 
 if TYPE_CHECKING:
     from infer_server.engines.loading import Description
-    from infer_server.engines.runtime.program_engine import AnyEngine
+    from infer_server.engines.runtime.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Items:
             fitted.append(converted)
         return fitted
 
-    def run(self, engine: AnyEngine, columns: Sequence[Array]) -> dict[str, Array]:
+    def run(self, engine: Engine, columns: Sequence[Array]) -> dict[str, Array]:
         """Run the engine on rows, at most `batch` at a time, and return the rows of each output."""
         made: dict[str, list[Array]] = {name: [] for name in self.outputs}
         for start in range(0, len(columns[0]), self.batch):

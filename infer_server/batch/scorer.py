@@ -29,13 +29,13 @@ from infer_server.engines.plan.plan import IoTensor
 if TYPE_CHECKING:
     from infer_server.calibration.data.sources.images import PictureReader
     from infer_server.engines.preprocess import Preprocess
-    from infer_server.engines.runtime.program_engine import AnyEngine
+    from infer_server.engines.runtime.engine import Engine
 
 ENGINES = 4         # number of engines that a process keeps
 
 
 @lru_cache(ENGINES)
-def _engine(plan: str, changed_ns: int, threads: int) -> AnyEngine:
+def _engine(plan: str, changed_ns: int, threads: int) -> Engine:
     """Load a plan once in a process; `changed_ns` is the time of the file."""
     return load_engine(plan, threads, specialise="wait")
 
@@ -202,7 +202,7 @@ class Scorer:
                 raise ConfigError(f"top_k needs one score a class, but output '{name}' has {axes} axes an item; choose "
                                   "others by `outputs`")
 
-    def _loaded(self) -> AnyEngine:
+    def _loaded(self) -> Engine:
         return _engine(self.plan, os.stat(self.plan).st_mtime_ns, self.threads)
 
     def _column(self, frame: Frame, io: IoTensor, bad: dict[int, str]) -> Column:

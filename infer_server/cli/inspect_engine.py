@@ -15,10 +15,10 @@ from infer_server.cli.common import guarded, positive, table
 from infer_server.cli.profile import as_json, header, profile, roofline
 from infer_server.cli.run_engine import ready_context
 from infer_server.engines import load_engine
-from infer_server.engines.plan.coverage import Coverage, coverage_of
+from infer_server.engines.plan.coverage import Coverage, coverage_of, writes_border
 from infer_server.engines.plan.extents import text
 from infer_server.engines.plan.file import read_plan
-from infer_server.engines.plan.plan import IoTensor, OpenPart, Plan, Step, writes_border
+from infer_server.engines.plan.plan import IoTensor, OpenPart, Plan, Step
 from infer_server.engines.plan.program import Region
 from infer_server.engines.plan.roofline import expected, expected_us
 

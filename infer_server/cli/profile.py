@@ -8,12 +8,11 @@ from typing import Any
 
 from infer_server.cli.common import Cell, table
 from infer_server.engines.backends import backend_named
-from infer_server.engines.errors import InputError
 from infer_server.engines.machine.clock import thread_seconds
 from infer_server.engines.plan.plan import Step
 from infer_server.engines.plan.roofline import Peaks, TimeBound, bound
-from infer_server.engines.runtime.open_context import AnyContext
-from infer_server.engines.runtime.program_engine import AnyEngine, ProgramEngine
+from infer_server.engines.runtime.contexts import AnyContext
+from infer_server.engines.runtime.engine import Engine
 
 SECONDS = 1.0                       # time for whole runs, and again for passes step by step, within these limits:
 FEWEST_PASSES, MOST_PASSES = 5, 200
@@ -69,15 +68,14 @@ class Profile:
         return _percent(sum(line.bound.compute for line in self.lines), self.run)
 
 
-def profile(engine: AnyEngine, context: AnyContext, batch: int) -> Profile:
+def profile(engine: Engine, context: AnyContext, batch: int) -> Profile:
     """Run the network on the contents of its inputs, as a whole and step by step, and measure the machine's peaks.
 
     The peaks of the CPU need the compiler (llvmlite).
 
     Parameters
     ----------
-    engine : Engine, OpenEngine or ProgramEngine
-        Engine of the plan.
+    engine : Engine
     context : context of the engine
         Context whose inputs are set.
     batch : int
@@ -88,9 +86,7 @@ def profile(engine: AnyEngine, context: AnyContext, batch: int) -> Profile:
     InputError
         The plan is a program, which has no steps of its own.
     """
-    if isinstance(engine, ProgramEngine):
-        raise InputError(f"{engine.name}: --profile needs a plan of one graph, and this is a program; profile its "
-                         "segments as models of their own")
+    context.profile(batch, repeats=1)               # fails soon for a program
     backend = backend_named(engine.plan.machine.backend)
     peaks = backend.peaks()
     clock = thread_seconds if engine.threads == 1 and peaks.is_core else time.perf_counter

@@ -7,11 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 
+from infer_server.backend import is_open
 from infer_server.cli.common import guarded, parse_shapes, positive, seconds
 from infer_server.cli.profile import as_json, header, profile, slowest
 from infer_server.engines import load_engine
@@ -21,10 +23,8 @@ from infer_server.engines.ir.graph import Array
 from infer_server.engines.machine.cpu import allowed_cpus
 from infer_server.engines.plan.file import read_plan
 from infer_server.engines.plan.plan import IoTensor
-from infer_server.engines.runtime.engine import Engine, Feeds
-from infer_server.engines.runtime.open_context import AnyContext
-from infer_server.engines.runtime.open_engine import OpenEngine
-from infer_server.engines.runtime.program_engine import AnyEngine, ProgramEngine
+from infer_server.engines.runtime.contexts import AnyContext
+from infer_server.engines.runtime.engine import Engine
 
 WARM_UP_SECONDS = 0.2
 
@@ -45,18 +45,16 @@ def random_feed(inputs: Sequence[IoTensor], batch: int, seed: int = 0) -> dict[s
     return feed
 
 
-def read_feed(path: str, engine: Engine | OpenEngine, batch: int) -> dict[str, Array]:
+def read_feed(path: str, engine: Engine, batch: int) -> dict[str, Array]:
     """Read the first `batch` items of an .npz file with an array for each input. Raises InputError."""
     arrays = _arrays(path, engine)
-    shapes = {name: array.shape for name, array in arrays.items()}
-    plan = engine.plan if isinstance(engine, Engine) else engine.at(shapes, arrays).plan
-    items = Feeds(plan).check({name: array for name, array in arrays.items() if name not in engine.deciding})
-    if plan.max_batch and items < batch:
+    items = engine.items(arrays)
+    if engine.max_batch and items < batch:
         raise InputError(f"'{path}' has {items} items; --batch {batch} needs as many")
     return {t.name: arrays[t.name][:batch] if t.batched else arrays[t.name] for t in engine.inputs}
 
 
-def _arrays(path: str, engine: AnyEngine) -> dict[str, Array]:
+def _arrays(path: str, engine: Engine) -> dict[str, Array]:
     """Read the inputs from an .npz file. Raises InputError if it cannot be read or lacks one."""
     try:
         with open(path, "rb") as file:
@@ -71,14 +69,13 @@ def _arrays(path: str, engine: AnyEngine) -> dict[str, Array]:
         raise InputError(f"'{path}' cannot be read as an .npz file: {error}") from error
 
 
-def ready_context(engine: AnyEngine, batch: int, data: str | None = None,
+def ready_context(engine: Engine, batch: int, data: str | None = None,
                   shapes: Mapping[str, tuple[int | None, ...]] | None = None) -> AnyContext:
     """Return a context whose inputs hold `batch` items, from an .npz file or random.
 
     Parameters
     ----------
-    engine : Engine, OpenEngine or ProgramEngine
-        Engine of the plan.
+    engine : Engine
     batch : int
         Number of items.
     data : str, optional
@@ -96,33 +93,21 @@ def ready_context(engine: AnyEngine, batch: int, data: str | None = None,
                          f"--max-batch {batch}")
     if not engine.max_batch and batch > 1:
         raise InputError(f"--batch {batch}: the model has no batch axis, it takes exactly the shape it declares")
-    if shapes and isinstance(engine, Engine):
+    if shapes and not is_open(engine):
         raise InputError("--shapes: the plan has no open extents; it takes the shapes that inspect-engine shows")
-    here: dict[str, tuple[int, ...]] = {}
-    if isinstance(engine, ProgramEngine):
-        return _of_program(engine, _arrays(data, engine) if data else {}, shapes or {})
+    given = {name: tuple(extent or batch for extent in shape) for name, shape in (shapes or {}).items()}
     if data:
         feed = read_feed(data, engine, batch)
-    elif isinstance(engine, Engine):
-        feed = random_feed(engine.inputs, batch)
+        here = {name: array.shape for name, array in feed.items()}
     else:
-        given = {name: tuple(extent or batch for extent in shape) for name, shape in (shapes or {}).items()}
         here = {**engine.usual_shapes(batch), **given}
-        feed = random_feed(engine.at(here).inputs, batch)
-    context = engine.create_context().at({**here, **{name: array.shape for name, array in feed.items()}})
+        engine.check(here)
+        # Deciding inputs keep the values that the plan was built for.
+        feed = random_feed([replace(io, shape=here[io.name]) for io in engine.inputs if io.name not in engine.deciding],
+                           batch)
+    context = engine.create_context().at(here)
     for name, array in feed.items():
         context.input(name, batch)[...] = array
-    return context
-
-
-def _of_program(engine: ProgramEngine, feed: Mapping[str, Array],
-                shapes: Mapping[str, tuple[int | None, ...]]) -> AnyContext:
-    """Return a context of a program; inputs that are not fed are ones, since they may determine shapes."""
-    given = {name: tuple(extent or 1 for extent in shape) for name, shape in shapes.items()}
-    fed = {name: array.shape for name, array in feed.items()}
-    context = engine.create_context().at({**engine.usual_shapes(), **given, **fed})
-    for name, array in feed.items():
-        context.input(name)[...] = array
     return context
 
 
@@ -140,7 +125,7 @@ def measure(context: AnyContext, batch: int, seconds: float) -> np.ndarray[Any, 
     return np.array(times)
 
 
-def report(engine: AnyEngine, batch: int, times: np.ndarray[Any, Any]) -> dict[str, Any]:
+def report(engine: Engine, batch: int, times: np.ndarray[Any, Any]) -> dict[str, Any]:
     """Return the JSON object that --json prints; throughput is in items per second."""
     milliseconds = 1e3 * times
     p50, p90, p95, p99 = (float(np.percentile(milliseconds, q)) for q in (50, 90, 95, 99))
@@ -195,7 +180,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", type=parse_shapes, metavar="X:1x77,...",
                         help="shapes of random inputs of a plan with open extents (default: those it was built for)")
     parser.add_argument("--no-specialise", action="store_true",
-                        help="run the general version of a plan with open extents at shapes that it was not built for")
+                        help="run the symbolic plan of a plan with open extents at shapes that it was not built for")
     parser.add_argument("--gpu", type=int, default=0, metavar="N", help="number of the GPU, for a GPU plan (default 0)")
     parser.add_argument("--retune", action="store_true",
                         help="time the tactics of a plan that was built without timing, and keep it in the engine "

@@ -11,7 +11,7 @@ import numpy as np
 
 from infer_server.calibration.accuracy.oracle import Oracle, oracle_of
 from infer_server.calibration.accuracy.sources import selections, selections_of_model
-from infer_server.calibration.accuracy.verify import tested_inputs, usual_values
+from infer_server.calibration.accuracy.verify import tested_inputs
 from infer_server.calibration.data.generated import generated
 from infer_server.calibration.data.items import CalibrationData, Feed, batched_inputs
 from infer_server.engines.backends.device import Show
@@ -29,7 +29,7 @@ from infer_server.engines.passes.quantization.smoothing import is_smoothed
 from infer_server.engines.plan.extents import extents_of_feed, value_name
 from infer_server.engines.plan.file import read_outline
 from infer_server.engines.plan.plan import IoTensor
-from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.specialisation import Specialisation
 
 VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 UNKNOWN_BYTES = 16 << 20        # size that a tensor of unknown shape is taken for
@@ -150,7 +150,7 @@ class PlanSide:
     def layers(self, names: Sequence[str]) -> Layers:
         graph = self.graph
         assert graph is not None
-        engine = Engine(Builder(BuildConfig(timing=False)).showing(graph, names))
+        engine = Specialisation(Builder(BuildConfig(timing=False)).showing(graph, names))
         shown = {shown_name(name): name for name in names}
         types = {name: str(graph.types[name].dtype) for name in names}
 
@@ -163,15 +163,14 @@ class PlanSide:
 
     def generator(self) -> Generator:
         plan = self._plan
-        return Generator(plan.open.inputs if plan.open else self._engine.inputs, plan.extents, self._items)
+        return Generator(self._engine.inputs, plan.extents, self._items)
 
     def _items(self, count: int) -> CalibrationData:
         if self.graph is None:      # a program, or stripped: the inputs of a new context are likely ones
             context = self._engine.create_context()
             feed = {io.name: np.array(context.input(io.name)) for io in self._engine.inputs}
             return CalibrationData("inputs of the build", lambda: iter([feed]), 1, batched_inputs(self._engine.inputs))
-        engine: Any = self._engine      # with a graph it is no program, which `tested_inputs` does not take
-        return _with(generated(tested_inputs(engine)[0], self.graph, count), usual_values(engine))
+        return _with(generated(tested_inputs(self._engine)[0], self.graph, count), self._engine.usual_values())
 
 
 class OnnxSide:

@@ -17,7 +17,7 @@ from onnx.backend.test.loader import load_model_tests
 from onnx.backend.test.runner import Runner
 
 from infer_server.engines.onnx_backend import EngineBackend
-from infer_server.engines.runtime.program_engine import AnyEngine
+from infer_server.engines.plan.plan import Plan
 
 TABLE = Path(__file__).with_name("listed.toml")
 ROUNDED = {"float16": 2 * 2.0 ** -10}       # relative: sums in another order end on a neighbour, or the one after
@@ -92,19 +92,19 @@ def listed(name: str) -> Entry | None:
     return next((entry for entry in entries() if fnmatchcase(name, entry.pattern)), None)
 
 
-def run(name: str, check: Callable[[TestCase, Arrays, Arrays], None], **options: Any) -> list[AnyEngine]:
-    """Run all data sets of a test and return their engines. Raises EngineError, or AssertionError on a wrong result.
+def run(name: str, check: Callable[[TestCase, Arrays, Arrays], None], **options: Any) -> list[Plan]:
+    """Run all data sets of a test and return their plans. Raises EngineError, or AssertionError on a wrong result.
 
     options: options of the build.
     """
     case = cases()[name]
-    representation, engines = EngineBackend.prepare(model_of(case), **options), []
+    representation, plans = EngineBackend.prepare(model_of(case), **options), []
     for inputs, expected in data_of(case):
         results = list(representation.run(inputs))
         assert [kind_of(y) for y in results] == [kind_of(y) for y in expected]
         check(case, results, expected)
-        engines.append(representation.engine(inputs))
-    return engines
+        plans.append(representation.plan_of(inputs))
+    return plans
 
 
 def kind_of(value: Any) -> Any:

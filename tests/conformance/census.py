@@ -40,14 +40,14 @@ def judged(name: str, target: str = "") -> Verdict:
         with pytest.MonkeyPatch.context() as patch:
             if target:
                 install(patch, EmulatedGpu(target))
-            engines = run(name, (lambda *_: None) if random else close, target=target)
+            made = run(name, (lambda *_: None) if random else close, target=target)
     except (CompilerFault, AssertionError) as error:
         if entry is not None and entry.outcome == "runtimes" and isinstance(error, AssertionError):
             return Verdict(REFUSED, reason=entry.reason)
         return Verdict(WRONG, reason=f"{type(error).__name__}: {error}".strip().splitlines()[0])
     except EngineError as error:
         return Verdict(REFUSED, reason=entry.reason if entry else str(error))
-    plans = [one for engine in engines for one in engine.plan.within()]
+    plans = [one for plan in made for one in plan.within()]
     steps = frozenset((str(step.fallback.node["op"]), step.reason) for plan in plans
                       for step in plan.machine.steps if step.fallback)
     steps |= {(op, "the host evaluates it") for plan in plans if plan.program

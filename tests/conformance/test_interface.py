@@ -65,7 +65,7 @@ def test_there_is_an_engine_for_each_value_that_decides_about_shapes():
     for rows in (6, 2, 6):
         (y,) = representation.run([X, np.array([rows])])
         np.testing.assert_array_equal(y, X.reshape(rows, -1))
-    first, again, other = (representation.engine([X + i, np.array([rows])]) for i, rows in enumerate((6, 6, 2)))
+    first, again, other = (representation.plan_of([X + i, np.array([rows])]) for i, rows in enumerate((6, 6, 2)))
     assert first is again and first is not other
 
 

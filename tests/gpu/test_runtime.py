@@ -26,6 +26,7 @@ from infer_server.engines.plan.file import read_plan, write_plan
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.runtime.engine import Engine
 from infer_server.engines.runtime.load.create import engine_of
+from infer_server.engines.runtime.load.options import LoadOptions
 from scripts.testing.gpu.emulated import DeviceArray, EmulatedGpu, install
 from scripts.testing.gpu.libcuda.library import IMAGE, NO_BINARY, OLD, TEXTS, used
 from tests.engines.compiler.small_models import node, small_model
@@ -176,10 +177,10 @@ def test_a_plan_runs_on_the_gpu_of_its_number(plans: Plans, monkeypatch: pytest.
     here = [EmulatedGpu("sm_75"), EmulatedGpu("sm_80")]
     install(monkeypatch, *here)
     with pytest.raises(PlanTargetError, match="this GPU is sm_75, which is older"):
-        engine_of(plans("sm_80"), on_target_mismatch="refuse")
-    engine = engine_of(plans("sm_80"), on_target_mismatch="refuse", gpu=1)
+        engine_of(plans("sm_80"), LoadOptions(on_target_mismatch="refuse"))
+    engine = engine_of(plans("sm_80"), LoadOptions(on_target_mismatch="refuse", gpu=1))
     assert not here[0].allocated and here[1].allocated
-    assert isinstance(engine, Engine)
+    assert engine.plan.machine.target == "sm_80"
 
 
 @pytest.mark.parametrize(("target", "here", "why"), [
@@ -239,7 +240,7 @@ def test_without_a_driver_the_error_says_so_and_the_plan_is_compiled_for_the_cpu
     assert "no NVIDIA driver is installed (libcuda-that-is-not-here.so" in CudaDevice().mismatch(plan)
     monkeypatch.setattr(DEVICE, "open_gpu", CudaDevice().open_gpu)
     with pytest.raises(PlanTargetError, match="no NVIDIA driver"):
-        engine_of(plan, on_target_mismatch="refuse")
+        engine_of(plan, LoadOptions(on_target_mismatch="refuse"))
     with pytest.raises(ConfigError, match="target 'cuda' is the GPU of this machine, but no NVIDIA driver"):
         Builder(BuildConfig(target="cuda"))
     for name, value in engine_of(plan).run(x).items():

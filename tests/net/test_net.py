@@ -10,7 +10,7 @@ from hypothesis.strategies import sampled_from
 from tests.net.check import check
 from tests.net.graphs import Case
 from tests.net.strategies import MIXED, NAMES, cases
-from tests.net.templates import check as check_template
+from tests.net.symbolic_plans import check as check_symbolic_plan
 
 EXAMPLES = 20           # examples of a family, in a second or two
 
@@ -26,14 +26,14 @@ def test_random_graphs_compute_what_onnx_says(family: str) -> None:
     search()
 
 
-def test_templates_of_random_graphs_give_what_is_made_for_the_extents_alone() -> None:
+def test_symbolic_plans_of_random_graphs_give_what_is_made_for_the_extents_alone() -> None:
     seen: Counter[str] = Counter()
 
     @settings(max_examples=10 * EXAMPLES, derandomize=True, deadline=None, database=None,
               suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])
     @given(sampled_from(NAMES).flatmap(cases))
     def search(case: Case) -> None:
-        seen[check_template(case)] += 1
+        seen[check_symbolic_plan(case)] += 1
 
     search()
     assert seen["served"] > sum(seen.values()) // 5, seen       # the test is not vacuous

@@ -27,7 +27,7 @@ from infer_server.engines.lowering.steps import io_views, step_of
 from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.plan.arena import check_memory
-from infer_server.engines.plan.plan import GeneralKernel, Launch, MachinePart, Operand, Plan, Step
+from infer_server.engines.plan.plan import DynamicKernel, Launch, MachinePart, Operand, Plan, Step
 
 GROUP_COUTS = 32        # groups of a convolution are merged up to this width, the smallest tile's
 
@@ -75,7 +75,7 @@ class CudaSession:
     """Session for one architecture. Tactics are timed on a GPU of that kind, or ranked by the cost model."""
     arithmetic = ("fp32", "int8", "fp16", "bf16")
     timed: Mapping[str, Mapping[str, float]] = {}
-    dynamic_kernels: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
+    dynamic_kernels: tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]] = (), ()
 
     def __init__(self, target: str, cache: TimingCache, device: GpuDriver | None = None) -> None:
         """Create a session that times tactics on `device`, or nothing if it is None."""

@@ -13,9 +13,9 @@ from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel
 from infer_server.engines.backends.llvm.sharing import SharedConstants
 from infer_server.engines.backends.llvm.tuning.candidates import Choice
 from infer_server.engines.ir.content import EqualArrays
-from infer_server.engines.ir.counted import counting_in, structure
 from infer_server.engines.ir.deferred import Deferred, LateBytes, late_arrays
 from infer_server.engines.ir.graph import Graph
+from infer_server.engines.ir.symbolic import env_in, structure
 from infer_server.engines.lowering.calls.calls import ProblemCall, name_of
 from infer_server.engines.lowering.problems.problem import Array, Problem
 from infer_server.engines.plan.plan import EXPANDED, ExpandedConstant, Operand
@@ -98,7 +98,7 @@ class PackedConstants:
     def _packing(self, call: ProblemCall, choice: Choice) -> Hashable:
         """Return a key of all that decides on the packed constants of a call."""
         kernel, arrays = choice.kernel, list(_arrays(call))
-        if counting_in(kernel) or any(not isinstance(array, np.ndarray) for array in arrays):
+        if env_in(kernel) or any(not isinstance(array, np.ndarray) for array in arrays):
             return id(call), type(kernel), kernel.packing(choice.tactic)
         layout = kernel.packing_anywhere(choice.tactic)
         how = (kernel, kernel.packing(choice.tactic)) if layout is None else (
@@ -112,8 +112,8 @@ class PackedConstants:
         """
         pack = partial(choice.kernel.pack, self._isa, choice.tactic, call.constants)
         if not _has_late(call):
-            counting = counting_in(choice.kernel)
-            found: Sequence[Array] | None = counting.without_guards_of(pack) if counting else pack()
+            env = env_in(choice.kernel)
+            found: Sequence[Array] | None = env.without_guards_of(pack) if env else pack()
             if found is not None:
                 return list(found)
         return late_arrays(_packed, choice.kernel, self._isa, choice.tactic, dict(call.constants))

@@ -20,9 +20,9 @@ from infer_server.engines.backends.llvm.tuning.item_major import item_major_as_i
 from infer_server.engines.backends.llvm.tuning.layouts import sharing_problems
 from infer_server.engines.backends.llvm.tuning.references import with_reference_times
 from infer_server.engines.backends.llvm.tuning.tuner import Tuner
-from infer_server.engines.ir.counted import as_int, is_counted
 from infer_server.engines.ir.deferred import table
 from infer_server.engines.ir.graph import BATCH, Graph
+from infer_server.engines.ir.symbolic import as_int, is_symbolic
 from infer_server.engines.lowering.buffers import buffers_of, fills_of, write_borders
 from infer_server.engines.lowering.calls.calls import AnyCall, ProblemCall, name_of
 from infer_server.engines.lowering.calls.placement import NO_BUFFER, Placement
@@ -33,7 +33,7 @@ from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.passes.quantization.weights import with_rounded_rows
 from infer_server.engines.plan.arena import check_memory
-from infer_server.engines.plan.plan import Footprint, GeneralKernel, MachinePart, Operand, Plan, Step
+from infer_server.engines.plan.plan import DynamicKernel, Footprint, MachinePart, Operand, Plan, Step
 
 USUAL_BATCH = 32            # batch that fills tiles of any shape
 
@@ -121,13 +121,13 @@ class LlvmSession:
         batches = (1, min(max_batch, USUAL_BATCH)) if opt_batch is None and max_batch > 1 else (opt_batch or 1,)
         lowered = lower(with_rounded_rows(graph), self.isa.narrow.lanes)
         buffers = buffers_of(lowered, max_batch)
-        if not is_counted(buffers):         # symbolic sizes are checked when they are known
+        if not is_symbolic(buffers):         # symbolic sizes are checked when they are known
             check_memory(graph.name, buffers, max_batch)
         return write_borders(lowered, max_batch), batches
 
     def choose_dynamic(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                        usual: Callable[[], Graph] | None = None) -> CpuChosen:
-        """Lower a graph and choose kernels whose code exists, for these shapes or symbolic ones; see Tuner.general."""
+        """Lower a graph and choose kernels whose code exists, for these shapes or symbolic ones; see Tuner.dynamic."""
         lowered, batches = self._lowered(graph, max_batch, opt_batch)
 
         def others() -> Iterable[Problem]:
@@ -138,19 +138,19 @@ class LlvmSession:
             lowered = lower(with_rounded_rows(usual()), self.isa.narrow.lanes)
             return (call.problem for call in write_borders(lowered, max_batch).compiled)
 
-        choices = self.tuner.general((call.problem for call in lowered.compiled), batches, others)
+        choices = self.tuner.dynamic((call.problem for call in lowered.compiled), batches, others)
         return CpuChosen(lowered, choices, self._expanders(choices.values()), max_batch, batches[0])
 
     def choose_symbolic(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> SymbolicCalls:
         """Lower a graph with symbolic extents and choose kernels that take these at run time."""
         lowered, batches = self._lowered(graph, max_batch, opt_batch)
-        choices = self.tuner.counted([call.problem for call in lowered.compiled], batches)
+        choices = self.tuner.symbolic([call.problem for call in lowered.compiled], batches)
         return SymbolicCalls(lowered, choices, self._expanders(choices), max_batch)
 
     @property
-    def dynamic_kernels(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
-        """Return the symbolic kernels compiled so far, and their code."""
-        kernels = self.tuner.generals
+    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
+        """Return the dynamic kernels compiled so far, and their code."""
+        kernels = self.tuner.dynamic_kernels
         return kernels.known, tuple(kernels.code.values())
 
     def settle(self, chosen: CpuChosen, progress: Progress | None = None) -> CpuChosen:

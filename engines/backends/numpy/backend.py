@@ -17,7 +17,7 @@ from infer_server.engines.lowering.steps import io_views, step_of
 from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.plan.arena import check_memory
-from infer_server.engines.plan.plan import GeneralKernel, MachinePart, Plan
+from infer_server.engines.plan.plan import DynamicKernel, MachinePart, Plan
 from infer_server.engines.plan.roofline import Level, Peaks
 
 SIDE, BYTES = 512, 1 << 26      # matrix rows and array bytes of the peak measurement
@@ -56,7 +56,7 @@ class NumpySession:
     arithmetic = ("fp32", "int8")
 
     timed: Mapping[str, Mapping[str, float]] = {}
-    dynamic_kernels: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
+    dynamic_kernels: tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]] = (), ()
 
     @property
     def processor(self) -> str:

@@ -18,7 +18,7 @@ from infer_server.engines.errors import ConfigError
 from infer_server.engines.ir.graph import BATCH, Graph
 from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
-from infer_server.engines.plan.plan import Buffer, GeneralKernel, MachinePart, Plan, Step, TensorView
+from infer_server.engines.plan.plan import Buffer, DynamicKernel, MachinePart, Plan, Step, TensorView
 from infer_server.engines.plan.roofline import Peaks
 
 
@@ -37,7 +37,7 @@ class TensorRtSession:
     """Session that builds engines with one of NVIDIA's libraries."""
     arithmetic = ("fp32", "int8", "fp16")
     timed: Mapping[str, Mapping[str, float]] = {}
-    dynamic_kernels: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
+    dynamic_kernels: tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]] = (), ()
 
     def __init__(self, target: str, module: Any) -> None:
         self.target, self.module = target, module

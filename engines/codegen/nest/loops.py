@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Value
 from infer_server.engines.codegen.loops import repeat
 from infer_server.engines.codegen.nest.order import NONE, Loops
@@ -156,7 +156,7 @@ class Code:
             tail = extent % step
             for start in self.f.range(f"loop {loop}", bounds[0], bounds[1].at_most(extent - tail), step):
                 yield start, step
-            if isinstance(tail, Extent) or tail:
+            if isinstance(tail, KernelInt) or tail:
                 with self.f.when(bounds[1].compare("uge", extent)):
                     yield from self.f.tail(extent, step)
 

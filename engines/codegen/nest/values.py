@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Value
 from infer_server.engines.codegen.types import (
     DOUBLE,
@@ -73,7 +73,7 @@ def number(machine: Primitives, one: Operation, of: Value) -> Value:
     what = one.what or 0
     if one.kind in FLOATING:
         return of.f.constant(float(what), machine.of(TYPES[one.kind]))
-    if isinstance(what, Extent):
+    if isinstance(what, KernelInt):
         return of.f.constant(what, TYPES[one.kind])
     whole = int(what)
     return of.f.constant(whole - (1 << 64) * (whole >= 1 << 63), TYPES[one.kind])

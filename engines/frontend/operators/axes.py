@@ -9,9 +9,9 @@ import numpy as np
 
 from infer_server.engines.errors import GraphError
 from infer_server.engines.frontend.operators.normalise import Beyond, OperatorCall, as_dims, dtype_of, identity, rule
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import Dim, Node
-from infer_server.engines.ir.shapes import Extent, broadcast, extent, fixed, normal_axis, product, text
+from infer_server.engines.ir.shapes import BatchInt, broadcast, extent, fixed, normal_axis, product, text
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.ops.movement import FAR
 
 BEYOND = 10**9      # no batch is as large: tf2onnx's "to the end", where others write INT32_MAX or INT64_MAX
@@ -124,7 +124,7 @@ def _reshape(call: OperatorCall) -> list[Node]:
 
 
 def _is(value: Any, number: int) -> bool:
-    return not isinstance(value, Extent) and value == number
+    return not isinstance(value, BatchInt) and value == number
 
 
 @rule("Expand")
@@ -171,7 +171,7 @@ def _slice(call: OperatorCall) -> list[Node]:
         raise GraphError(f"{len(starts)} starts, {len(ends)} ends and steps {list(cut_steps)} do not match axes "
                          f"{list(axes)}")
     ends = [FAR if _is_whole(end, shape[axis]) else end for end, axis in zip(ends, axes, strict=True)]
-    if any(isinstance(v, Extent) for v in (*starts, *ends)):
+    if any(isinstance(v, BatchInt) for v in (*starts, *ends)):
         raise GraphError("starts or ends depend on the batch size, which is not supported")
     cuts = [(axis, as_int(start), as_int(end), step) for axis, start, end, step in zip(axes, starts, ends, cut_steps,
                                                                                  strict=True)
@@ -180,9 +180,9 @@ def _slice(call: OperatorCall) -> list[Node]:
                                 for i, name in enumerate(("axes", "starts", "ends", "steps"))})
 
 
-def _is_whole(end: int | Extent, size: Dim) -> bool:
+def _is_whole(end: int | BatchInt, size: Dim) -> bool:
     """Return True for the end of an axis that depends on the batch, as its extent or a number beyond any batch."""
-    return end == extent(size) if isinstance(end, Extent) else not isinstance(size, int) and end >= BEYOND
+    return end == extent(size) if isinstance(end, BatchInt) else not isinstance(size, int) and end >= BEYOND
 
 
 @rule("Pad")

@@ -208,7 +208,7 @@ def _resize(node: Node, types: Sequence[TensorType | None], constant: Constant) 
         attrs["keep_aspect_ratio_policy"] = "not_larger"
         axes = [axis for axis in axes if node.attrs["scales"][axis] != 1.0] or axes     # axes that are scaled
         sizes = [sizes[axis - 2] for axis in axes]
-    extents = constant("sizes", np.array([int(extent(d)) for d in sizes], np.int64))     # type: ignore[arg-type]
+    extents = constant("sizes", np.array([int(extent(d)) for d in sizes], np.int64))
     return [("Resize", [*node.inputs, roi, "", extents], node.outputs, {**attrs, "axes": axes})]
 
 

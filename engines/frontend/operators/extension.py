@@ -19,8 +19,8 @@ import numpy as np
 
 from infer_server.engines.frontend.operators.normalise import OperatorCall, Rule
 from infer_server.engines.frontend.operators.parts import NodeBuilder
-from infer_server.engines.ir.counted import as_int, is_counted
 from infer_server.engines.ir.graph import Dim
+from infer_server.engines.ir.symbolic import as_int, is_symbolic
 
 STANDARD = 24           # the newest opset of the oldest supported onnx package
 
@@ -112,7 +112,7 @@ class StandardNodeBuilder(NodeBuilder):
         return self.constant(np.array(value, dtype))
 
     def ints(self, *values: int) -> str:
-        return self.constant(np.array(values, object if is_counted(values) else np.int64))
+        return self.constant(np.array(values, object if is_symbolic(values) else np.int64))
 
     def reshape(self, x: str, *target: Dim) -> str:
         """Add a Reshape; in `target`, 0 keeps an extent and one -1 is inferred."""

@@ -11,9 +11,9 @@ import numpy as np
 from infer_server.engines.errors import GraphError
 from infer_server.engines.frontend.operators.normalise import Beyond, OperatorCall, as_dims, rule
 from infer_server.engines.frontend.operators.parts import NodeBuilder
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import BATCH, Node
 from infer_server.engines.ir.shapes import dim, fixed, normal_axis
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.ops.window import Window
 
 COUNTS_INSIDE_PADS = 19     # first opset whose AveragePool does not divide by elements beyond the pads

@@ -14,10 +14,10 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from infer_server.engines.errors import GraphError, UnknownTensorError
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.dtypes import is_rare
 from infer_server.engines.ir.graph import Array, Dim, Node, TensorType
-from infer_server.engines.ir.shapes import Extent, dim, fixed, normal_axis
+from infer_server.engines.ir.shapes import BatchInt, dim, fixed, normal_axis
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.ops import op_of
 from infer_server.engines.ops.fallback import as_onnx
 from infer_server.engines.ops.recurrent import ACTIVATIONS, DEFAULTS, PARAMETERS
@@ -62,7 +62,7 @@ class OperatorCall:
     def ints(self, index: int) -> tuple[int, ...] | None:
         """Return the elements of an input as ints. Raise GraphError if one depends on the batch."""
         found = self.value(index)
-        if found is not None and any(isinstance(v, Extent) for v in found):
+        if found is not None and any(isinstance(v, BatchInt) for v in found):
             raise GraphError(f"input '{self.node.inputs[index]}' depends on the batch")
         return None if found is None else tuple(map(as_int, found))
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from infer_server.engines.errors import ModelError
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.calls.halos import halo_of_pad, required_halos
 from infer_server.engines.lowering.calls.placement import (
     ITEMS,

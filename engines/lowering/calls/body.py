@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from infer_server.engines.errors import GraphError
-from infer_server.engines.ir.counted import is_counted, plain
 from infer_server.engines.ir.deferred import Deferred, late_vectors
 from infer_server.engines.ir.graph import Node, QParams
+from infer_server.engines.ir.symbolic import is_symbolic, plain
 from infer_server.engines.lowering.calls.broadcast import broadcast, image
 from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused
 from infer_server.engines.lowering.epilogue.affine import Affine, AffineWriter
@@ -31,7 +31,7 @@ class BoundProgram:
 class Body:
     """Node with a pointwise body, and what its program depends on: quantisation and small constants of its tensors.
 
-    It can be pickled, unlike the context, so that templates can be stored.
+    It can be pickled, unlike the context, so that symbolic plans can be stored.
     """
     node: Node
     quants: Mapping[str, QParams | None]
@@ -123,7 +123,7 @@ def written_for(write: Callable[..., BoundProgram], *values: Any) -> BoundProgra
     If they do, the program's constants are deferred; its instructions must not depend on the sizes.
     """
     written = write(*plain(values))
-    if not is_counted(values):
+    if not is_symbolic(values):
         return written
     return replace(written, constants=late_vectors(partial(_constants_for, write, written), values,
                                                    written.constants))

@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import Dim
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.calls.calls import Context, Refused
 from infer_server.engines.lowering.problems.view import View
 

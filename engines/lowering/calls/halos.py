@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import Graph, Node
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.calls.phases import Phase, phases
 from infer_server.engines.lowering.problems.view import Halo
 from infer_server.engines.ops.window import Window

@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import BATCH, Node
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused
 from infer_server.engines.lowering.calls.placement import Placement, as_one_item
 from infer_server.engines.lowering.nest.pointwise import write_node

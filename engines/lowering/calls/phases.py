@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import Graph, Node
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.ops.window import Window
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.dtypes import memory_dtype
 from infer_server.engines.ir.graph import BATCH, Dim, TensorType
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.problems.view import Halo, View, dense_view
 from infer_server.engines.plan.plan import SLACK, TensorView
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from infer_server.engines.ir.counted import as_int, is_counted, structure
+from infer_server.engines.ir.symbolic import as_int, is_symbolic, structure
 
 Number = int | float | bool
 # The kind that a stored dtype is computed in.
@@ -351,7 +351,7 @@ class Writer:
         return NestProgram(operations, tuple(places[result] for result in whole.results))
 
     def _add(self, operation: Operation, linear: Linear | None = None) -> Term:
-        key = structure(operation) if is_counted(operation.what) else operation
+        key = structure(operation) if is_symbolic(operation.what) else operation
         number = self._numbers.setdefault(key, len(self._operations))
         if number == len(self._operations):
             self._operations.append(operation)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import Node
 from infer_server.engines.ir.rounding import HEAD, STEPS
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.calls.body import call_of, write_body
 from infer_server.engines.lowering.calls.calls import Context, ProblemCall, fallback_rule, lowers
 from infer_server.engines.lowering.calls.nesting import NestWriter

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import BATCH, Node, QParams
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.calls.body import BoundProgram, call_of, write_body
 from infer_server.engines.lowering.calls.broadcast import broadcast, image, is_image
 from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers

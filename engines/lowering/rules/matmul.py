@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import BATCH, Dim, Node, TensorType
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.calls.body import write_body
 from infer_server.engines.lowering.calls.broadcast import broadcast_to
 from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import BATCH, Node
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.calls.body import write_body
 from infer_server.engines.lowering.calls.broadcast import broadcast
 from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers

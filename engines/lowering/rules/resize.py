@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from infer_server.engines.errors import GraphError
-from infer_server.engines.ir.counted import is_counted, plain
 from infer_server.engines.ir.deferred import late_items
 from infer_server.engines.ir.graph import Array, Node
+from infer_server.engines.ir.symbolic import is_symbolic, plain
 from infer_server.engines.lowering.calls.body import Body, call_of, operand_views
 from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from infer_server.engines.lowering.calls.placement import Placement
@@ -44,7 +44,7 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[ProblemCall]:
 def _tables(node: Node, axis: int, shape: tuple[int, ...]) -> tuple[Any, Any]:
     """Return (index, weight) [outputs, taps] of one axis, deferred if extents are symbolic."""
     found = _taps(plain(node), axis, plain(shape))
-    if not is_counted(tuple(node.attrs.values())) and not is_counted(shape):
+    if not is_symbolic(tuple(node.attrs.values())) and not is_symbolic(shape):
         return found
     taps = found[0].shape[1]
     index, weight = late_items(partial(_taps, taps=taps), (node, axis, shape), found,

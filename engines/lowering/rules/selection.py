@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
 from infer_server.engines.lowering.calls.placement import as_one_item
 from infer_server.engines.lowering.problems.selection import Suppression

@@ -23,10 +23,10 @@ from functools import partial
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.deferred import combined, elementwise
 from infer_server.engines.ir.dtypes import FLOAT
 from infer_server.engines.ir.graph import Array, Dim, Graph, Node
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.passes.layout.permutations import axis_groups
 from infer_server.engines.passes.rewriting.dataflow import Walk, dataflow
 from infer_server.engines.passes.rewriting.editor import GraphEditor, merged_origin

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import Array, Dim, Graph, Node, TensorType, trimmed
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.ops.recurrent import GATES, added_biases
 from infer_server.engines.passes.rewriting.dataflow import Walk, dataflow
 from infer_server.engines.passes.rewriting.editor import GraphEditor

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import Graph, Node
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.ops.recurrent import DEFAULTS, GATES, activations, directions
 from infer_server.engines.passes.fusion.recurrent import filled_with
 from infer_server.engines.passes.rewriting.editor import GraphEditor

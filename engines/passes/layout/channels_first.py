@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int, is_counted
 from infer_server.engines.ir.graph import Dim, Graph, Node
+from infer_server.engines.ir.symbolic import as_int, is_symbolic
 from infer_server.engines.ops import op_of
 from infer_server.engines.ops.window import Window
 
@@ -46,11 +46,11 @@ def stays_the_same(graph: Graph, node: Node) -> bool:
 def _slides_along_rows(graph: Graph, node: Node) -> bool:
     """Return True for a window over each channel separately with column stride 1, or an unpadded disjoint pool.
 
-    Rows of symbolic length count as long, so that a template holds for all lengths.
+    Rows of symbolic length count as long, so that a symbolic plan holds for all lengths.
     """
     shape = graph.shape(node.inputs[0])
     if node.op not in ("MaxPool", "AveragePool", "Conv") or len(shape) != 4 or (
-            not is_counted(shape[3]) and as_int(shape[3]) < LONG):
+            not is_symbolic(shape[3]) and as_int(shape[3]) < LONG):
         return False
     window = Window.of(node, 2)
     if node.op == "Conv":

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.deferred import contiguous
 from infer_server.engines.ir.graph import BATCH, Array, Dim, Graph, Node, TensorType
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.ops import LayoutOp, op_of
 from infer_server.engines.passes.layout.channels_first import does_as_well, in_rows, stays_the_same
 from infer_server.engines.passes.layout.permutations import (

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import Array, Dim
+from infer_server.engines.ir.symbolic import as_int
 
 Perm = tuple[int, ...]
 

@@ -17,9 +17,9 @@ from dataclasses import replace
 import numpy as np
 
 from infer_server.engines.errors import ModelError
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
-from infer_server.engines.ir.shapes import Extent, extent, text
+from infer_server.engines.ir.shapes import BatchInt, extent, text
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.ops import describe, op_of
 from infer_server.engines.passes.rewriting.editor import GraphEditor
 from infer_server.engines.passes.rewriting.facts import NORMS, is_pointwise
@@ -65,7 +65,7 @@ def check_batch(graph: Graph) -> Graph:
 def _merged_axis(shape: Sequence[Dim]) -> int | None:
     """Return the axis whose extent is k * batch with k > 1, or None."""
     for axis, dim in enumerate(shape):
-        if isinstance(size := extent(dim), Extent) and size.coefficient > 1 and not size.constant:
+        if isinstance(size := extent(dim), BatchInt) and size.coefficient > 1 and not size.constant:
             return axis
     return None
 
@@ -239,7 +239,7 @@ def _group_of(source: Sequence[Dim], target: Sequence[Dim], axis: int) -> Group:
     the source that are not before the axis in the target are merged into the axis.
     """
     size = extent(target[axis])
-    assert isinstance(size, Extent)
+    assert isinstance(size, BatchInt)
     if BATCH not in source:
         raise _Stuck(f"{list(source)} has no axis of the batch")
     outside = math.prod(as_int(d) for d in target[:axis])

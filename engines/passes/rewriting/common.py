@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from infer_server.engines.ir.counted import SymbolicInt, structure
 from infer_server.engines.ir.deferred import Deferred
 from infer_server.engines.ir.graph import Array, Graph, Node
 from infer_server.engines.ir.shapes import SymbolicDim
+from infer_server.engines.ir.symbolic import SymbolicInt, structure
 from infer_server.engines.ops import op_of
 from infer_server.engines.passes.rewriting.editor import GraphEditor
 

@@ -20,8 +20,8 @@ from itertools import permutations
 from types import EllipsisType
 from typing import Any, NamedTuple
 
-from infer_server.engines.ir.counted import Pinned
 from infer_server.engines.ir.graph import Array, Graph, Node, TensorType, verify
+from infer_server.engines.ir.symbolic import NotSymbolic
 from infer_server.engines.ops import op_of
 from infer_server.engines.passes.rewriting.editor import GraphEditor, merged_origin
 from infer_server.engines.passes.rewriting.notes import Note, note
@@ -212,7 +212,7 @@ def _sweep(graph: Graph, rules: Sequence[Rule], log: list[Note] | None) -> Graph
                 continue
             try:
                 verdict = rule.check(match)
-            except Pinned:              # the rule needs an extent that is symbolic here
+            except NotSymbolic:              # the rule needs an extent that is symbolic here
                 continue
             if verdict:
                 rule.rewrite(match, Draft(match, editor))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.passes.rewriting.facts import pads, spatial
 from infer_server.engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 

@@ -4,7 +4,7 @@
 """
 from __future__ import annotations
 
-from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 

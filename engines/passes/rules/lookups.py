@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import BATCH, Array, Dim, Graph
-from infer_server.engines.ir.shapes import Extent, extent
+from infer_server.engines.ir.shapes import BatchInt, extent
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.passes.rewriting.dataflow import Walk, dataflow
 from infer_server.engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
@@ -49,7 +49,7 @@ class LookupInItem(Rule):
 def _rows_of_item(match: Match, flat: str) -> int:
     """Return the number of rows of the flattened tensor per item; 0 if it is unknown."""
     rows = extent(match.shape(flat)[0])
-    return rows.coefficient if isinstance(rows, Extent) and not rows.constant else 0
+    return rows.coefficient if isinstance(rows, BatchInt) and not rows.constant else 0
 
 
 def _picked(match: Match, draft: Draft, x: str, shape: tuple[Dim, ...], offsets: Array) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import Array
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.passes.rewriting.facts import per_channel
 from infer_server.engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
 from infer_server.engines.passes.rules.linear import LINEAR, finish_scaled, output_channels, weights_are_constant

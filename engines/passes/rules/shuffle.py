@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 

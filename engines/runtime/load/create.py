@@ -9,60 +9,50 @@ from infer_server.engines.errors import PlanTargetError
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.runtime.engine import Engine
 from infer_server.engines.runtime.load.options import LoadOptions
-from infer_server.engines.runtime.load.recompile import (
-    LateSpecialiser,
-    relowered,
-    segment_maker,
-    with_max_batch,
-)
+from infer_server.engines.runtime.load.recompile import LateSpecialiser, relowered, segment_maker
+from infer_server.engines.runtime.policy import Policy
+from infer_server.engines.runtime.segment import Segment
 
-if TYPE_CHECKING:
-    from infer_server.engines.runtime.program_engine import AnyEngine, ProgramEngine, SegmentEngine, SegmentMaker, Watch
+if TYPE_CHECKING:       # most plans are no programs
+    from infer_server.engines.runtime.program import Program, SegmentMaker, Watch
 
 
-def engine_of(plan: Plan, options: LoadOptions = LoadOptions(), name: str = "") -> AnyEngine:    # noqa: B008
+def engine_of(plan: Plan, options: LoadOptions = LoadOptions(), name: str = "") -> Engine:    # noqa: B008
     """Create the engine of a plan in memory. name: used in messages; by default the plan's.
 
     Raises PlanTargetError, ConfigError.
     """
-    if plan.program is not None:
-        return program_engine(plan, options)
-    return _graph_engine(plan, options, name or plan.name)
+    executor = program_of(plan, options) if plan.program else _segment(plan, options, name or plan.name)
+    return Engine(executor.plan, options.threads, executor=executor)
 
 
-def program_engine(plan: Plan, options: LoadOptions, maker: Callable[[], SegmentMaker] | None = None,
-                   watch: Watch | None = None) -> ProgramEngine:
-    """Create the engine of a program.
+def program_of(plan: Plan, options: LoadOptions, maker: Callable[[], SegmentMaker] | None = None,
+               watch: Watch | None = None) -> Program:
+    """Load a program.
 
     Parameters
     ----------
     plan : Plan
         Plan with a program part.
     options : LoadOptions
-        Options of the engines of its segments, too.
+        Options of its segments.
     maker : callable, optional
         Returns the compiler of further plans of segments.
     watch : callable, optional
         Called with all that segments are fed.
     """
-    from infer_server.engines.runtime.program_engine import ProgramEngine
-    return ProgramEngine(plan, lambda part: _graph_engine(part, options, part.name, segment=True),
-                         maker or (lambda: segment_maker(plan)), options.threads, watch)
+    from infer_server.engines.runtime.program import Program  # imported here because most plans do not need it
+    return Program(plan, lambda part: _segment(part, options, part.name, is_part=True),
+                   maker or (lambda: segment_maker(plan)), watch)
 
 
-def _graph_engine(plan: Plan, options: LoadOptions, name: str, segment: bool = False) -> SegmentEngine:
-    """Create the engine of a plan that is not a program. segment: the plan is a segment of one (see Policy)."""
+def _segment(plan: Plan, options: LoadOptions, name: str, is_part: bool = False) -> Segment:
+    """Load a plan that is not a program. is_part: the plan is a segment of one (see Policy)."""
     plan = _for_this_machine(plan, options, name)
-    threads, cpus, gpu = options.threads, options.cpus, options.gpu
-    if plan.open is None:
-        engine = Engine(plan, threads, cpus, gpu=gpu)
-        if not plan.stripped:
-            engine.larger = lambda items: Engine(with_max_batch(plan, items), threads, cpus, gpu=gpu)
-        return engine
-    from infer_server.engines.runtime.open_engine import OpenEngine  # imported here because most plans do not need it
-    from infer_server.engines.runtime.policy import Policy
-    policy = Policy(options.specialise, options.specialisations, segment=segment)
-    return OpenEngine(plan, lambda: LateSpecialiser(plan, options.cache), threads, cpus, policy, gpu)
+    is_final = plan.stripped and plan.open is None      # nothing can be compiled for it
+    return Segment(plan, options.threads, options.cpus, options.gpu,
+                   None if is_final else lambda: LateSpecialiser(plan, options.cache),
+                   Policy(options.specialise, options.specialisations, segment=is_part))
 
 
 def _for_this_machine(plan: Plan, options: LoadOptions, name: str) -> Plan:
@@ -70,7 +60,7 @@ def _for_this_machine(plan: Plan, options: LoadOptions, name: str) -> Plan:
     mismatch = device_of(plan.machine.backend, options.gpu).mismatch(plan)
     if not mismatch:
         return plan
-    if plan.stripped and not (plan.open and plan.open.model):
+    if plan.stripped and not plan.open_part.model:
         raise PlanTargetError(f"{name}: {mismatch}; it is stripped (--strip), so it cannot be compiled again here: "
                               "build it here, or without --strip")
     if options.on_target_mismatch == "refuse":

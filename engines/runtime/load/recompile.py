@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from infer_server.engines.errors import EngineError, InputError, PlanError, PlanTargetError
 from infer_server.engines.plan.extents import CACHE_CAPACITY
-from infer_server.engines.plan.plan import GeneralKernel, Plan
-from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.plan.plan import DynamicKernel, Plan
 
 if TYPE_CHECKING:
     from infer_server.engines.plan.extents import Extents
-    from infer_server.engines.runtime.open_engine import SpecialisationMaker
-    from infer_server.engines.runtime.program_engine import SegmentMaker
+    from infer_server.engines.runtime.program import SegmentMaker
+    from infer_server.engines.runtime.specialisation import Specialisation, SpecialisationMaker
 
 
 @contextmanager
@@ -85,17 +84,20 @@ def segment_maker(plan: Plan) -> SegmentMaker:
 
 
 class LateSpecialiser:
-    """Specialiser that imports the compiler at the first shape for which no template of an earlier process holds."""
+    """Specialiser that imports the compiler at the first shape for which no stored symbolic plan holds."""
 
     def __init__(self, plan: Plan, cache: str | os.PathLike[str] | bool) -> None:
-        from infer_server.engines.compiler.template import CACHING, TEMPLATES, Templates, stored_templates
-        self.first: Engine | None = None
-        self._plan, self._cache = plan, _engine_cache(cache)
-        # Of plans with caches in place, and of others.
-        self._stored = {kind == CACHING: Templates(lambda counting, extents: None, None, stored)
-                        for kind in (CACHING, TEMPLATES) if (stored := stored_templates(plan, self._cache, kind))}
+        self.first: Specialisation | None = None
+        self._plan = plan
         self._compiler: SpecialisationMaker | None = None
         self._importing = threading.Lock()
+        if plan.open:
+            from infer_server.engines.compiler.symbolic import CACHING, ORDINARY, SymbolicPlans, stored_symbolic_plans
+            self._cache = _engine_cache(cache)
+            # Of plans with caches in place, and of others.
+            self._stored = {kind == CACHING: SymbolicPlans(lambda env, extents: None, None, stored)
+                            for kind in (CACHING, ORDINARY)
+                            if (stored := stored_symbolic_plans(plan, self._cache, kind))}
 
     def _specialiser(self) -> SpecialisationMaker:
         """Return the compiler. Raises PlanTargetError if the plan is stripped or the compiler is not installed."""
@@ -108,18 +110,19 @@ class LateSpecialiser:
             return self._compiler
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
+        if not self._plan.open:
+            assert max_batch is not None
+            return with_max_batch(self._plan, max_batch)
         return self._specialiser().plan(extents, max_batch)
 
-    def general(self, extents: Extents) -> Plan:
+    def symbolic(self, extents: Extents) -> Plan:
         stored = self._stored.get(CACHE_CAPACITY in extents)
         if stored and (plan := stored.plan(extents)):
             return plan
         self._stored.pop(CACHE_CAPACITY in extents, None)       # the compiler reads them, too
-        return self._specialiser().general(extents)
+        return self._specialiser().symbolic(extents)
 
     @property
-    def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
-        """Dynamic-shape kernels, and their code: the compiler's, or the plan's before it is needed."""
-        if self._compiler is not None:
-            return self._compiler.generals
-        return (self._plan.open.general if self._plan.open else ()), ()
+    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
+        """Dynamic kernels, and their code: the compiler's, or the plan's before it is needed."""
+        return self._compiler.dynamic_kernels if self._compiler else (self._plan.open_part.general, ())

@@ -23,7 +23,7 @@ from infer_server.engines import build_engine
 from infer_server.engines.compiler.builder import BuildConfig, Builder
 from infer_server.engines.errors import ModelError
 from infer_server.engines.ir.graph import Array
-from infer_server.engines.ir.pixels import Pixels
+from infer_server.engines.ir.recipe import Pixels
 from infer_server.engines.plan.file import read_plan, write_plan
 from infer_server.engines.plan.plan import IoTensor
 from tests.engines.compiler.half_models import halved

@@ -8,7 +8,6 @@ import pytest
 from infer_server.engines import build_engine
 from infer_server.engines.frontend.cutting.both import with_both_branches
 from infer_server.engines.frontend.onnx_file import read_model
-from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.open_models import by_onnx_runtime, node, random
 from tests.engines.compiler.program_models import region
 from tests.engines.compiler.small_models import small_model
@@ -32,7 +31,7 @@ def gated(condition: str = "x", other: str = "Neg x", rows: int | str = 1, width
 def test_both_branches_are_computed_and_the_right_one_is_taken() -> None:
     model, x = gated(), np.abs(random(1, 40))
     engine = build_engine(model, cache=False, timing=False).engine()
-    assert isinstance(engine, Engine)
+    assert engine.plan.program is None
     for feed in ({"x": x}, {"x": -x}):
         np.testing.assert_allclose(engine.run(feed)["y"], by_onnx_runtime(model, feed)["y"], 1e-5, 1e-5)
 

@@ -17,8 +17,8 @@ from infer_server.engines.ir.graph import Array
 from infer_server.engines.passes.caches import Cache, caches_of
 from infer_server.engines.plan.arena import ChangingArray
 from infer_server.engines.plan.extents import CACHE_CAPACITY
-from infer_server.engines.runtime.open_context import CacheContext
-from infer_server.engines.runtime.open_engine import OpenEngine
+from infer_server.engines.runtime.caches import CacheContext
+from infer_server.engines.runtime.engine import Engine
 from tests.engines.compiler.open_models import growing_net, node, random
 from tests.engines.compiler.small_models import small_model
 
@@ -49,20 +49,18 @@ def queries_net() -> onnx.ModelProto:
 PASTS = {"keys": "keys_out", "values": "values_out", "past_k": "present_k", "past_v": "present_v"}
 
 
-def built(model: onnx.ModelProto, folder: Path, threads: int = 1) -> OpenEngine:
+def built(model: onnx.ModelProto, folder: Path, threads: int = 1) -> Engine:
     build_engine(model, timing=False, cache=False).save(folder / "m.plan")
-    engine = load_engine(folder / "m.plan", threads=threads, specialise="off", cache=False)
-    assert isinstance(engine, OpenEngine)
-    return engine
+    return load_engine(folder / "m.plan", threads=threads, specialise="off", cache=False)
 
 
 @pytest.fixture(scope="module")
-def growing(tmp_path_factory: pytest.TempPathFactory) -> OpenEngine:
+def growing(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return built(growing_net(), tmp_path_factory.mktemp("growing"))
 
 
 @pytest.fixture(scope="module")
-def queries(tmp_path_factory: pytest.TempPathFactory) -> OpenEngine:
+def queries(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return built(queries_net(), tmp_path_factory.mktemp("queries"))
 
 
@@ -77,7 +75,7 @@ def query_feeds(new: int, lengths: list[int], seed: int) -> dict[str, Array]:
 class Both:
     """A context with caches in place, and the engine with caches that are copied."""
 
-    def __init__(self, engine: OpenEngine, items: int, heads: int, depth: int) -> None:
+    def __init__(self, engine: Engine, items: int, heads: int, depth: int) -> None:
         self.engine, self.context = engine, engine.create_cache(CAPACITY)
         self.pasts = {io.name: np.zeros((items, heads, 0, depth), np.float32)
                       for io in engine.inputs if io.name in PASTS}
@@ -93,7 +91,7 @@ def arrays_of(context: CacheContext) -> dict[str, Array]:
     return context._arrays
 
 
-def test_tokens_are_appended_to_the_caches_of_a_concat(growing: OpenEngine) -> None:
+def test_tokens_are_appended_to_the_caches_of_a_concat(growing: Engine) -> None:
     both = Both(growing, 2, 4, 4)
     for step in range(5):
         ours, wanted = both.run({"x": random(2, 1, 16, seed=step)})
@@ -105,7 +103,7 @@ def test_tokens_are_appended_to_the_caches_of_a_concat(growing: OpenEngine) -> N
 
 
 @pytest.mark.parametrize("lengths", [[5, 5], [5, 3]])
-def test_tokens_are_appended_to_the_caches_of_a_group_query_attention(queries: OpenEngine, lengths: list[int]) -> None:
+def test_tokens_are_appended_to_the_caches_of_a_group_query_attention(queries: Engine, lengths: list[int]) -> None:
     both = Both(queries, 2, SHARED, DEPTH)
     for step, new in enumerate((5, 1, 1, 1)):
         ours, wanted = both.run(query_feeds(new, lengths, 10 * step))
@@ -117,14 +115,14 @@ def test_tokens_are_appended_to_the_caches_of_a_group_query_attention(queries: O
         lengths = [length + 1 for length in lengths]
 
 
-def test_several_tokens_follow_others(queries: OpenEngine) -> None:
+def test_several_tokens_follow_others(queries: Engine) -> None:
     both = Both(queries, 1, SHARED, DEPTH)
     for step, (new, length) in enumerate(((4, 4), (3, 7), (1, 8))):
         ours, wanted = both.run(query_feeds(new, [length], 10 * step))
         np.testing.assert_allclose(ours["y"], wanted["y"], 1e-4, 1e-5)
 
 
-def test_a_step_writes_its_own_tokens_only(growing: OpenEngine, queries: OpenEngine) -> None:
+def test_a_step_writes_its_own_tokens_only(growing: Engine, queries: Engine) -> None:
     """Nothing is copied: other elements may have any value, and the kernels work in the caches' memory."""
     for engine, feeds in ((growing, {"x": random(2, 1, 16)}), (queries, query_feeds(1, [7, 7], 0))):
         context = engine.create_cache(CAPACITY)
@@ -143,9 +141,9 @@ def test_a_step_writes_its_own_tokens_only(growing: OpenEngine, queries: OpenEng
             assert (now[:, :, 6] != MARK).all() and (now[:, :, 7:] == MARK).all()
 
 
-def test_kernels_work_in_the_memory_of_the_caches(growing: OpenEngine, queries: OpenEngine) -> None:
+def test_kernels_work_in_the_memory_of_the_caches(growing: Engine, queries: Engine) -> None:
     for engine, extents in ((growing, {"P": 6}), (queries, {"S": 1, "P": 6, "T": 7})):
-        context = engine.caching({**extents, CACHE_CAPACITY: CAPACITY}).create_context()
+        context = engine.executor.caching({**extents, CACHE_CAPACITY: CAPACITY}).create_context()
         execution = context.execution
         assert isinstance(execution, WorksInPlace)
         caches = [view for view in context.plan.machine.inputs if view.name in PASTS]
@@ -156,8 +154,8 @@ def test_kernels_work_in_the_memory_of_the_caches(growing: OpenEngine, queries: 
         assert execution.take_back()
 
 
-def test_a_full_cache_is_an_error_and_takes_tokens_again_after_a_reset(growing: OpenEngine,
-                                                                     queries: OpenEngine) -> None:
+def test_a_full_cache_is_an_error_and_takes_tokens_again_after_a_reset(growing: Engine,
+                                                                     queries: Engine) -> None:
     context = growing.create_cache(2)
     x = {"x": random(1, 1, 16)}
     first, _ = context.run(x)["y"], context.run(x)
@@ -176,7 +174,7 @@ def test_a_full_cache_is_an_error_and_takes_tokens_again_after_a_reset(growing: 
         queries.create_cache(4).run(query_feeds(5, [5], 0))
 
 
-def test_what_does_not_fit_is_refused(growing: OpenEngine, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(growing: Engine, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="input 'x' is float64, the model takes float32"):
         growing.create_cache(8).run({"x": np.zeros((1, 1, 16))})
     context = growing.create_cache(8)
@@ -187,9 +185,18 @@ def test_what_does_not_fit_is_refused(growing: OpenEngine, tmp_path: Path) -> No
     assert context.run({"x": random(3, 1, 16)})["y"].shape == (3, 1, 16)
     with pytest.raises(ConfigError, match="a cache of capacity 0"):
         growing.create_cache(0)
-    plain = built(small_model([node("Relu", "x", "y")], {"x": ["N", "T"]}, ["y"]), tmp_path)
-    with pytest.raises(ConfigError, match="no output is an input with further tokens"):
-        plain.create_cache(8)
+
+
+@pytest.mark.parametrize(("model", "reason"), [
+    (small_model([node("Relu", "x", "y")], {"x": ["N", "T"]}, ["y"]), "no output is an input"),
+    (small_model([node("Concat", "past x", "y", axis=1)], {"past": ["N", 4, 8], "x": ["N", 1, 8]}, ["y"]),
+     "its shapes are fixed"),
+    (small_model([node("NonZero", "x", "y")], {"x": ["N", "T"]}, ["y"]), "it is a program"),
+], ids=["no output that grows", "fixed shapes", "a program"])
+def test_plans_without_caches_say_which_have_them(model: onnx.ModelProto, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"keeps no caches: {reason}.* one graph with an output that is an input of "
+                                          "an open extent with further tokens"):
+        built(model, tmp_path).create_cache(8)
 
 
 def test_several_threads_copy_the_caches(tmp_path: Path) -> None:

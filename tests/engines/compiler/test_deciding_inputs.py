@@ -13,7 +13,6 @@ from infer_server.engines import build_engine, load_engine
 from infer_server.engines.errors import InputError
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.extents import value_name
-from infer_server.engines.runtime.open_engine import OpenEngine
 from tests.engines.compiler.open_models import by_onnx_runtime, node, random
 from tests.engines.compiler.small_models import small_model
 
@@ -76,8 +75,8 @@ def test_one_plan_serves_all_values(model: onnx.ModelProto, feeds: list[dict[str
 
 def test_each_value_is_specialised_once() -> None:
     engine = build_engine(branching(), cache=False, timing=False).engine()
-    assert isinstance(engine, OpenEngine)
-    assert engine.specialised == [{"items": 1, "value of rate": (8000,)}]       # the value that the engine compares
+    # The value that the engine compares.
+    assert engine.executor.specialised == [{"items": 1, "value of rate": (8000,)}]
     first, again, other = (engine.at({"x": (2, 6), "rate": ()}, {"rate": np.array(n)}) for n in (8000, 8000, 1))
     assert first is again and first is not other
     assert engine.deciding == ("rate",) and "'rate'" not in str(first.inputs)

@@ -25,6 +25,7 @@ from infer_server.engines.plan.plan import ItemMajorRun, Plan
 from infer_server.engines.plan.verification import verify
 from infer_server.engines.runtime import context
 from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.specialisation import Specialisation
 from tests.engines.compiler.open_models import picture_net
 from tests.engines.compiler.zoo_engines import MAX_BATCH, compiled
 from tests.zoo import TINY, images_for
@@ -168,7 +169,7 @@ def test_a_run_is_kept_whole_unless_its_windows_save_more(plan: Plan, monkeypatc
     assert with_item_major_runs(plan, TimingCache(), "this one").machine.item_major == wanted
 
 
-@pytest.mark.parametrize("general", [False, True], ids=["specialisation", "general version"])
+@pytest.mark.parametrize("general", [False, True], ids=["specialisation", "symbolic plan"])
 def test_other_shapes_run_item_by_item_what_the_usual_one_does(monkeypatch: pytest.MonkeyPatch, general: bool) -> None:
     monkeypatch.setattr(item_major, "LEAST_BYTES", 0)
     monkeypatch.setattr(item_major, "ITEMS", MAX_BATCH)
@@ -177,14 +178,14 @@ def test_other_shapes_run_item_by_item_what_the_usual_one_does(monkeypatch: pyte
     gaining = Specialiser(run_item_major(usual, [replace(run, last=run.last - 1)]))
     names = {step.name for step in usual.machine.steps[run.first:run.last - 1]}
     for extents in ({"H": 21, "W": 34}, {"H": 40, "W": 28}):
-        by_item, by_step = (one.general(extents) if general else one.plan(extents)
+        by_item, by_step = (one.symbolic(extents) if general else one.plan(extents)
                             for one in (gaining, Specialiser(usual)))
         assert verify(by_item) and not by_step.machine.item_major
         found = [step.name for run in by_item.machine.item_major for step in by_item.machine.steps[run.first:run.last]]
         assert names <= {*found} and usual.machine.steps[run.last - 1].name not in found
         x = {"x": np.random.default_rng(3).standard_normal((MAX_BATCH, *by_item.inputs[0].shape[1:]), np.float32)}
-        expected = Engine(by_step, beside=Engine(usual)).run(x)
-        for name, output in Engine(by_item, beside=Engine(usual)).run(x).items():
+        expected = Specialisation(by_step, beside=Specialisation(usual)).run(x)
+        for name, output in Specialisation(by_item, beside=Specialisation(usual)).run(x).items():
             np.testing.assert_array_equal(output, expected[name])
 
 

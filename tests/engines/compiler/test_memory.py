@@ -21,10 +21,11 @@ from infer_server.engines.lowering.lower import lower
 from infer_server.engines.ops import reference
 from infer_server.engines.passes.quantization.weights import with_rounded_rows
 from infer_server.engines.plan.arena import MemoryPool, plan_memory
-from infer_server.engines.plan.plan import Buffer, Fill, writes_border
+from infer_server.engines.plan.coverage import writes_border
+from infer_server.engines.plan.plan import Buffer, Fill
 from infer_server.engines.runtime.engine import Engine
-from infer_server.engines.runtime.open_engine import OpenEngine
 from infer_server.engines.runtime.policy import Policy
+from infer_server.engines.runtime.specialisation import Specialisation
 from tests.engines.compiler.open_models import node, random
 from tests.engines.compiler.small_models import small_model
 from tests.engines.compiler.zoo_engines import MAX_BATCH, compiled
@@ -91,7 +92,7 @@ def test_a_watched_tensor_is_shown_whole_and_its_memory_serves_others_then(targe
     graph = builder.graph(model)
     tensors = [name for node in graph.nodes for name in node.outputs]
     feeds, shown = {"input": images_for(model, 2, seed=1)}, dict[str, Array]()
-    engine = Engine(builder.watching(graph, tensors))
+    engine = Specialisation(builder.watching(graph, tensors))
     engine.show(feeds, lambda name, values: shown.update({name: values.copy()}))
     expected = reference.run(graph, feeds, tensors)
     assert shown.keys() == expected.keys()
@@ -125,7 +126,7 @@ def test_small_items_share_a_batch_while_all_are_in_a_cache(columns: int, most: 
 def test_small_items_of_an_open_model_are_as_many_as_large_ones() -> None:
     model = small_model([node("Relu", "x", "y")], {"x": ["N", "columns"]}, ["y"])
     engine = build_engine(model, timing=False, cache=False).engine()
-    assert {engine.at({"x": (5, columns)}).max_batch for columns in (4, 4096)} == {engine.max_batch} == {32}
+    assert {engine.at({"x": (5, columns)}).plan.max_batch for columns in (4, 4096)} == {engine.max_batch} == {32}
 
 
 @pytest.mark.parametrize("specialise", ["wait", "off"])
@@ -137,10 +138,10 @@ def test_fewer_items_that_are_large_share_a_batch_and_more_are_run_in_slices(
     model = small_model([node("Conv", "x w", "c", pads=[1, 1, 1, 1]), node("Relu", "c", "y")],
                         {"x": ["N", 1, "H", "W"]}, ["y"], {"w": random(2, 1, 3, 3)})
     plan = build_engine(model, timing=False, cache=False, max_batch=asked, opt_batch=16).plan
-    engine = OpenEngine(plan, lambda: Specialiser(plan), policy=Policy(specialise))
+    engine = Engine(plan, specialiser=lambda: Specialiser(plan), policy=Policy(specialise))
     pictures = random(9, 1, 448, 448)
     here = {"x": pictures.shape}
-    assert (engine.max_batch, engine.at(here).max_batch) == (32, 8)
+    assert (engine.max_batch, engine.at(here).plan.max_batch) == (32, 8)
     context = engine.create_context().at(here)
     context.input("x", 9)[...] = pictures
     context.execute(9)
@@ -164,7 +165,7 @@ def test_huge_pages_are_for_tensors_whose_items_fill_them(monkeypatch: pytest.Mo
                         dict.fromkeys(names, ["N", "T", 512]), [f"y{name}" for name in names],
                         {"one": np.ones(1, np.float32)})
     plan = build_engine(model, timing=False, cache=False, max_batch=4).plan
-    engine = OpenEngine(plan, lambda: Specialiser(plan), policy=Policy("off"))
+    engine = Engine(plan, specialiser=lambda: Specialiser(plan), policy=Policy("off"))
     for length, expected in ((20, False), (250, False), (1100, True)):     # 40 KB, 512 KB and 2.2 MB a tensor
         taken.clear()
         engine.run(dict.fromkeys(names, random(1, length, 512)))

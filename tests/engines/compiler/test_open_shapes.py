@@ -38,8 +38,8 @@ from infer_server.engines.plan import arena
 from infer_server.engines.plan.file import read_plan
 from infer_server.engines.runtime import policy as policy_module
 from infer_server.engines.runtime.engine import Engine
-from infer_server.engines.runtime.open_engine import OpenEngine
 from infer_server.engines.runtime.policy import Policy
+from infer_server.engines.runtime.specialisation import Specialisation
 from tests.engines.compiler.open_models import (
     attention_net,
     by_onnx_runtime,
@@ -95,10 +95,8 @@ def built(model: onnx.ModelProto, **options: Any) -> EngineBuild:
     return build_engine(model, cache=False, timing=False, **options)
 
 
-def opened(model: onnx.ModelProto, **options: Any) -> OpenEngine:
-    engine = built(model, **options).engine()
-    assert isinstance(engine, OpenEngine)
-    return engine
+def opened(model: onnx.ModelProto, **options: Any) -> Engine:
+    return built(model, **options).engine()
 
 
 def assert_right(engine: Any, model: onnx.ModelProto, feeds: dict[str, Array]) -> None:
@@ -119,10 +117,10 @@ def test_one_plan_serves_all_shapes(case: str, tmp_path: Path) -> None:
 def test_the_general_version_computes_the_same_without_a_specialisation(case: str) -> None:
     model, feeds = CASES[case]
     plan = built(model).plan
-    engine = OpenEngine(plan, lambda: Specialiser(plan), policy=Policy("off"))
+    engine = Engine(plan, specialiser=lambda: Specialiser(plan), policy=Policy("off"))
     for feed in feeds:
         assert_right(engine, model, feed)
-    assert len(engine.specialised) == 1
+    assert len(engine.executor.specialised) == 1
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
@@ -150,14 +148,14 @@ def test_without_the_compiler_numpy_is_the_general_version(
         raise ImportError("no llvmlite")
 
     monkeypatch.setattr(backend_of("").__class__, "session", staticmethod(session))
-    engine = OpenEngine(plan, lambda: Specialiser(plan), policy=Policy("off"))
+    engine = Engine(plan, specialiser=lambda: Specialiser(plan), policy=Policy("off"))
     assert_right(engine, attention_net(), tokens(1, 31))
     assert engine.plan_of(tokens(1, 31)).machine.backend == "numpy" and "no llvmlite" in caplog.text
 
 
 def test_pictures_of_sizes_never_met_are_computed_by_kernels_that_are_told_their_extents() -> None:
     build = built(picture_net())
-    exact, general = (OpenEngine(build.plan, lambda: Specialiser(build.plan), policy=Policy(way))
+    exact, general = (Engine(build.plan, specialiser=lambda: Specialiser(build.plan), policy=Policy(way))
                       for way in ("wait", "off"))
     for size in ((9, 7), (30, 41), (33, 64), (5, 90)):
         ours, expected = (engine.run(pictures(2, *size))["y"] for engine in (general, exact))
@@ -171,7 +169,7 @@ def test_a_specialisation_is_what_a_build_for_its_shapes_is() -> None:
     one = Specialiser(plan).plan({"T": 21})
     assert one.machine.code == fixed.machine.code and one.inputs == fixed.inputs
     assert one.machine.buffers == fixed.machine.buffers and one.machine.shared == (len(plan.machine.constants), 0)
-    ours, theirs = (bytes(Engine(p, beside=Engine(plan)).run(tokens(2, 21))["y"]) for p in (one, fixed))
+    ours, theirs = (bytes(Specialisation(p, beside=Specialisation(plan)).run(tokens(2, 21))["y"]) for p in (one, fixed))
     assert ours == theirs
 
 
@@ -187,14 +185,15 @@ def test_packed_weights_are_there_once_for_all_specialisations(precision: str, t
     (other,), later = plan.open.others, Specialiser(plan).plan({"T": 31})
     for one in (other, later):
         assert len(one.machine.constants) <= len(plan.machine.constants) / 2 and not one.machine.expanded
-    feed, first = tokens(2, 31), Engine(plan)
-    expected = Engine(Specialiser(plan, "numpy").plan({"T": 31})).run(feed)["y"]
+    feed, first = tokens(2, 31), Specialisation(plan)
+    expected = Specialisation(Specialiser(plan, "numpy").plan({"T": 31})).run(feed)["y"]
     for one in (other, later):
-        np.testing.assert_allclose(Engine(one, beside=first).run(feed)["y"], expected, rtol=TOLERANCE, atol=TOLERANCE)
+        found = Specialisation(one, beside=first).run(feed)["y"]
+        np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
     with pytest.raises(PlanTargetError, match="cannot be loaded alone; load the plan of its model"):
-        Engine(later)
+        Specialisation(later)
     with pytest.raises(PlanCorruptError, match="does not belong to the plan it is loaded with"):
-        Engine(later.with_machine(shared=(1 << 20, 1 << 20)), beside=first)
+        Specialisation(later.with_machine(shared=(1 << 20, 1 << 20)), beside=first)
 
 
 def test_what_the_build_timed_decides_at_other_shapes_where_the_cost_does_not_tell() -> None:
@@ -217,7 +216,7 @@ def test_int8_has_the_bytes_of_a_build_for_the_same_shapes_and_ranges(tmp_path: 
     fixed = built(model, precision="int8", calibration=Calibration(cache=cache), shapes={"x": (None, 3, 24, 24)})
     feed = pictures(2, 24, 24)
     np.testing.assert_array_equal(build.engine().run(feed)["y"], fixed.engine().run(feed)["y"])
-    general = OpenEngine(build.plan, lambda: Specialiser(build.plan), policy=Policy("off"))
+    general = Engine(build.plan, specialiser=lambda: Specialiser(build.plan), policy=Policy("off"))
     for shape in ((2, 24, 24), (1, 40, 56)):
         np.testing.assert_array_equal(build.engine().run(pictures(*shape))["y"], general.run(pictures(*shape))["y"])
 
@@ -257,7 +256,7 @@ def test_profiles_are_compiled_at_once_and_bound_what_is_accepted() -> None:
         return {"x": tuple((items, length, 16) for items, length in ((1, least), (1, usual), (4, most)))}
 
     engine = opened(attention_net(), profiles=(profile(2, 8, 16), profile(20, 24, 32)))
-    assert engine.specialised == [{"T": 8}, {"T": 24}] and engine.max_batch == 4
+    assert engine.executor.specialised == [{"T": 8}, {"T": 24}] and engine.max_batch == 4
     assert_right(engine, attention_net(), tokens(2, 30))
     with pytest.raises(InputError, match="'T' is 17, and the plan was built for 2 to 16"):
         engine.run(tokens(1, 17))
@@ -300,14 +299,14 @@ def test_a_batch_that_only_seems_open_where_other_extents_are_one_is_not_left_op
 
 def test_those_used_last_are_kept() -> None:
     plan = built(pairs_net()).plan
-    engine = OpenEngine(plan, lambda: Specialiser(plan), policy=Policy("wait", most=2))
+    engine = Engine(plan, specialiser=lambda: Specialiser(plan), policy=Policy("wait", most=2))
     context = engine.create_context()
     for extents in ((2, 3), (4, 5), (2, 3), (6, 7)):
         context.at({"a": (extents[0], 6), "b": (extents[1], 6)})
-    assert engine.specialised == [{"rows": 2, "columns": 3}, {"rows": 6, "columns": 7}]
-    small = OpenEngine(plan, lambda: Specialiser(plan), policy=Policy("wait", memory=1))
+    assert engine.executor.specialised == [{"rows": 2, "columns": 3}, {"rows": 6, "columns": 7}]
+    small = Engine(plan, specialiser=lambda: Specialiser(plan), policy=Policy("wait", memory=1))
     assert_right(small, pairs_net(), rows(3, 4))
-    assert small.specialised == [{"rows": 3, "columns": 4}]
+    assert small.executor.specialised == [{"rows": 3, "columns": 4}]
 
 
 def test_the_general_version_serves_until_the_background_is_done() -> None:
@@ -321,13 +320,13 @@ def test_the_general_version_serves_until_the_background_is_done() -> None:
             finally:
                 done.set()
 
-    engine = OpenEngine(plan, lambda: Slow(plan), policy=Policy("background", uses=1))
+    engine = Engine(plan, specialiser=lambda: Slow(plan), policy=Policy("background", uses=1))
     assert_right(engine, pairs_net(), rows(3, 4))
-    assert {"rows": 3, "columns": 4} not in engine.specialised
+    assert {"rows": 3, "columns": 4} not in engine.executor.specialised
     begin.set()
     done.wait()
     engine.close()
-    assert {"rows": 3, "columns": 4} in engine.specialised
+    assert {"rows": 3, "columns": 4} in engine.executor.specialised
     assert_right(engine, pairs_net(), rows(3, 4))
 
 
@@ -341,28 +340,28 @@ def test_a_shape_that_comes_often_is_specialised_in_the_background() -> None:
             finally:
                 done.set()
 
-    engine = OpenEngine(plan, lambda: Watched(plan), policy=Policy("background", uses=3))
+    engine = Engine(plan, specialiser=lambda: Watched(plan), policy=Policy("background", uses=3))
     for _ in range(2):
         assert_right(engine, pairs_net(), rows(3, 4))
-    assert not engine._waiting and not done.is_set()
+    assert not engine.executor._waiting and not done.is_set()
     assert_right(engine, pairs_net(), rows(3, 4))
     done.wait()
     engine.close()
-    assert {"rows": 3, "columns": 4} in engine.specialised
+    assert {"rows": 3, "columns": 4} in engine.executor.specialised
 
 
-def test_no_general_version_is_made_where_it_would_not_be_compiled_and_the_specialisation_is_soon_there() -> None:
+def test_no_symbolic_plan_is_made_where_it_would_not_be_compiled_and_the_specialisation_is_soon_there() -> None:
     plan = built(pairs_net()).plan
     assert plan.open
     plan = replace(plan, open=replace(plan.open, general=()))
 
     class Quick(Specialiser):
-        def general(self, extents: Any) -> Any:
+        def symbolic(self, extents: Any) -> Any:
             raise AssertionError("it was not waited for")
 
-    engine = OpenEngine(plan, lambda: Quick(plan), policy=Policy("background", patience=600))
+    engine = Engine(plan, specialiser=lambda: Quick(plan), policy=Policy("background", patience=600))
     assert_right(engine, pairs_net(), rows(3, 4))
-    assert {"rows": 3, "columns": 4} in engine.specialised
+    assert {"rows": 3, "columns": 4} in engine.executor.specialised
     engine.close()
 
 
@@ -374,22 +373,22 @@ def test_a_segment_of_a_program_is_specialised_for_what_comes_a_second_time() ->
             begun.set()
             return super().plan(extents)
 
-    engine = OpenEngine(plan, lambda: Noted(plan), policy=Policy("background", segment=True))
+    engine = Engine(plan, specialiser=lambda: Noted(plan), policy=Policy("background", segment=True))
     for at, times in ((3, 1), (5, 2)):
         for _ in range(times):
             assert_right(engine, pairs_net(), rows(at, at + 1))
-    general = engine._general_version(engine._key({"rows": 3, "columns": 4}))
+    symbolic = engine.executor._symbolic_plan_for(engine.executor._key({"rows": 3, "columns": 4}))
     assert begun.wait(60)
     engine.close()
-    assert engine.specialised == [plan.extents, {"rows": 5, "columns": 6}]
-    assert engine.keeps(engine.at(engine.usual_shapes())) and not engine.keeps(general)
+    assert engine.executor.specialised == [plan.extents, {"rows": 5, "columns": 6}]
+    assert engine.executor.keeps(engine.at(engine.usual_shapes())) and not engine.executor.keeps(symbolic)
 
 
 ENDING = """
 import time
 from concurrent.futures import thread
 from infer_server.engines.compiler.specialise import Specialiser
-from infer_server.engines.runtime.open_engine import OpenEngine
+from infer_server.engines.runtime.engine import Engine
 from infer_server.engines.runtime.policy import Policy
 from tests.engines.compiler.test_open_shapes import built, pairs_net, rows
 
@@ -402,7 +401,7 @@ class Slow(Specialiser):
             time.sleep(0.01)
         return super().plan(extents, max_batch)
 
-engine = OpenEngine(plan, lambda: Slow(plan), policy=Policy("background", patience=0))
+engine = Engine(plan, specialiser=lambda: Slow(plan), policy=Policy("background", patience=0))
 for at in (3, 5, 7):
     engine.run(rows(at, at + 1))
 """
@@ -420,13 +419,13 @@ def test_where_specialising_fails_the_general_version_goes_on(caplog: pytest.Log
         def plan(self, extents: Any, max_batch: int | None = None) -> Any:
             raise ModelError("no kernel")
 
-    engine = OpenEngine(plan, lambda: Broken(plan), policy=Policy("background", uses=1))
+    engine = Engine(plan, specialiser=lambda: Broken(plan), policy=Policy("background", uses=1))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert_right(engine, pairs_net(), rows(3, 4))
             engine.close()
     assert [record.message.partition(": ")[2] for record in caplog.records] == [
-        "no specialisation for rows=3, columns=4, the general version serves: no kernel"]
+        "no specialisation for rows=3, columns=4, the symbolic plan serves: no kernel"]
 
 
 def test_a_stripped_plan_runs_what_was_specialised_and_says_so(tmp_path: Path) -> None:
@@ -452,7 +451,7 @@ def test_specialisations_are_kept_on_the_disk(tmp_path: Path, monkeypatch: pytes
 def test_contexts_of_many_shapes_take_the_memory_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values left by another shape change no result, and later runs do not overwrite kept results."""
     monkeypatch.setattr(policy_module, "IDLE_BYTES", 0)
-    engine = OpenEngine(plan := built(attention_net()).plan, lambda: Specialiser(plan), policy=Policy("off"))
+    engine = Engine(plan := built(attention_net()).plan, specialiser=lambda: Specialiser(plan), policy=Policy("off"))
     context = engine.create_context()
     made = 0
     memory = arena.Memory
@@ -494,7 +493,7 @@ def test_a_plan_with_open_extents_is_compiled_again_for_another_target() -> None
     plan = built(attention_net()).plan
     portable = relower(plan, "portable")
     assert portable.machine.target == "portable" and portable.extents == plan.extents
-    engine = OpenEngine(portable, lambda: Specialiser(portable))
+    engine = Engine(portable, specialiser=lambda: Specialiser(portable))
     assert_right(engine, attention_net(), tokens(2, 5))
 
 
@@ -519,38 +518,38 @@ def test_the_outputs_say_which_of_their_extents_are_open() -> None:
 
 def test_of_a_cache_that_grows_no_specialisation_is_made_before_a_length_comes_again() -> None:
     build = built(growing_net())
-    engine = OpenEngine(build.plan, lambda: Specialiser(build.plan))
-    exact = OpenEngine(build.plan, lambda: Specialiser(build.plan), policy=Policy("off"))
+    engine = Engine(build.plan, specialiser=lambda: Specialiser(build.plan))
+    exact = Engine(build.plan, specialiser=lambda: Specialiser(build.plan), policy=Policy("off"))
 
     def step(length: int) -> dict[str, Array]:
         return {"x": random(1, 1, 16), "keys": random(1, 4, length, 4), "values": random(1, 4, length, 4)}
 
     for length in range(20, 32):
         np.testing.assert_allclose(engine.run(step(length))["y"], exact.run(step(length))["y"], atol=TOLERANCE)
-    quick = OpenEngine(build.plan, lambda: Specialiser(build.plan), policy=Policy("background", patience=60))
+    quick = Engine(build.plan, specialiser=lambda: Specialiser(build.plan), policy=Policy("background", patience=60))
     for length in range(20, 26):
         quick.run(step(length))
-    assert not [extents["P"] for extents in quick.specialised if extents["P"] < 100]
+    assert not [extents["P"] for extents in quick.executor.specialised if extents["P"] < 100]
     quick.close()
-    lengths = [extents["P"] for extents in engine.specialised if extents["P"] < 100]
+    lengths = [extents["P"] for extents in engine.executor.specialised if extents["P"] < 100]
     assert lengths == [20, 21, 22, 23]
     engine.run(step(31))
-    assert engine.specialised[-1] == {"P": 31}
+    assert engine.executor.specialised[-1] == {"P": 31}
 
 
 def test_a_context_for_which_there_is_no_memory_does_not_fail_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_module, "IDLE_BYTES", 0)
     plan = built(pairs_net()).plan
-    context = OpenEngine(plan, lambda: Specialiser(plan), policy=Policy("off")).create_context()
+    context = Engine(plan, specialiser=lambda: Specialiser(plan), policy=Policy("off")).create_context()
 
     def shapes(count: int) -> dict[str, tuple[int, ...]]:
         return {name: array.shape for name, array in rows(count, count).items()}
 
-    def refuses(self: Engine, cpus: object = None) -> Any:
+    def refuses(self: Specialisation, cpus: object = None) -> Any:
         raise PlanError("no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Engine, "create_context", refuses)
+        patched.setattr(Specialisation, "create_context", refuses)
         with pytest.raises(PlanError):
             context.at(shapes(3))
     for count in range(4, 12):

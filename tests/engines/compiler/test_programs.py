@@ -21,7 +21,6 @@ from infer_server.engines.runtime import iteration
 from infer_server.engines.runtime.iteration import InPlace
 from infer_server.engines.runtime.load.create import engine_of
 from infer_server.engines.runtime.load.options import LoadOptions
-from infer_server.engines.runtime.program_engine import ProgramEngine
 from tests.engines.compiler import program_models as models
 from tests.engines.compiler.open_models import by_onnx_runtime, node, random
 from tests.engines.compiler.small_models import small_model
@@ -70,7 +69,6 @@ def test_a_program_is_right_at_every_shape(case: str, tmp_path: Path) -> None:
     assert case != "a detector" or not coverage_of(build.plan).by_reference
     build.save(tmp_path / "m.plan")
     engine = load_engine(tmp_path / "m.plan", cache=False)
-    assert isinstance(engine, ProgramEngine)
     for feed in feeds:
         assert_right(engine, model, feed)
 
@@ -277,5 +275,5 @@ def test_names_of_classes_are_given_out_as_objects() -> None:
     engine = built(model).engine()
     label = engine.run({"x": np.array([[2, 1], [0, 3]], np.float32)})["label"]
     assert label.dtype == object and label.tolist() == ["a cat", "a dog"]
-    by_host = [instruction.op for instruction in engine.part.main.instructions if instruction.op]
+    by_host = [instruction.op for instruction in engine.executor.part.main.instructions if instruction.op]
     assert by_host == ["Gather"], "the classifier itself is compiled"

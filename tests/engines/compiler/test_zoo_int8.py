@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from infer_server.calibration.accuracy.measures import sqnr_db
-from infer_server.engines.plan.plan import writes_border
+from infer_server.engines.plan.coverage import writes_border
 from tests.engines.compiler.zoo_engines import MAX_BATCH, compiled, engine_of, fallbacks
 from tests.zoo import TINY, images_for, run_onnx
 

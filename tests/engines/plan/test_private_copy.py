@@ -134,7 +134,7 @@ def test_a_dropped_engine_is_gone_at_once_without_the_collector(tmp_path: Path, 
         context.execute(1)
         context.profile()
         engine.run({"x": np.zeros((2, 2, 4), np.int32)})
-        program = engine._loaded.program
+        program = engine.executor._first._loaded.program
         gone = [weakref.ref(part) for part in (engine, engine.plan, program, program.program._code, program._constants,
                                                context, context.execution)]
         del engine, context, program
@@ -177,7 +177,7 @@ def test_loading_again_and_again_takes_the_memory_of_one_plan(tmp_path: Path) ->
 def test_nobody_may_write_to_the_weights_not_even_a_kernel(tmp_path: Path) -> None:
     write_plan(plan_of(5), tmp_path / "m.plan")
     engine = load_engine(tmp_path / "m.plan")
-    address = engine._loaded.program._constants.ctypes.data
+    address = engine.executor._first._loaded.program._constants.ctypes.data
     with open("/proc/self/maps") as maps:
         ranges = [(line.split()[1], *(int(end, 16) for end in line.split()[0].split("-"))) for line in maps]
     for at in (address, address + 4 * BLOCK - 1):

@@ -15,19 +15,17 @@ from infer_server.backend import load_plan
 from infer_server.calibration.accuracy.verify import verify
 from infer_server.cli import run_engine
 from infer_server.engines import build_engine
+from infer_server.engines.runtime.engine import Engine
 from infer_server.engines.runtime.load.create import engine_of
-from infer_server.engines.runtime.program_engine import ProgramEngine
 from tests.engines.runtime.string_models import COLOURS, SIZES, columns, joined
 from tests.infer_server.serving import serving
 
 
-def made(model: onnx.ModelProto) -> ProgramEngine:
-    engine = engine_of(build_engine(model, cache=False, timing=False).plan)
-    assert isinstance(engine, ProgramEngine)
-    return engine
+def made(model: onnx.ModelProto) -> Engine:
+    return engine_of(build_engine(model, cache=False, timing=False).plan)
 
 
-def usual(engine: ProgramEngine) -> list[list[str]]:
+def usual(engine: Engine) -> list[list[str]]:
     context = engine.create_context()
     context.execute()
     return [context.input(io.name).tolist() for io in engine.inputs]
@@ -49,7 +47,7 @@ def test_a_column_that_two_encoders_read_has_a_category_of_both() -> None:
 
 def test_more_rows_have_the_same_categories() -> None:
     engine = made(columns())
-    words = engine.usual(engine.inputs[0], (3, 2))
+    words = engine.executor.usual(engine.inputs[0], (3, 2))
     assert words.tolist() == [["green", "large"]] * 3
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from infer_server.calibration.accuracy.measures import sqnr_db
 from infer_server.engines.ir.graph import Array
-from infer_server.engines.plan.plan import writes_border
+from infer_server.engines.plan.coverage import writes_border
 from infer_server.engines.preprocess import IMAGENET
 from tests.infer_server.cli.commands import UNTIMED, Workshop
 from tests.infer_server.cli.test_calibration_options import folder_of_images

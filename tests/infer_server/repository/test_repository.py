@@ -389,7 +389,7 @@ def test_probes_of_models_over_http_are_answered(server: RunningServer, tmp_path
 
 
 def test_a_load_reads_the_model_once_and_does_not_look_at_all_others(tmp_path: Path) -> None:
-    class Counting(LocalFolder):
+    class ShapeEnv(LocalFolder):
         listings, read = 0, Counter[str]()
 
         def names(self) -> list[str]:
@@ -406,7 +406,7 @@ def test_a_load_reads_the_model_once_and_does_not_look_at_all_others(tmp_path: P
     def load(source: Source) -> Model:
         raise RepositoryError(f"{source.name} is only read")
 
-    place = Counting(tmp_path)
+    place = ShapeEnv(tmp_path)
     names = {f"m{i}" for i in range(40)}
     for name in names:
         write_model(tmp_path, name)

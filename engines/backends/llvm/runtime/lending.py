@@ -12,9 +12,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.engines.ir.counted import identical
 from infer_server.engines.ir.dtypes import memory_dtype
 from infer_server.engines.ir.graph import Array
+from infer_server.engines.ir.symbolic import identical
 from infer_server.engines.plan.arena import PAGE, ChangingArray
 from infer_server.engines.plan.plan import SLACK, MachinePart, Operand, Plan, Step, TensorView, runs_by_item
 

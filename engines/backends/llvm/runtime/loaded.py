@@ -3,8 +3,8 @@
 elf.py loads the code, expansion.py the constants that are computed, abi.py names the words of the tables. execution.py
 has the memory that the tables point into, and runs the code.
 
-A Program is what a plan has for all extents. A LoadedPlan adds the numbers: for a plan of a template they are one
-vector, which a function of the extents fills, and nothing is done for each step.
+A Program is what a plan has for all extents. A LoadedPlan adds the numbers: if a symbolic plan made
+the plan, they are one vector, which a function of the extents fills, and nothing is done for each step.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from infer_server.engines.backends.llvm.runtime.expansion import expand
 from infer_server.engines.backends.llvm.runtime.lending import ZeroCopyBuffers
 from infer_server.engines.backends.llvm.runtime.segments import Segment, cut_at_item_major_runs, cut_before, segments_of
 from infer_server.engines.errors import PlanCorruptError, PlanTargetError
-from infer_server.engines.ir.counted import SymbolicInt
+from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.plan.arena import (
     CACHE_LINE,
     HUGE_PAGE,
@@ -46,7 +46,7 @@ from infer_server.engines.plan.plan import (
     Step,
     item_strides,
 )
-from infer_server.engines.plan.template import LateMachine, Template
+from infer_server.engines.plan.symbolic import LateMachine, SymbolicPlan
 from infer_server.engines.plan.verification import verify
 
 Words = NDArray[np.int64]
@@ -63,8 +63,8 @@ def words(*shape: int) -> Words:
 class Program:
     """Parts of a plan that its extents do not change: code, segments, buffers of operands."""
 
-    def __init__(self, plan: Plan, code: LoadedCode, template: Template | None = None) -> None:
-        """template: the plan is its symbolic one. Raises PlanCorruptError."""
+    def __init__(self, plan: Plan, code: LoadedCode, symbolic: SymbolicPlan | None = None) -> None:
+        """symbolic: the symbolic plan, if `plan` is what it traced. Raises PlanCorruptError."""
         machine = plan.machine
         self._name, self._code = plan.name, code
         self.run_steps = self.function("run_steps", 5)
@@ -76,13 +76,13 @@ class Program:
         # The four kinds of constants are numbered as buffers after the others.
         more = {kind: len(machine.buffers) + i for i, kind in enumerate((None, EXPANDED, SHARED, SHARED_EXPANDED))}
         self.operand_buffers = np.array([more.get(o.buffer, o.buffer) for o in operands], np.int64)
-        self.zero_copy = ZeroCopyBuffers(plan, self.operand_buffers, symbolic=template is not None)
+        self.zero_copy = ZeroCopyBuffers(plan, self.operand_buffers, symbolic=symbolic is not None)
         self.layouts = Layouts([(buffer.first, buffer.last) for buffer in machine.buffers], halos_of(machine.fills))
         numbers = _numbers(machine)
         changing = [i for i, number in enumerate(numbers) if type(number) is SymbolicInt]
         self._changing = np.array(changing, np.int64)
         self._numbers = np.array([0 if type(number) is SymbolicInt else number for number in numbers], np.int64)
-        self._changed = template.function([numbers[i] for i in changing]) if template and changing else None
+        self._changed = symbolic.function([numbers[i] for i in changing]) if symbolic and changing else None
         ends = np.cumsum([3 * len(machine.steps), len(operands), len(machine.buffers)])
         self._parts = [slice(begin, end) for begin, end in zip((0, *ends), ends, strict=False)]
         self._steps = self._step_rows(machine)
@@ -147,12 +147,12 @@ class LoadedPlan:
         ------
         PlanCorruptError, PlanTargetError
         """
-        self.plan, self.machine = plan if plan.of_template else verify(plan), plan.machine
+        self.plan, self.machine = plan if plan.of_symbolic else verify(plan), plan.machine
         self._beside = _checked(plan, beside) if self.machine.shared else None
         # Plans of one model have code in common, and their contexts take turns.
         self._codes: WeakValueDictionary[tuple[int, ...], LoadedCode] = (
             self._beside._codes if self._beside else WeakValueDictionary())
-        self._programs: WeakKeyDictionary[Template, Program] = (
+        self._programs: WeakKeyDictionary[SymbolicPlan, Program] = (
             self._beside._programs if self._beside else WeakKeyDictionary())
         self._pool: MemoryPool | None = self._beside._pool if self._beside else MemoryPool() if plan.open else None
         self.program, arguments = self._program()
@@ -169,13 +169,13 @@ class LoadedPlan:
     def _program(self) -> tuple[Program, Sequence[int]]:
         """Return the program, and the extents that it needs."""
         machine = self.machine
-        template = machine.template if isinstance(machine, LateMachine) else None
-        program = self._programs.get(template) if template else None
+        symbolic = machine.symbolic if isinstance(machine, LateMachine) else None
+        program = self._programs.get(symbolic) if symbolic else None
         if program is None:
             # Fallback steps are made with their numbers.
-            if template is None or any(step.fallback for step in template.symbolic.machine.steps):
+            if symbolic is None or any(step.fallback for step in symbolic.traced.machine.steps):
                 return Program(self.plan, self._loaded_code()), ()
-            program = self._programs[template] = Program(template.symbolic, self._loaded_code(), template)
+            program = self._programs[symbolic] = Program(symbolic.traced, self._loaded_code(), symbolic)
         return program, machine.arguments           # type: ignore[attr-defined]
 
     def _loaded_code(self) -> LoadedCode:
@@ -239,7 +239,7 @@ class LoadedPlan:
             sizes = sizes.copy()
             for i, item in self.one_item_bytes.items():
                 sizes[i] -= others * item
-        if self.plan.of_template:
+        if self.plan.of_symbolic:
             layout = self.program.layouts.plan(sizes)
         else:
             buffers = [replace(buffer, bytes=size) for buffer, size in zip(self.machine.buffers, sizes.tolist(),

@@ -33,7 +33,7 @@ class Choice:
     symbol: unique to the kernel, the tactic and the instruction set.
     time_us: microseconds for one item, 0 if it was not timed.
     further_item: time of each further item of a batch relative to that, if a larger batch was timed.
-    told: values of the run-time numbers of a symbolic kernel, its last operand.
+    told: values of the run-time numbers of a dynamic kernel, its last operand.
     """
     kernel: Kernel[Any]
     tactic: Any

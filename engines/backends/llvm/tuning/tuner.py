@@ -24,15 +24,15 @@ from infer_server.engines.backends.llvm.tuning.candidate_times import (
     promising,
 )
 from infer_server.engines.backends.llvm.tuning.candidates import Candidate, CandidateCode, Choice, packing
-from infer_server.engines.backends.llvm.tuning.general import Found, GeneralKernels, counted_numbers, told
+from infer_server.engines.backends.llvm.tuning.dynamic import DynamicKernels, Found, symbolic_numbers, told
 from infer_server.engines.backends.llvm.tuning.layouts import COST_TOLERANCE, TOLERANCE, with_common_layouts
 from infer_server.engines.backends.llvm.tuning.nearest import Timed, correction
 from infer_server.engines.backends.llvm.tuning.timing import CLOCK_US, Times, mean_ratios
 from infer_server.engines.codegen.compiler_pool import CompilerPool
-from infer_server.engines.ir.counted import Pinned, plain, structure
+from infer_server.engines.ir.symbolic import NotSymbolic, plain, structure
 from infer_server.engines.lowering.problems.problem import Problem
 from infer_server.engines.machine.timing_cache import TimingCache
-from infer_server.engines.plan.plan import GeneralKernel
+from infer_server.engines.plan.plan import DynamicKernel
 
 MAX_COST_RATIO = 1.3        # tactics above this multiple of the least cost are not timed
 NEAR = 1.1                  # times within this multiple of the least are close: noise, and inputs from outer caches
@@ -72,7 +72,7 @@ class Tuner:
         self.code = code or CandidateCode(isa)
         self._times = CandidateTimes(isa, cache, processor, self.code)
         self._timed = Timed({})
-        self.generals = GeneralKernels(isa)
+        self.dynamic_kernels = DynamicKernels(isa)
         self._batches_of: dict[Problem, tuple[int, ...]] = {}
         self._sharing: dict[tuple[Problem, ...], None] = {}     # groups of problems that share weights (a set in order)
 
@@ -86,18 +86,18 @@ class Tuner:
         return self.code.digest(one)
 
     def take_over(self, corrections: Mapping[str, Mapping[str, float]], objects: Iterable[bytes],
-                  generals: Iterable[GeneralKernel] = ()) -> None:
+                  dynamic: Iterable[DynamicKernel] = ()) -> None:
         """Reuse results of sessions that compiled the model for other shapes.
 
         Parameters
         ----------
         corrections : their `corrections`.
         objects : their compiled code.
-        generals : the symbolic kernels in that code.
+        dynamic : the dynamic kernels in that code.
         """
         self._timed = Timed(corrections)
         self.code.take_over(objects)
-        self.generals.add(generals, self.code.made)
+        self.dynamic_kernels.add(dynamic, self.code.made)
 
     def choose(self, wanted: Mapping[Problem, Constants], progress: Progress | None = None,
                batches: Sequence[int] = (1,), sharing: Iterable[tuple[Problem, ...]] = ()) -> dict[Problem, Choice]:
@@ -128,12 +128,12 @@ class Tuner:
             self._choices[problem] = self._choice(candidate, found, code[candidate])
         return {problem: self._choices[problem] for problem in wanted}
 
-    def general(self, wanted: Iterable[Problem], batches: Sequence[int] = (1,),
+    def dynamic(self, wanted: Iterable[Problem], batches: Sequence[int] = (1,),
                 others: Callable[[], Iterable[Problem]] = lambda: ()) -> dict[Problem, Choice]:
         """Return a kernel for each problem, compiling only what is missing.
 
-        A kernel is used if its code exists, either for the problem's own numbers or as a symbolic kernel. A missing one
-        is compiled as a symbolic kernel, so that later shapes can use it too.
+        A kernel is used if its code exists, either for the problem's own numbers or as a dynamic kernel. A missing one
+        is compiled as a dynamic kernel, so that later shapes can use it too.
 
         Parameters
         ----------
@@ -146,36 +146,36 @@ class Tuner:
         missing = [self._usual(problem) for problem, choice in found.items() if choice is None]
         if missing:
             for graph in (wanted, self._choices or others()):
-                self.generals.meet(kernel for problem in graph for kernel in kernels_for(problem, batches[-1]))
+                self.dynamic_kernels.meet(kernel for problem in graph for kernel in kernels_for(problem, batches[-1]))
         with compiler_pool(self.isa) as pool:
-            made = self.generals.make([(one.kernel, one.tactic) for one in missing], pool)
+            made = self.dynamic_kernels.make([(one.kernel, one.tactic) for one in missing], pool)
         return {problem: choice for problem, choice in found.items() if choice} | {
             one.kernel.problem: self._told(one.kernel, general) for one, general in zip(missing, made, strict=True)}
 
-    def counted(self, wanted: Sequence[Problem], batches: Sequence[int] = (1,)) -> list[Choice]:
+    def symbolic(self, wanted: Sequence[Problem], batches: Sequence[int] = (1,)) -> list[Choice]:
         """Return a kernel for each problem with symbolic numbers, which takes those at run time."""
         self._times.batches = tuple(batches)
         known = {structure(problem): problem for problem in wanted}
-        places = {key: counted_numbers(problem) for key, problem in known.items()}
+        places = {key: symbolic_numbers(problem) for key, problem in known.items()}
         values = {key: plain(problem) for key, problem in known.items()}
         found = {key: self._without_compiling(problem, places[key]) for key, problem in values.items()}
         missing = [key for key, choice in found.items() if choice is None]
         usual = [self._usual(values[key]) for key in missing]
         with compiler_pool(self.isa) as pool:
-            made = self.generals.make([(one.kernel, one.tactic) for one in usual], pool,
+            made = self.dynamic_kernels.make([(one.kernel, one.tactic) for one in usual], pool,
                                       open_numbers=[places[key] for key in missing])
         found |= {key: self._told(one.kernel, general) for key, one, general in zip(missing, usual, made, strict=True)}
-        counted = {key: self._counted(choice, known[key]) for key, choice in found.items() if choice}
-        return [counted[structure(problem)] for problem in wanted]
+        symbolic = {key: self._symbolic(choice, known[key]) for key, choice in found.items() if choice}
+        return [symbolic[structure(problem)] for problem in wanted]
 
-    def _counted(self, choice: Choice, problem: Problem) -> Choice:
+    def _symbolic(self, choice: Choice, problem: Problem) -> Choice:
         """Convert the choice for the current values of a problem to one for the symbolic problem."""
         if choice.told is None:
             return choice
         kernel = type(choice.kernel)(problem, choice.kernel.items)
         if not kernel.applies(self.isa):    # not an assert: the comparisons record guards, which python -O would drop
-            raise Pinned("the kernel does not solve what its problem is now")
-        return replace(choice, kernel=kernel, told=told(self.generals.named(choice.symbol), kernel))
+            raise NotSymbolic("the kernel does not solve what its problem is now")
+        return replace(choice, kernel=kernel, told=told(self.dynamic_kernels.named(choice.symbol), kernel))
 
     def _without_compiling(self, problem: Problem, open_numbers: Set[int] = frozenset()) -> Choice | None:
         """Return the best choice whose code exists, or None.
@@ -191,7 +191,7 @@ class Tuner:
             own += [one for tactic in tactics if not open_numbers
                     and self.code.symbol(one := Candidate(kernel, tactic)) in self.code.made]
             tellable |= {Candidate(kernel, one.tactic): one
-                         for one in self.generals.find(kernel, tactics, open_numbers)}
+                         for one in self.dynamic_kernels.find(kernel, tactics, open_numbers)}
         if not own and not tellable:
             return None
         best = min(own or tellable, key=self._estimate)
@@ -201,7 +201,7 @@ class Tuner:
 
     def _told(self, kernel: Kernel[Any], one: Found) -> Choice:
         symbol = one.general.symbol
-        return Choice(kernel, one.tactic, symbol, self.generals.code[symbol], 0.0, 1.0, one.table)
+        return Choice(kernel, one.tactic, symbol, self.dynamic_kernels.code[symbol], 0.0, 1.0, one.table)
 
     def survey(self, wanted: Mapping[Problem, Constants]) -> dict[Problem, dict[Candidate, float]]:
         """Return the microseconds of every candidate for each problem, hopeless ones too, to compare costs with."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import BATCH, Dim, Node
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.calls.calls import Context, ProblemCall, fallback_rule
 from infer_server.engines.lowering.calls.nesting import NestWriter
 from infer_server.engines.lowering.calls.placement import Placement, as_one_item

@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import BATCH, Node
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
 from infer_server.engines.lowering.calls.nesting import NestWriter
 from infer_server.engines.lowering.calls.placement import Placement

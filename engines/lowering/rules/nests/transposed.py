@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import product
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import Dim, Node
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.calls.calls import Context, ProblemCall, fallback_rule
 from infer_server.engines.lowering.calls.nesting import NestWriter
 from infer_server.engines.lowering.calls.phases import Phase, phases_of

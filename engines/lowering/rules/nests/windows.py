@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from infer_server.engines.ir.counted import as_int
 from infer_server.engines.ir.graph import Dim, Node
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule
 from infer_server.engines.lowering.calls.nesting import NestWriter
 from infer_server.engines.lowering.calls.placement import Placement

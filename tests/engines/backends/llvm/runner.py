@@ -11,7 +11,7 @@ import numpy as np
 from infer_server.engines.backends.llvm import kernels  # noqa: F401  (fills KERNELS)
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel, Window, kernels_for
-from infer_server.engines.backends.llvm.tuning.general import spelling, told_kernel
+from infer_server.engines.backends.llvm.tuning.dynamic import spelling, told_kernel
 from infer_server.engines.codegen.extents import Trace, value_of
 from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.lowering.problems.problem import Array, Problem

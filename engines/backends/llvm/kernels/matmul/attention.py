@@ -39,7 +39,7 @@ from infer_server.engines.backends.llvm.kernels.matmul.operands import (
 )
 from infer_server.engines.backends.llvm.kernels.matmul.product import vector_cycles
 from infer_server.engines.backends.llvm.kernels.matmul.softmax import AttentionSoftmax
-from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.row_formulas import is_unmasked
 from infer_server.engines.codegen.types import FLOAT, I64, PTR
@@ -235,7 +235,7 @@ class AttentionEmitter:
     def _block(self, f: Function, head: Head, first: Value) -> None:
         queries, block = self.problem.queries, self.tiles.block
         whole, tail = divmod(queries, block)
-        told = isinstance(queries, Extent)
+        told = isinstance(queries, KernelInt)
         if not told and not tail:
             self.queries(f, head, first, block)
             return

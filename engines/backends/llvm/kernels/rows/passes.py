@@ -23,7 +23,7 @@ from infer_server.engines.backends.llvm.codegen.lanes import Lanes
 from infer_server.engines.backends.llvm.kernels.common.access import each_row, offset
 from infer_server.engines.backends.llvm.kernels.common.pixels import PANEL, load_channels, store_channels
 from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, Window, begin_kernel
-from infer_server.engines.codegen.extents import Extent
+from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import I1, I64, vector
 from infer_server.engines.lowering.epilogue.program import EpilogueProgram
@@ -75,7 +75,7 @@ class RowCode:
 
     def load_saved(self, at: RowVector, shift: int = 0) -> Value:
         """Load a vector that `save` stored."""
-        whole = shift % self.isa.lanes == 0 and not isinstance(self.width, Extent)
+        whole = shift % self.isa.lanes == 0 and not isinstance(self.width, KernelInt)
         align = self.isa.bytes if whole else 4
         return self.f.load(self.isa.floats, self._scratch_address(at, shift), align, "kept")
 
@@ -154,7 +154,7 @@ def strips(f: Function, isa: Isa, width: int, together: int,
     If the rest is symbolic, it is yielded as groups of `together` vectors, in code that runs if the group has elements.
     """
     step = PARTIALS // isa.lanes
-    if not isinstance(width, Extent):
+    if not isinstance(width, KernelInt):
         for column, count in f.tiles("column", width, PARTIALS, carried=carried):
             yield 0, vectors(isa, column, count)
         return

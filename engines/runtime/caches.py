@@ -1,9 +1,8 @@
-"""Execution contexts of engines with open extents."""
+"""Contexts that keep the keys and values of a decoder's tokens."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Protocol
 
 import numpy as np
 
@@ -12,96 +11,27 @@ from infer_server.engines.ir.dtypes import as_in_memory, memory_dtype
 from infer_server.engines.ir.graph import BATCH, Array
 from infer_server.engines.plan.arena import ChangingArray, Memory
 from infer_server.engines.plan.extents import CACHE_CAPACITY, CACHES, Extents, Shapes, extents_of
-from infer_server.engines.plan.plan import SLACK, IoTensor, Plan, Step
-from infer_server.engines.runtime.context import ExecutionContext
-from infer_server.engines.runtime.engine import Engine
-from infer_server.engines.runtime.policy import IdleMemory
-from infer_server.engines.runtime.staged import Runs, StagedContext
+from infer_server.engines.plan.plan import SLACK, IoTensor, Plan
+from infer_server.engines.runtime.specialisation import Specialisation
 
 
-class EngineOfShapes(Runs, Protocol):
-    """Interface of infer_server.engines.runtime.open_engine.OpenEngine."""
-
-    @property
-    def max_batch(self) -> int: ...
-    def at(self, shapes: Shapes) -> Engine: ...
-    def extents(self, shapes: Shapes) -> Extents: ...
+def no_caches(name: str, reason: str) -> ConfigError:
+    """Return the error for a plan without caches, which says which plans have them."""
+    return ConfigError(f"{name} keeps no caches: {reason}; a plan has them if the model is one graph with an output "
+                       "that is an input of an open extent with further tokens")
 
 
-class CachingEngine(Protocol):
-    """Interface of infer_server.engines.runtime.open_engine.OpenEngine."""
+class CachingSegment(Protocol):
+    """Interface of infer_server.engines.runtime.segment.Segment."""
+
+    plan: Plan
 
     @property
     def name(self) -> str: ...
     @property
-    def plan(self) -> Plan: ...
-    @property
     def inputs(self) -> Sequence[IoTensor]: ...
     def extents(self, shapes: Shapes) -> Extents: ...
-    def caching(self, extents: Extents) -> Engine: ...
-
-
-class OpenContext:
-    """Context that holds an ExecutionContext for each specialisation that it has run. One owner thread at a time.
-
-        context.at({"x": (1, 77)})      # then as an ExecutionContext for these shapes
-    """
-
-    def __init__(self, engine: EngineOfShapes, cpus: Sequence[int] | None) -> None:
-        self._engine, self._cpus = engine, cpus
-        self._contexts: WeakKeyDictionary[Engine, ExecutionContext] = WeakKeyDictionary()
-        self._idle = IdleMemory[Engine](self._free)
-        self._now = self.at(engine.usual_shapes())
-
-    def at(self, shapes: Shapes) -> ExecutionContext | StagedContext:
-        """Set the shapes of the inputs for later calls and return their context.
-
-        A batch larger than the specialisation's maximum gets a StagedContext: the engine runs it in slices, on its own
-        contexts, which are not pinned to `cpus`. Raises InputError, or an error of specialising.
-        """
-        engine = self._engine.at(shapes)
-        slots = engine.plan.batch_slots
-        if slots < self._engine.max_batch and self._engine.extents(shapes).get(BATCH, 1) > slots:
-            self._now = StagedContext(self._engine, lambda io, shape: None).at(shapes)      # runs in slices
-            return self._now
-        context = self._contexts.get(engine)
-        if context is None:
-            self._idle.use(engine, engine.arena_bytes)      # first, so that the new context reuses freed memory
-            context = self._contexts[engine] = engine.create_context(self._cpus)
-        elif context is not self._now:
-            self._idle.use(engine, engine.arena_bytes)
-        self._now = context
-        return context
-
-    def _free(self, engine: Engine) -> None:
-        """Drop the context of a specialisation; there is none if its memory could not be allocated."""
-        self._contexts.pop(engine, None)
-
-    @property
-    def plan(self) -> Plan:
-        return self._now.plan
-
-    def input(self, name: str, batch: int = 1) -> Array:
-        return self._now.input(name, batch)
-
-    def execute(self, batch: int = 1) -> None:
-        self._now.execute(batch)
-
-    def output(self, name: str, batch: int = 1) -> Array:
-        return self._now.output(name, batch)
-
-    def bind(self, name: str, array: Any) -> None:
-        if isinstance(self._now, StagedContext):
-            raise ConfigError(f"{self._engine.name}: so many items of such shapes are run in slices; bind fewer")
-        self._now.bind(name, array)
-
-    def profile(self, batch: int = 1, repeats: int = 5) -> list[tuple[Step, float]]:
-        return self._now.profile(batch, repeats)
-
-    def close(self) -> None:
-        """Stop the threads of all contexts."""
-        for context in self._contexts.values():
-            context.close()
+    def caching(self, extents: Extents) -> Specialisation: ...
 
 
 class CacheContext:
@@ -120,17 +50,18 @@ class CacheContext:
         Largest number of tokens.
     """
 
-    def __init__(self, engine: CachingEngine, capacity: int) -> None:
+    def __init__(self, engine: CachingSegment, capacity: int) -> None:
         """Create a context without tokens.
 
         Raises
         ------
         ConfigError
-            The capacity is less than 1, or no output of the model is an input with further tokens.
+            The capacity is less than 1, or no output of the model is an input of an open extent with further tokens.
         """
         self._caches = {document["past"]: document for document in engine.plan.metadata.get(CACHES, ())}
         if not self._caches:
-            raise ConfigError(f"{engine.name}: no output is an input with further tokens, so there is no cache to keep")
+            raise no_caches(engine.name, "no output is an input with further tokens" if engine.plan.open else
+                            "its shapes are fixed")
         if capacity < 1:
             raise ConfigError(f"{engine.name}: a cache of capacity {capacity}; it needs room for at least 1 token")
         self.capacity, self.length = capacity, 0
@@ -177,7 +108,7 @@ class CacheContext:
                              "kept")
         self.length = length
 
-    def _engine_for(self, extents: Extents) -> Engine:
+    def _engine_for(self, extents: Extents) -> Specialisation:
         """Return the engine for these extents. Raises InputError if the caches have no room for the tokens."""
         reason = "the next one does not fit"
         if self.length < self.capacity:
@@ -199,7 +130,7 @@ class CacheContext:
         return tuple(self.length if i == axis else extent if isinstance(extent, int) else known.get(extent, 1)
                      for i, extent in enumerate(io.shape))
 
-    def _placed(self, engine: Engine, items: int) -> dict[str, Array]:
+    def _placed(self, engine: Specialisation, items: int) -> dict[str, Array]:
         """Return the caches, which are made at the first run. Raises InputError for another number of items."""
         for io in engine.plan.inputs:
             if io.name not in self._caches:
@@ -216,6 +147,3 @@ class CacheContext:
                 array.address = memory.address
                 self._arrays[io.name] = array
         return self._arrays
-
-
-AnyContext = ExecutionContext | OpenContext | StagedContext

@@ -5,7 +5,7 @@ extents. It behaves as an int, and isinstance() takes it for one, but its value 
 
     n * 4 + 1, n // 8, n % 3, divmod, max, min      a SymbolicInt, or an int if the extents cancel
     n == 3, n < m, bool(n), n in (1, 8)             a bool, and a guard: the trace holds where the answer is equal
-    range(n), int(n), float(n), np.array([n]), hash(n)      Pinned: the code would hold for this number only
+    range(n), int(n), float(n), np.array([n]), hash(n)      NotSymbolic: the code would hold for this number only
 
 Code written for ints is thus traced by running it; where that is impossible it raises instead of being wrong. `as_int`
 is int() for numbers that may be symbolic. `plain` returns the value, for uses that are correct for any value (a cost, a
@@ -27,12 +27,13 @@ import numpy as np
 
 from infer_server.engines.ir import polynomials
 from infer_server.engines.ir.polynomials import Polynomial
+from infer_server.engines.ir.symint import SymInt
 
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})       # types that contain no symbolic number
 Guard = tuple[str, Polynomial]          # the relation ("==" or "<") of a polynomial to 0
 
 
-class Pinned(BaseException):
+class NotSymbolic(BaseException):
     """A symbolic number would have to be a known one.
 
     It is a BaseException, so that handlers of ordinary errors do not catch it.
@@ -61,7 +62,7 @@ class ByteSize:
 
 
 @dataclass
-class Counting:
+class ShapeEnv:
     """Trace: its open extents, the guards, and checks that polynomials cannot express.
 
     `atoms` are names of extents, quotients and sizes of arrays, which polynomials refer to by index.
@@ -89,7 +90,7 @@ class Counting:
         before = dict(self.guards)
         try:
             return trial()
-        except Pinned:
+        except NotSymbolic:
             self.guards = before
             return None
 
@@ -172,141 +173,74 @@ class Counting:
         return len(self.atoms) - 1
 
 
-class SymbolicInt:
+class SymbolicInt(SymInt):
     """Symbolic integer of a trace. It is no int, so that C code cannot take its value."""
-    __slots__ = ("counting", "value", "polynomial")
+    __slots__ = ("env", "hint", "expr")
 
-    def __init__(self, counting: Counting, value: int, polynomial: Polynomial) -> None:
-        self.counting, self.value, self.polynomial = counting, value, polynomial
+    def __init__(self, env: ShapeEnv, hint: int, expr: Polynomial) -> None:
+        self.env, self.hint, self.expr = env, hint, expr
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SymbolicInt, (self.counting, self.value, self.polynomial)
+        return SymbolicInt, (self.env, self.hint, self.expr)
 
     @property                       # type: ignore[misc]
     def __class__(self) -> type:
         return int
 
     # ---- arithmetic
-    def _of(self, other: Any) -> Polynomial | None:
+    def _expression(self, other: Any) -> Polynomial | None:
+        """Return the polynomial of a number, or None for what is none."""
         if type(other) is SymbolicInt:
-            if other.counting is not self.counting:
-                raise Pinned("two traces have numbers in common")
-            return other.polynomial
+            if other.env is not self.env:
+                raise NotSymbolic("two traces have numbers in common")
+            return other.expr
         if isinstance(other, int | np.integer):
             return polynomials.constant(int(other))
         if isinstance(other, float | np.floating):
-            raise Pinned(f"{self} is counted with floats")
+            raise NotSymbolic(f"{self} is computed with floats")
         return None
 
-    def _sum(self, other: Any, sign: int, back: int = 1) -> Any:
-        """Return back * self + sign * other."""
-        q = self._of(other)
-        if q is None:
+    def _arithmetic(self, word: str, a: Any, b: Any) -> Any:
+        p, q = self._expression(a), self._expression(b)
+        if p is None or q is None:
             return NotImplemented
-        p = self.polynomial if back == 1 else polynomials.product(self.polynomial, polynomials.constant(back))
-        return self.counting.of(polynomials.plus(p, q, sign))
-
-    def __add__(self, other: Any) -> Any:
-        return self._sum(other, 1)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        return self._sum(other, -1)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._sum(other, 1, -1)
-
-    def __mul__(self, other: Any) -> Any:
-        q = self._of(other)
-        return NotImplemented if q is None else self.counting.of(polynomials.product(self.polynomial, q))
-
-    __rmul__ = __mul__
-
-    def __floordiv__(self, other: Any) -> Any:
-        q = self._of(other)
-        return NotImplemented if q is None else self.counting.floor(self.polynomial, q)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        q = self._of(other)
-        return NotImplemented if q is None else self.counting.floor(q, self.polynomial)
-
-    def __mod__(self, other: Any) -> Any:
-        return NotImplemented if self._of(other) is None else self - self // other * other
-
-    def __rmod__(self, other: Any) -> Any:
-        return NotImplemented if self._of(other) is None else other - other // self * self
-
-    def __divmod__(self, other: Any) -> Any:
-        return self // other, self % other
-
-    def __rdivmod__(self, other: Any) -> Any:
-        return other // self, other % self
-
-    def __neg__(self) -> Any:
-        return self * -1
-
-    def __pos__(self) -> Any:
-        return self
-
-    def __abs__(self) -> Any:
-        return -self if self < 0 else self
-
-    __floor__ = __ceil__ = __trunc__ = __round__ = __pos__
+        if word == "*":
+            return self.env.of(polynomials.product(p, q))
+        if word == "//":
+            return self.env.floor(p, q)
+        return a - a // b * b if word == "%" else self.env.of(polynomials.plus(p, q, 1 if word == "+" else -1))
 
     # ---- comparisons, which record guards
-    def _compare(self, relation: str, other: Any, sign: int = 1) -> Any:
-        """Return the relation of sign * (self - other) to 0."""
+    def _compare(self, word: str, a: Any, b: Any) -> Any:
+        other = b if a is self else a
+        if word == "<=":
+            more = self._compare("<", b, a)
+            return more if more is NotImplemented else not more and other == other      # false for NaN
         if isinstance(other, float | np.floating):
             if not math.isfinite(other):
-                return relation == "<" and sign * other > 0
-            if relation == "==" and not other.is_integer():
+                return word == "<" and (other > 0 if a is self else other < 0)
+            if word == "==" and not other.is_integer():
                 return False
-            other = math.ceil(other) if sign == 1 else math.floor(other)
-        q = self._of(other)
+            other = math.ceil(other) if a is self else math.floor(other)
+        q = self._expression(other)
         if q is None:
             return NotImplemented
-        difference = polynomials.plus(self.polynomial, q, -1)
-        return self.counting.compare(relation, difference if sign == 1 else polynomials.product(
-            difference, polynomials.constant(-1)))
-
-    def __eq__(self, other: object) -> Any:
-        return self._compare("==", other)
-
-    def __ne__(self, other: object) -> Any:
-        equal = self.__eq__(other)
-        return equal if equal is NotImplemented else not equal
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compare("<", other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compare("<", other, -1)
-
-    def __le__(self, other: Any) -> Any:
-        more = self._compare("<", other, -1)
-        return more if more is NotImplemented else not more and other == other      # false for NaN
-
-    def __ge__(self, other: Any) -> Any:
-        less = self._compare("<", other)
-        return less if less is NotImplemented else not less and other == other
-
-    def __bool__(self) -> bool:
-        return not self.counting.compare("==", self.polynomial)
+        p, q = (self.expr, q) if a is self else (q, self.expr)
+        return self.env.compare(word, polynomials.plus(p, q, -1))
 
     def __hash__(self) -> int:
-        raise Pinned(f"{self} is looked up in a table")
+        raise NotSymbolic(f"{self} is looked up in a table")
 
     # ---- operations that need a known number
     def _pinned(self, *_: Any) -> Any:
-        raise Pinned(f"{self} is taken for {self.value}")
+        raise NotSymbolic(f"{self} is taken for {self.hint}")
 
     __index__ = __int__ = __float__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _pinned
     __lshift__ = __rshift__ = __and__ = __or__ = __xor__ = __rlshift__ = __rrshift__ = __rand__ = __ror__ = _pinned
     __rxor__ = _pinned
 
     def __repr__(self) -> str:
-        return f"<{text(self.polynomial, self.counting.atoms)}>"
+        return f"<{text(self.expr, self.env.atoms)}>"
 
     __str__ = __repr__
 
@@ -325,14 +259,14 @@ def text(polynomial: Polynomial, atoms: Sequence[str | Quotient | ByteSize]) -> 
                       for monomial, c in polynomial) or "0"
 
 
-def is_counted(value: Any) -> bool:
+def is_symbolic(value: Any) -> bool:
     """Return True if a value is or contains a symbolic number.
 
     Tuples, lists, dicts, dataclasses and object arrays are searched.
     """
     if isinstance(value, np.ndarray):
         return value.dtype == object and any(type(one) is SymbolicInt for one in value.flat)
-    return counting_in(value) is not None
+    return env_in(value) is not None
 
 
 def as_int(value: Any) -> int:
@@ -348,7 +282,7 @@ def plain(value: Any) -> Any:
     if type(value) in _LEAVES:
         return value
     if type(value) is SymbolicInt:
-        return value.value
+        return value.hint
     if isinstance(value, Late):
         return value.now()
     if isinstance(value, tuple | list):
@@ -366,7 +300,7 @@ def plain(value: Any) -> Any:
 def structure(value: Any) -> Hashable:
     """Return a key that is equal for values computed alike. Use it only in tables where equal keys merely save work."""
     if type(value) is SymbolicInt:
-        return SymbolicInt, value.polynomial
+        return SymbolicInt, value.expr
     if isinstance(value, tuple | list):
         return tuple(map(structure, value))
     if isinstance(value, Mapping):
@@ -380,15 +314,15 @@ def structure(value: Any) -> Hashable:
 
 def identical(a: Any, b: Any) -> bool:
     """Return True if two numbers are equal for all extents; records no guard."""
-    return (a.polynomial if type(a) is SymbolicInt else a) == (b.polynomial if type(b) is SymbolicInt else b)
+    return (a.expr if type(a) is SymbolicInt else a) == (b.expr if type(b) is SymbolicInt else b)
 
 
-def counting_in(value: Any) -> Counting | None:
+def env_in(value: Any) -> ShapeEnv | None:
     """Return the trace of the symbolic numbers in a value, or None if there are none."""
     if type(value) in _LEAVES:
         return None
     if type(value) is SymbolicInt:
-        return value.counting
+        return value.env
     parts: Iterable[Any] = ()
     if isinstance(value, tuple | list):
         parts = value
@@ -396,4 +330,4 @@ def counting_in(value: Any) -> Counting | None:
         parts = value.values()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = (getattr(value, one.name) for one in dataclasses.fields(value))
-    return next((found for part in parts if (found := counting_in(part))), None)
+    return next((found for part in parts if (found := env_in(part))), None)

@@ -1,7 +1,7 @@
-"""Values that depend on symbolic sizes (infer_server.engines.ir.counted) during import.
+"""Values that depend on symbolic sizes (infer_server.engines.ir.symbolic) during import.
 
-Small integers that operators compute symbolically, such as shapes, are object arrays of symbolic numbers, or of Extents
-for an open batch. All other values are Deferred: the operator's reference runs once the sizes are known.
+Small integers that operators compute symbolically, such as shapes, are object arrays of symbolic numbers, or of
+BatchInts for an open batch. All other values are Deferred: the operator's reference runs once the sizes are known.
 """
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from infer_server.engines.errors import UnknownTensorError
-from infer_server.engines.ir.counted import Pinned, counting_in, is_counted, structure
 from infer_server.engines.ir.deferred import Deferred, numbers
 from infer_server.engines.ir.graph import Array, Node, TensorType
-from infer_server.engines.ir.shapes import Extent
+from infer_server.engines.ir.shapes import BatchInt
+from infer_server.engines.ir.symbolic import NotSymbolic, env_in, is_symbolic, structure
 from infer_server.engines.ops import op_of
 from infer_server.engines.ops.op import Inputs, Op, Types, Values
 from infer_server.engines.ops.reference import run_node
@@ -23,22 +23,22 @@ from infer_server.engines.ops.reference import run_node
 EXACT = 1 << 24         # integers below it are exact in float32
 
 
-def is_symbolic(value: Any) -> bool:
+def depends_on_batch(value: Any) -> bool:
     """Return True if an array depends on the batch."""
-    return isinstance(value, np.ndarray) and value.dtype == object and any(isinstance(v, Extent) for v in value.flat)
+    return isinstance(value, np.ndarray) and value.dtype == object and any(isinstance(v, BatchInt) for v in value.flat)
 
 
 def follows_from_extents(op: type[Op], node: Node, inputs: Inputs, values: Values, types: Types) -> bool:
     """Return True if all inputs are known, and the outputs or their shapes depend on symbolic sizes."""
     given = [value for value, kind in zip(values, inputs, strict=True) if kind is not None]
-    if op.random(node) or any(map(is_symbolic, given)) or any(
+    if op.random(node) or any(map(depends_on_batch, given)) or any(
             isinstance(extent, str) for kind in types for extent in kind.shape):
         return False
     if node.op in ("Shape", "Size"):
-        return any(is_counted(kind.shape) for kind in inputs if kind is not None)
+        return any(is_symbolic(kind.shape) for kind in inputs if kind is not None)
     return all(value is not None for value in given) and (
-        any(isinstance(value, Deferred) or is_counted(value) for value in given)
-        or is_counted(tuple(node.attrs.values())) or any(is_counted(kind.shape) for kind in types))
+        any(isinstance(value, Deferred) or is_symbolic(value) for value in given)
+        or is_symbolic(tuple(node.attrs.values())) or any(is_symbolic(kind.shape) for kind in types))
 
 
 def infer(op: type[Op], node: Node, inputs: Inputs, values: Values) -> Types:
@@ -46,10 +46,10 @@ def infer(op: type[Op], node: Node, inputs: Inputs, values: Values) -> Types:
 
     Raises
     ------
-    Pinned
+    NotSymbolic
         The types depend on a deferred value.
     """
-    late = [isinstance(value, Deferred) or is_counted(value) and not is_symbolic(value) for value in values]
+    late = [isinstance(value, Deferred) or is_symbolic(value) and not depends_on_batch(value) for value in values]
     if not any(late):
         return op.infer(node, inputs, values)
     said = [_in_floats(value) if isinstance(value, Deferred) and node.op == "Range" else
@@ -57,17 +57,17 @@ def infer(op: type[Op], node: Node, inputs: Inputs, values: Values) -> Types:
     try:
         types = op.infer(node, inputs, said)
     except UnknownTensorError as error:
-        raise Pinned(str(error)) from error
-    computed = any(value is None or is_symbolic(value) for value, kind in zip(values, inputs, strict=True) if kind)
+        raise NotSymbolic(str(error)) from error
+    computed = any(value is None or depends_on_batch(value) for value, kind in zip(values, inputs, strict=True) if kind)
     reads_values = op.types_with.__func__ is not Op.types_with.__func__         # type: ignore[attr-defined]
-    if computed and reads_values and (counting := counting_in(list(map(_listed, values)))):
+    if computed and reads_values and (env := env_in(list(map(_listed, values)))):
         given = [as_constant(value, kind) if kind and follows else None
                  for value, kind, follows in zip(values, inputs, late, strict=True)]
         # Without names, so that the layers of a model have one check.
         unnamed = replace(node, name="", inputs=tuple("x" if name else "" for name in node.inputs),
                           outputs=tuple("y" if name else "" for name in node.outputs))
         check = Deferred(_inferred, (unnamed, tuple(inputs), tuple(given)), np.dtype(object), ())
-        counting.checks.setdefault(structure(check), check)
+        env.checks.setdefault(structure(check), check)
     return types
 
 
@@ -94,10 +94,10 @@ def _inferred(node: Node, inputs: Inputs, values: Values) -> Types:
 
 def known(op: type[Op], node: Node, inputs: Inputs, values: Values, types: Types) -> tuple[Any, ...]:
     """Return the values of the outputs: numbers, or Deferreds."""
-    if not any(isinstance(value, Deferred) for value in values) and not any(is_counted(kind.shape) for kind in types):
+    if not any(isinstance(value, Deferred) for value in values) and not any(is_symbolic(kind.shape) for kind in types):
         try:
             results = op.known(node, inputs, values)
-        except Pinned:
+        except NotSymbolic:
             results = None
         if results is not None:
             return results
@@ -107,8 +107,8 @@ def known(op: type[Op], node: Node, inputs: Inputs, values: Values, types: Types
 
 def is_deferred(node: Node, values: Values, types: Types) -> bool:
     """Return True if a node of constants has outputs that depend on symbolic sizes."""
-    return any(isinstance(value, Deferred) for value in values) or is_counted(tuple(node.attrs.values())) or any(
-        is_counted(kind.shape) for kind in types)
+    return any(isinstance(value, Deferred) for value in values) or is_symbolic(tuple(node.attrs.values())) or any(
+        is_symbolic(kind.shape) for kind in types)
 
 
 def deferred(node: Node, arguments: Sequence[Any], types: Types) -> tuple[Any, ...]:
@@ -119,7 +119,7 @@ def deferred(node: Node, arguments: Sequence[Any], types: Types) -> tuple[Any, .
 
 def as_constant(value: Any, kind: TensorType) -> Any:
     """Convert a known value to a constant of a graph."""
-    if isinstance(value, np.ndarray) and is_counted(value):
+    if isinstance(value, np.ndarray) and is_symbolic(value):
         return numbers(value.reshape(-1).tolist(), kind.dtype, value.shape)
     return value
 

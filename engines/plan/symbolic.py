@@ -1,7 +1,7 @@
-"""Templates: symbolic plans as functions of their extents.
+"""Symbolic plans: plans as functions of their extents.
 
-    template = Template(plan, counting, {"T": 40}, ("T",), {})      # plan: traced with symbolic extents
-    template.plan({"T": 77})                                        # None if it does not hold for this extent
+    symbolic = SymbolicPlan(plan, env, {"T": 40}, ("T",), {})      # plan: traced with symbolic extents
+    symbolic.plan({"T": 77})                                        # None if it does not hold for this extent
 
 The plan and its guards become the source of Python functions. The first one checks the guards, computes each number
 once, computes the constants that depend on extents, and makes what each run needs: inputs and outputs. Steps, buffers
@@ -16,27 +16,27 @@ from typing import Any
 
 import numpy as np
 
-from infer_server.engines.ir.counted import ByteSize, Counting, Pinned, Quotient, SymbolicInt, is_counted
 from infer_server.engines.ir.deferred import Deferred, LateBytes
 from infer_server.engines.ir.polynomials import Polynomial
-from infer_server.engines.ir.shapes import Extent, SymbolicDim
+from infer_server.engines.ir.shapes import BatchInt, SymbolicDim
+from infer_server.engines.ir.symbolic import ByteSize, NotSymbolic, Quotient, ShapeEnv, SymbolicInt, is_symbolic
 from infer_server.engines.plan.extents import Extents
 from infer_server.engines.plan.plan import MachinePart, Plan
 
 _LATE = ("steps", "buffers", "fills")       # fields of MachinePart
 
 
-class Template:
+class SymbolicPlan:
     """Function from extents to a plan."""
 
-    def __init__(self, plan: Plan, counting: Counting, extents: Extents, names: Sequence[str], fixed: Extents) -> None:
-        """Make a template of a traced plan.
+    def __init__(self, plan: Plan, env: ShapeEnv, extents: Extents, names: Sequence[str], fixed: Extents) -> None:
+        """Compile a traced plan to functions of its extents.
 
         Parameters
         ----------
         plan : Plan
             Plan with symbolic numbers.
-        counting : Counting
+        env : ShapeEnv
             The trace.
         extents : mapping
             Extents of the trace.
@@ -47,14 +47,14 @@ class Template:
 
         Raises
         ------
-        Pinned
+        NotSymbolic
             A part of the plan cannot be written as a function of the extents.
         """
-        self._counting = counting       # first, because pickle writes it first: others refer to it
+        self._env = env       # first, because pickle writes it first: others refer to it
         if not any(step.fallback for step in plan.machine.steps):       # only these read the weights
             plan = dataclasses.replace(plan, weights={}, machine=dataclasses.replace(plan.machine, weight_offsets={}))
-        self.symbolic, self.of_shape, self.names, self.fixed = plan, dict(extents), tuple(names), dict(fixed)
-        _ = self._head, self._late              # compiled now, to be Pinned now
+        self.traced, self.of_shape, self.names, self.fixed = plan, dict(extents), tuple(names), dict(fixed)
+        _ = self._head, self._late              # compiled now, to raise NotSymbolic now
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_head", "_late")}
@@ -62,19 +62,19 @@ class Template:
     @cached_property
     def _head(self) -> Callable[..., Any]:
         """Function that checks the guards and returns the plan without late fields, and the bytes of all buffers."""
-        machine = self.symbolic.machine
+        machine = self.traced.machine
         empty: dict[str, Any] = dict.fromkeys(_LATE, ())
-        head = dataclasses.replace(self.symbolic, machine=dataclasses.replace(machine, **empty))
+        head = dataclasses.replace(self.traced, machine=dataclasses.replace(machine, **empty))
         value = head, sum(buffer.bytes for buffer in machine.buffers)
-        return function_of(value, self._counting, len(self.names))
+        return function_of(value, self._env, len(self.names))
 
     @cached_property
     def _late(self) -> dict[str, Callable[..., Any]]:
-        return {name: self.function(getattr(self.symbolic.machine, name)) for name in _LATE}
+        return {name: self.function(getattr(self.traced.machine, name)) for name in _LATE}
 
     def function(self, value: Any) -> Callable[..., Any]:
-        """Compile a part of the symbolic plan to a function of its extents, without guards. Raises Pinned."""
-        return function_of(value, self._counting, len(self.names), guarded=False)
+        """Compile a part of the symbolic plan to a function of its extents, without guards. Raises NotSymbolic."""
+        return function_of(value, self._env, len(self.names), guarded=False)
 
     def plan(self, extents: Extents) -> Plan | None:
         """Return the plan for these extents; None if a guard does not hold or a constant cannot be computed."""
@@ -86,7 +86,7 @@ class Template:
         try:
             with np.errstate(all="ignore"):
                 made = self._head(*arguments)
-        except (Pinned, Exception):     # a real fault recurs when the plan is made for the shape only
+        except (NotSymbolic, Exception):     # a real fault recurs when the plan is made for the shape only
             return None
         if made is None:
             return None
@@ -102,39 +102,39 @@ class Template:
 
 
 class LateMachine(MachinePart):
-    """Machine part of a template's plan; its steps, buffers and halos are made when they are first asked for.
+    """Machine part that a symbolic plan made; its steps, buffers and halos are made when they are first asked for.
 
-    template        the template; None for a changed copy (dataclasses.replace)
+    symbolic        the symbolic plan that made it; None for a changed copy (dataclasses.replace)
     arguments       its symbolic extents
     buffer_bytes    sum of the sizes of all buffers
     """
-    template: Template | None = None
+    symbolic: SymbolicPlan | None = None
     arguments: tuple[int, ...] = ()
     buffer_bytes = 0
 
     @staticmethod
-    def of(machine: MachinePart, template: Template, arguments: tuple[int, ...], buffer_bytes: int) -> LateMachine:
+    def of(machine: MachinePart, symbolic: SymbolicPlan, arguments: tuple[int, ...], buffer_bytes: int) -> LateMachine:
         made = object.__new__(LateMachine)
         fields = vars(made)
         fields.update(vars(machine))
         for name in _LATE:
             del fields[name]
-        fields.update(template=template, arguments=arguments, buffer_bytes=buffer_bytes)
+        fields.update(symbolic=symbolic, arguments=arguments, buffer_bytes=buffer_bytes)
         return made
 
-    steps = cached_property(lambda self: self.template.late("steps", self.arguments))
-    buffers = cached_property(lambda self: self.template.late("buffers", self.arguments))
-    fills = cached_property(lambda self: self.template.late("fills", self.arguments))
+    steps = cached_property(lambda self: self.symbolic.late("steps", self.arguments))
+    buffers = cached_property(lambda self: self.symbolic.late("buffers", self.arguments))
+    fills = cached_property(lambda self: self.symbolic.late("fills", self.arguments))
 
 
-def function_of(value: Any, counting: Counting, extents: int, guarded: bool = True) -> Callable[..., Any]:
+def function_of(value: Any, env: ShapeEnv, extents: int, guarded: bool = True) -> Callable[..., Any]:
     """Compile a symbolic value to a function of its extents.
 
     Parameters
     ----------
     value : Any
         Nested dataclasses, tuples, lists and mappings with symbolic numbers.
-    counting : Counting
+    env : ShapeEnv
         Record of the symbolic numbers and guards.
     extents : int
         Number of parameters: the symbols created first.
@@ -148,16 +148,16 @@ def function_of(value: Any, counting: Counting, extents: int, guarded: bool = Tr
 
     Raises
     ------
-    Pinned
+    NotSymbolic
         A part of the value cannot be written as a function.
     """
-    writer = _SourceWriter(counting, extents)
+    writer = _SourceWriter(env, extents)
     if guarded:
         writer.guards()
-        for check in counting.checks.values():
+        for check in env.checks.values():
             writer.expression(check)
     source, namespace = writer.function(writer.expression(value))
-    exec(compile(source, "<template>", "exec"), namespace)
+    exec(compile(source, "<symbolic plan>", "exec"), namespace)
     made: Callable[..., Any] = namespace["made"]
     return made
 
@@ -165,8 +165,8 @@ def function_of(value: Any, counting: Counting, extents: int, guarded: bool = Tr
 class _SourceWriter:
     """Writer of the source of a function: its lines, and the values that they name."""
 
-    def __init__(self, counting: Counting, extents: int) -> None:
-        self._counting, self._extents = counting, extents
+    def __init__(self, env: ShapeEnv, extents: int) -> None:
+        self._env, self._extents = env, extents
         self._lines: list[str] = []
         self._values: dict[str, Any] = {}           # invariant values by name
         self._named: dict[int, str] = {}            # names of values already written, by id
@@ -179,7 +179,7 @@ class _SourceWriter:
     # ---- numbers
     def guards(self) -> None:
         """Write the guards: the function returns None if one does not hold."""
-        for (relation, polynomial), holds in self._counting.guards.items():
+        for (relation, polynomial), holds in self._env.guards.items():
             answer = f"{self.number(polynomial)} {relation} 0"
             self._lines.append(f"if {'not ' if holds else ''}{answer}: return None")
 
@@ -195,7 +195,7 @@ class _SourceWriter:
 
     def _atom(self, index: int) -> str:
         if index not in self._atoms:
-            what = self._counting.atoms[index]
+            what = self._env.atoms[index]
             if isinstance(what, Quotient):
                 made = f"({self.number(what.over)})//({self.number(what.by)})"
             else:
@@ -215,7 +215,7 @@ class _SourceWriter:
     def expression(self, value: Any) -> str:
         """Return the expression of a value, writing the lines that it needs."""
         if type(value) is SymbolicInt:
-            return self.number(value.polynomial)
+            return self.number(value.expr)
         if not self._is_open(value):
             return self._constant(value)
         if id(value) not in self._named:
@@ -248,7 +248,7 @@ class _SourceWriter:
                 one.init for one in dataclasses.fields(value))
             return (f"{self._constant(object.__new__)}({self._constant(kind)})", f".__dict__.update({fields})") \
                 if is_plain else (f"{self._constant(kind)}({fields})",)
-        raise Pinned(f"a {type(value).__name__} holds numbers that are counted")
+        raise NotSymbolic(f"a {type(value).__name__} holds symbolic numbers")
 
     def _items(self, values: Iterable[Any]) -> str:
         return "".join(f"{self.expression(one)}, " for one in values)
@@ -267,7 +267,7 @@ class _SourceWriter:
         if isinstance(value, Deferred | LateBytes | SymbolicDim):
             return True
         if isinstance(value, np.ndarray):
-            return is_counted(value)
+            return is_symbolic(value)
         parts = (value if isinstance(value, tuple | list) else value.values() if isinstance(value, Mapping) else
                  [getattr(value, one.name) for one in dataclasses.fields(value)]
                  if dataclasses.is_dataclass(value) and not isinstance(value, type) else None)
@@ -285,5 +285,5 @@ class _SourceWriter:
         return f"def made({parameters}):\n{body}", dict(self._values)
 
 
-def _text_of(extent: Extent) -> str:
+def _text_of(extent: BatchInt) -> str:
     return str(extent)

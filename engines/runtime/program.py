@@ -1,6 +1,6 @@
-"""ProgramEngine: the engine of a program. Each of its segments is an engine with open extents.
+"""Program: executor of a plan with data-dependent shapes or control flow.
 
-    engine.run({"x": array})        # as Engine.run; sequences are lists, strings are arrays of objects
+An interpreter runs its main region, operator by operator, and compiled segments between them.
 """
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -16,19 +16,19 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from infer_server.engines.backends.device import ready
-from infer_server.engines.errors import InputError
+from infer_server.engines.errors import ConfigError, InputError
 from infer_server.engines.ir.dtypes import BITS, as_in_memory, as_named, dtype_named, memory_dtype
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.extents import Shapes, extents_of
 from infer_server.engines.plan.plan import IoTensor, Plan, SegmentPart, Step
+from infer_server.engines.runtime.caches import CacheContext, no_caches
 from infer_server.engines.runtime.context import ExecutionContext
-from infer_server.engines.runtime.engine import Engine, PlanProperties
+from infer_server.engines.runtime.contexts import StagedContext
 from infer_server.engines.runtime.host.categories import words_for
 from infer_server.engines.runtime.interpreter import Runner
-from infer_server.engines.runtime.open_engine import OpenEngine
-from infer_server.engines.runtime.staged import StagedContext
+from infer_server.engines.runtime.segment import Segment
+from infer_server.engines.runtime.specialisation import Specialisation
 
-SegmentEngine = Engine | OpenEngine
 Signature = tuple[tuple[np.dtype[Any], int], ...]       # dtype and rank of each input of a segment
 Watch = Callable[[SegmentPart, Mapping[str, Array]], None]
 FeedKind = tuple[str, tuple[int, ...], np.dtype[Any]]      # name, shape and dtype
@@ -52,8 +52,8 @@ class _Bound:
 
 @dataclass(frozen=True, slots=True)
 class _Met:
-    """Engine that a segment was bound to last, with the dtypes and shapes of its inputs."""
-    engine: Engine
+    """Specialisation that a segment was bound to last, with the dtypes and shapes of its inputs."""
+    engine: Specialisation
     kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]
 
 
@@ -79,18 +79,18 @@ class _Fitting:
         return given
 
 
-class Segment:
-    """Runnable segment: an engine for each combination of input types, made when it first occurs."""
+class Dispatcher:
+    """Segment of a program: selects what is compiled by the dtypes and ranks of the inputs, or compiles it."""
 
-    def __init__(self, part: SegmentPart, engine: Callable[[Plan], SegmentEngine], maker: Callable[[], SegmentMaker],
+    def __init__(self, part: SegmentPart, load: Callable[[Plan], Segment], maker: Callable[[], SegmentMaker],
                  lock: threading.Lock, watch: Watch | None = None) -> None:
         """Load the segment's plans.
 
         Parameters
         ----------
         part : SegmentPart
-        engine : callable
-            Creates the engine of a plan.
+        load : callable
+            Loads a plan.
         maker : callable
             Returns the compiler of further plans.
         lock : Lock
@@ -98,11 +98,11 @@ class Segment:
         watch : callable, optional
             Called with the inputs of every run.
         """
-        self.part, self._engine, self._maker, self._lock, self._watch = part, engine, maker, lock, watch
-        self._engines: dict[Signature, SegmentEngine] = {}
-        # The engine that ran last, on any thread, and whether some outputs are bits of a dtype that NumPy lacks.
-        self._last: tuple[SegmentEngine | None, bool] = None, False
-        self._met: _Met | None = None                   # the engine bound last, on any thread
+        self.part, self._load, self._maker, self._lock, self._watch = part, load, maker, lock, watch
+        self._segments: dict[Signature, Segment] = {}
+        # The segment that ran last, on any thread, and whether some outputs are bits of a dtype that NumPy lacks.
+        self._last: tuple[Segment | None, bool] = None, False
+        self._met: _Met | None = None                   # the specialisation bound last, on any thread
         self._given: dict[Signature, Plan] = {}
         self._bounds: WeakKeyDictionary[ExecutionContext, _Bound] = WeakKeyDictionary()
         for plan in part.plans:
@@ -110,22 +110,22 @@ class Segment:
 
     def _add(self, signature: Signature, plan: Plan) -> None:
         self._given[signature] = plan
-        self._engines[signature] = self._engine(plan)
+        self._segments[signature] = self._load(plan)
 
     def __call__(self, given: Sequence[Array]) -> list[Array]:
         feed = dict(zip(self.part.inputs, given, strict=True))
         if self._watch:
             self._watch(self.part, feed)
-        engine, has_bits = self._last
-        made = engine.rerun(feed) if engine else None
-        if engine is None or made is None:
-            engine = self._engine_for(feed)
-            made = engine.run(feed)
-            has_bits = any(io.dtype in BITS for io in engine.outputs)       # else later operators would see integers
-            self._last = engine, has_bits
+        segment, has_bits = self._last
+        made = segment.rerun(feed) if segment else None
+        if segment is None or made is None:
+            segment = self._segment_for(feed)
+            made = segment.run(feed)
+            has_bits = any(io.dtype in BITS for io in segment.outputs)       # else later operators would see integers
+            self._last = segment, has_bits
         if has_bits:
-            return [as_named(made[io.name], io.dtype) for io in engine.outputs]
-        return [made[io.name] for io in engine.outputs]
+            return [as_named(made[io.name], io.dtype) for io in segment.outputs]
+        return [made[io.name] for io in segment.outputs]
 
     @contextmanager
     def bound(self, given: Sequence[Array]) -> Iterator[_Bound]:
@@ -150,42 +150,39 @@ class Segment:
                           for name, array in given.items()})
         bound.run()
 
-    def _engine_at(self, given: Sequence[Array], feed: Mapping[str, Array]) -> Engine:
-        """Return the engine for the dtypes, shapes and deciding values of the inputs.
+    def _engine_at(self, given: Sequence[Array], feed: Mapping[str, Array]) -> Specialisation:
+        """Return the specialisation for the dtypes, shapes and deciding values of the inputs.
 
         feed: the inputs by name, in the dtypes of memory.
         """
         kinds, met = [(array.dtype, array.shape) for array in given], self._met
         if met and met.kinds == kinds:
             return met.engine
-        found = self._engine_for(dict(zip(self.part.inputs, given, strict=True)))
-        engine = found.for_feed(feed) if isinstance(found, OpenEngine) else found
-        settled = engine is found or isinstance(found, OpenEngine) and not found.deciding and found.keeps(engine)
-        self._met = _Met(engine, kinds) if settled else None
+        segment = self._segment_for(dict(zip(self.part.inputs, given, strict=True)))
+        engine = segment.for_feed(feed)
+        self._met = _Met(engine, kinds) if not segment.deciding and segment.keeps(engine) else None
         return engine
 
-    def _engine_for(self, feed: Mapping[str, Array]) -> SegmentEngine:
-        """Return the engine for the types of the inputs, compiling it if they are new."""
+    def _segment_for(self, feed: Mapping[str, Array]) -> Segment:
+        """Return the segment for the types of the inputs, compiling it if they are new."""
         signature = signature_of(feed)
-        engine = self._engines.get(signature)
-        if engine is None:
+        segment = self._segments.get(signature)
+        if segment is None:
             with self._lock:
-                if signature not in self._engines:
+                if signature not in self._segments:
                     self._add(signature, self._maker().plan(self.part, feed))
-                engine = self._engines[signature]
-        return engine
+                segment = self._segments[signature]
+        return segment
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Plans of the engines with their current specialisations; unchanged if they are for another machine."""
-        return tuple(
-            given if engine.plan.machine.target != given.machine.target else
-            engine.whole_plan() if isinstance(engine, OpenEngine) else engine.plan
-            for given, engine in zip(self._given.values(), self._engines.values(), strict=True))
+        """Plans with their current specialisations; unchanged if they are for another machine."""
+        return tuple(given if segment.plan.machine.target != given.machine.target else segment.whole_plan()
+                     for given, segment in zip(self._given.values(), self._segments.values(), strict=True))
 
     @property
-    def engines(self) -> tuple[SegmentEngine, ...]:
-        return tuple(self._engines.values())
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(self._segments.values())
 
 
 def signature_of(feed: Mapping[str, Array]) -> Signature:
@@ -193,35 +190,35 @@ def signature_of(feed: Mapping[str, Array]) -> Signature:
 
 
 def signature_of_plan(plan: Plan) -> Signature:
-    inputs = plan.open.inputs if plan.open else plan.inputs
-    return tuple((dtype_named(io.dtype), len(io.shape)) for io in inputs)
+    return tuple((dtype_named(io.dtype), len(io.shape)) for io in plan.open_part.inputs)
 
 
-class ProgramEngine(PlanProperties):
-    """Engine of a program. Thread-safe."""
+class Program:
+    """Executor of a program. Thread-safe."""
+    is_steady = False
 
-    def __init__(self, plan: Plan, engine: Callable[[Plan], SegmentEngine], maker: Callable[[], SegmentMaker],
-                 threads: int = 1, watch: Watch | None = None) -> None:
+    def __init__(self, plan: Plan, load: Callable[[Plan], Segment], maker: Callable[[], SegmentMaker],
+                 watch: Watch | None = None) -> None:
         """Load a program.
 
         Parameters
         ----------
         plan : Plan
             Plan with a program part.
-        engine : callable
-            Creates the engine of a segment's plan.
+        load : callable
+            Loads the plan of a segment.
         maker : callable
             Returns the compiler of segments when it is first needed; raises PlanTargetError if the plan is stripped or
             the compiler is not installed.
-        threads : int
-            Threads that work on one request.
         watch : callable, optional
             Called with the inputs of every run of a segment.
         """
         assert plan.program is not None
-        self.plan, self.part, self.threads = plan, plan.program, threads
+        self.plan, self.part, self.name, self.inputs, self.outputs = (
+            plan, plan.program, plan.name, plan.inputs, plan.outputs)
+        self.deciding = tuple(io.name for io in plan.inputs)    # the value of any may decide about shapes or branches
         lock = threading.Lock()
-        self.segments = [Segment(part, engine, maker, lock, watch) for part in self.part.segments]
+        self.segments = [Dispatcher(part, load, maker, lock, watch) for part in self.part.segments]
         texts = {name: np.array(text.words, object).reshape(text.shape) for name, text in self.part.texts.items()}
         self._dtypes = {io.name: memory_dtype(io.dtype) for io in plan.inputs if io.dtype not in NO_TENSORS}
         self._fitting = _Fitting()      # the last check, of any thread
@@ -229,14 +226,9 @@ class ProgramEngine(PlanProperties):
         self._main = Runner(self.part.main, self.segments, self._constants)
 
     @property
-    def deciding(self) -> tuple[str, ...]:
-        """Names of all inputs: the value of any may decide about shapes or branches."""
-        return tuple(io.name for io in self.inputs)
-
-    @property
     def arena_bytes(self) -> int:
         """Bytes of the buffers of one context of each compiled segment."""
-        return sum(engine.arena_bytes for segment in self.segments for engine in segment.engines)
+        return sum(one.arena_bytes for segment in self.segments for one in segment.segments)
 
     def usual_shapes(self, batch: int = 1) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the inputs with which the build ran the program."""
@@ -249,25 +241,44 @@ class ProgramEngine(PlanProperties):
         extents_of(self.name, tensors, {name: shape for name, shape in shapes.items()
                                         if name not in {io.name for io in self.inputs} - {io.name for io in tensors}})
 
-    def run(self, feeds: Mapping[str, Any] | Array) -> dict[str, Any]:
-        """Run the model (see Engine.run) on any shapes that it accepts."""
-        if type(feeds) is not dict:
-            feeds = self.feeds_of(feeds)
-        fitting = self._fitting
-        given = fitting.taken(feeds)
-        if given is None:
-            feeds = self.defaults.complete(feeds)
-            named = {io.name: self._checked(io, feeds) for io in self.plan.inputs}
-            shapes = {name: value.shape for name, value in named.items() if isinstance(value, np.ndarray)}
-            if not feeds.keys() <= named.keys():
-                shapes |= {name: () for name in feeds if name not in named}
-            if shapes != fitting.shapes:
-                self.check(shapes)
-            given = [named[name] for name in self.part.main.inputs]
-            self._fitting = _Fitting(shapes, self._kinds(named))
+    def usual_values(self) -> dict[str, Array]:
+        """Return valid values of the inputs in their usual shapes; not of sequences, maps and absent inputs."""
+        shapes = self.usual_shapes()
+        return {io.name: self.usual(io, shapes[io.name]) for io in self.inputs if io.dtype not in NO_TENSORS}
+
+    def items(self, arrays: Mapping[str, Array]) -> int:
+        """Check a feed. Raises InputError."""
+        self._given(arrays)
+        return 1
+
+    def at(self, shapes: Shapes, values: Mapping[str, Array] = {}) -> Specialisation:       # noqa: B006
+        raise ConfigError(f"{self.name} is a program of {len(self.segments)} segments, which have specialisations of "
+                          "their own")
+
+    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Run on all inputs, of any shapes that the model accepts."""
+        return self._run(self._given(feeds))
+
+    def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Run without checks if names, shapes and dtypes are those of the last run; otherwise run nothing."""
+        given = self._fitting.taken(feeds)
+        return None if given is None else self._run(given)
+
+    def _run(self, given: Sequence[Any]) -> dict[str, Any]:
         values = self._main.run(given, {})
         return {io.name: value if isinstance(value, list) or value is None else _given_out(np.asarray(value))
                 for io, value in zip(self.plan.outputs, values, strict=True)}
+
+    def _given(self, feeds: Mapping[str, Any]) -> list[Any]:
+        """Return the values of the main region's inputs. Raises InputError."""
+        named = {io.name: self._checked(io, feeds) for io in self.plan.inputs}
+        shapes = {name: value.shape for name, value in named.items() if isinstance(value, np.ndarray)}
+        if not feeds.keys() <= named.keys():
+            shapes |= {name: () for name in feeds if name not in named}
+        if shapes != self._fitting.shapes:
+            self.check(shapes)
+        self._fitting = _Fitting(shapes, self._kinds(named))
+        return [named[name] for name in self.part.main.inputs]
 
     def _kinds(self, given: Mapping[str, Any]) -> Sequence[FeedKind] | None:
         """Return name, shape and dtype of the main region's inputs; None if some are not plain numeric arrays."""
@@ -300,6 +311,9 @@ class ProgramEngine(PlanProperties):
         """Create a context for one owner thread at a time. cpus: ignored, segments run on their caller's thread."""
         return StagedContext(self, self.usual)
 
+    def create_cache(self, capacity: int) -> CacheContext:
+        raise no_caches(self.name, "it is a program")
+
     def usual(self, io: IoTensor, shape: Sequence[int]) -> Array:
         """Return valid values of an input: ones, or strings that the program's encoders know."""
         if io.dtype != "object":
@@ -318,14 +332,19 @@ class ProgramEngine(PlanProperties):
         return self.plan
 
     def timed(self, feeds: Mapping[str, Array], batch: int, repeats: int) -> list[tuple[Step, float]]:
-        """Return no steps: each segment has its own, which depend on its shapes."""
-        return []
+        raise InputError(f"{self.name}: a profile needs a plan of one graph, and this is a program; profile its "
+                         "segments as models of their own")
+
+    def whole_plan(self) -> Plan:
+        """Return the plan with the current specialisations of its segments."""
+        segments = tuple(replace(one.part, plans=one.plans) for one in self.segments)
+        return replace(self.plan, program=replace(self.part, segments=segments), fingerprint="")
 
     def close(self) -> None:
         """Stop the threads of all segments."""
         for segment in self.segments:
-            for engine in segment.engines:
-                engine.close()
+            for one in segment.segments:
+                one.close()
 
 
 def _as_text(array: Array) -> Array:
@@ -342,9 +361,6 @@ def _decoded(value: Any) -> Any:
         return value.decode() if type(value) is bytes else value
     except UnicodeDecodeError:
         return value
-
-
-AnyEngine = Engine | OpenEngine | ProgramEngine
 
 
 def _given_out(array: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Random graphs lowered by a template, beside the same graphs lowered for the extents alone.
+"""Random graphs lowered by a symbolic plan, beside the same graphs lowered for the extents alone.
 
 Every extent that an input has is left open, equal ones by one name. The graph is imported, optimised and lowered once
 with extents that are counted; the function which that becomes must give, for other extents, the calls, the buffers and
@@ -19,11 +19,11 @@ from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.errors import EngineError
 from infer_server.engines.frontend.extents import open_extents, open_types
 from infer_server.engines.frontend.onnx_file import read_model
-from infer_server.engines.ir.counted import Counting, Pinned
+from infer_server.engines.ir.symbolic import NotSymbolic, ShapeEnv
 from infer_server.engines.lowering.buffers import buffers_of
 from infer_server.engines.lowering.lower import lower
 from infer_server.engines.lowering.nest.program import NestProgram
-from infer_server.engines.plan.template import function_of
+from infer_server.engines.plan.symbolic import function_of
 from tests.net.graphs import Case
 
 LANES, TRIES = 8, 6
@@ -31,9 +31,9 @@ Extents = Mapping[str, int]
 
 
 def check(case: Case) -> str:
-    """Raise AssertionError if a template is wrong, else return the outcome.
+    """Raise AssertionError if a symbolic plan is wrong, else return the outcome.
 
-    It is "served", "traced" if its guards held for no other shapes, or the reason why there is no template.
+    It is "served", "traced" if its guards held for no other shapes, or the reason why there is no symbolic plan.
     """
     if any(0 in array.shape for array in case.inputs.values()):
         return "empty"          # constants of no elements are merged where they are known to have none
@@ -42,11 +42,11 @@ def check(case: Case) -> str:
         lowered(subject, extents)
     except EngineError:
         return "refused"
-    counting = Counting()
-    counted = {name: counting.extent(name, extent) for name, extent in extents.items()}
+    env = ShapeEnv()
+    symbols = {name: env.extent(name, extent) for name, extent in extents.items()}
     try:
-        made = function_of(lowered(subject, counted), counting, len(counted))
-    except (Pinned, EngineError):
+        made = function_of(lowered(subject, symbols), env, len(symbols))
+    except (NotSymbolic, EngineError):
         return "pinned"
     chance, served = Random(str(extents)), 0
     for others in (extents, *({name: max(1, extent + chance.randrange(-2, 6)) for name, extent in extents.items()}

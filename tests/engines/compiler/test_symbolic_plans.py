@@ -1,4 +1,4 @@
-"""A template gives for any extents the plan that a build for these extents gives."""
+"""A symbolic plan gives for any extents the plan that a build for these extents gives."""
 from __future__ import annotations
 
 import dataclasses
@@ -17,19 +17,19 @@ from onnx import TensorProto, helper
 
 from infer_server.engines import build_engine
 from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
-from infer_server.engines.compiler import specialise, template
+from infer_server.engines.compiler import specialise, symbolic
 from infer_server.engines.compiler.agreement import agree
 from infer_server.engines.compiler.engine_cache import EngineCache
 from infer_server.engines.compiler.specialise import Specialiser
-from infer_server.engines.compiler.template import Templates, stored_templates
+from infer_server.engines.compiler.symbolic import SymbolicPlans, stored_symbolic_plans
 from infer_server.engines.errors import ConfigError, ModelError
-from infer_server.engines.ir.counted import Counting
 from infer_server.engines.ir.graph import Array
+from infer_server.engines.ir.symbolic import ShapeEnv
 from infer_server.engines.machine import object_cache
 from infer_server.engines.plan import arena
 from infer_server.engines.plan.file import read_plan
 from infer_server.engines.plan.plan import Operand, Plan
-from infer_server.engines.runtime.engine import Engine
+from infer_server.engines.runtime.specialisation import Specialisation
 from tests.engines.compiler.open_models import (
     attention_net,
     growing_net,
@@ -83,9 +83,9 @@ def built(model: onnx.ModelProto) -> Plan:
     return plan
 
 
-def without_templates(plan: Plan) -> Specialiser:
+def without_symbolic_plans(plan: Plan) -> Specialiser:
     specialiser = Specialiser(plan)
-    specialiser._templates = Templates(lambda counting, extents: None)
+    specialiser._symbolic_plans = SymbolicPlans(lambda env, extents: None)
     return specialiser
 
 
@@ -100,7 +100,7 @@ def differences(a: Any, b: Any, path: str = "plan") -> list[str]:
     if isinstance(a, Operand) and a.constant and b.constant:
         return []
     if dataclasses.is_dataclass(a) and dataclasses.is_dataclass(b) and dataclasses.fields(a) == dataclasses.fields(b):
-        skipped = ("constants", "expanded", "weight_offsets", "weights", "of_template")
+        skipped = ("constants", "expanded", "weight_offsets", "weights", "of_symbolic")
         return [one for field in dataclasses.fields(a) if field.name not in skipped
                 for one in differences(getattr(a, field.name), getattr(b, field.name), f"{path}.{field.name}")]
     if isinstance(a, tuple | list) and type(a) is type(b) and len(a) == len(b):
@@ -109,30 +109,30 @@ def differences(a: Any, b: Any, path: str = "plan") -> list[str]:
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_the_plan_of_a_template_is_the_one_that_is_made_for_its_shape_alone(case: str) -> None:
+def test_the_plan_of_a_symbolic_plan_is_the_one_that_is_made_for_its_shape_alone(case: str) -> None:
     model, shapes = MODELS[case]
     plan = built(model)
-    first, templates, alone = Engine(plan, 1), Specialiser(plan), without_templates(plan)
+    first, symbolics, alone = Specialisation(plan, 1), Specialiser(plan), without_symbolic_plans(plan)
     traces = 0
     for extents in shapes:
-        before = templates._templates._credit
-        ours, theirs = templates.general(extents), alone.general(extents)
-        traces += templates._templates._credit < before
+        before = symbolics._symbolic_plans._credit
+        ours, theirs = symbolics.symbolic(extents), alone.symbolic(extents)
+        traces += symbolics._symbolic_plans._credit < before
         assert not differences(ours, theirs)
-        made, expected = (Engine(one, 1, None, first).run(feeds(plan, extents)) for one in (ours, theirs))
+        made, expected = (Specialisation(one, 1, None, first).run(feeds(plan, extents)) for one in (ours, theirs))
         for name, array in expected.items():
             np.testing.assert_array_equal(made[name], array)
-    assert len(templates._templates._known) == traces < len(shapes)
+    assert len(symbolics._symbolic_plans._known) == traces < len(shapes)
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_tables_of_a_template_are_those_of_its_plan(case: str) -> None:
+def test_tables_of_a_symbolic_plan_are_those_of_its_plan(case: str) -> None:
     model, shapes = MODELS[case]
     plan = built(model)
     first, specialiser, compared = LoadedPlan(plan), Specialiser(plan), 0
     for extents in (*shapes, *shapes):
-        made = specialiser.general(extents)
-        if not made.of_template:
+        made = specialiser.symbolic(extents)
+        if not made.of_symbolic:
             continue
         ours, theirs = (LoadedPlan(one, beside=first) for one in (made, made.with_machine()))
         assert ours.program is LoadedPlan(made, beside=first).program is not theirs.program
@@ -145,11 +145,11 @@ def test_tables_of_a_template_are_those_of_its_plan(case: str) -> None:
     assert compared
 
 
-def test_a_shape_for_which_the_guards_do_not_hold_gets_a_template_of_its_own() -> None:
-    templates = Specialiser(built(attention_net()))._templates
+def test_a_shape_for_which_the_guards_do_not_hold_gets_a_symbolic_plan_of_its_own() -> None:
+    symbolics = Specialiser(built(attention_net()))._symbolic_plans
     for length, count in ((40, 1), (41, 1), (3, 2), (4, 2), (42, 2)):
-        assert templates.plan({"T": length}) is not None
-        assert len(templates._known) == count
+        assert symbolics.plan({"T": length}) is not None
+        assert len(symbolics._known) == count
 
 
 def grouped_queries() -> onnx.ModelProto:
@@ -172,22 +172,22 @@ def grouped_queries() -> onnx.ModelProto:
     return model
 
 
-def test_a_decoder_with_grouped_queries_has_a_template_of_its_steps_and_one_of_its_prompts(
+def test_a_decoder_with_grouped_queries_has_a_symbolic_plan_of_its_steps_and_one_of_its_prompts(
         caplog: pytest.LogCaptureFixture) -> None:
     model = grouped_queries()
     plan = built(model)
-    specialiser, first = Specialiser(plan), Engine(plan, 1)
+    specialiser, first = Specialiser(plan), Specialisation(plan, 1)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    with caplog.at_level(logging.INFO, template.__name__):
+    with caplog.at_level(logging.INFO, symbolic.__name__):
         for new, past in ((1, 8), (1, 9), (1, 10), (1, 63), (7, 0), (9, 0), (1, 100), (20, 0), (1, 101)):
             extents = {"S": new, "P": past, "T": new + past}
             inputs = {"x": random(1, new, 16), "mask": np.ones((1, new + past), np.int64),
                       "past.k": random(1, 2, past, 16), "past.v": random(1, 2, past, 16)}
-            made = Engine(specialiser.general(extents), 1, None, first).run(inputs)
+            made = Specialisation(specialiser.symbolic(extents), 1, None, first).run(inputs)
             for io, expected in zip(session.get_outputs(), session.run(None, inputs), strict=True):
                 np.testing.assert_allclose(made[io.name], expected, rtol=1e-4, atol=1e-5)
-    assert not [record.message for record in caplog.records if "there is no template" in record.message]
-    assert len(specialiser._templates._known) <= 5
+    assert not [record.message for record in caplog.records if "there is no symbolic plan" in record.message]
+    assert len(specialiser._symbolic_plans._known) <= 5
 
 
 def test_what_is_for_one_shape_only_is_made_for_it_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -197,70 +197,71 @@ def test_what_is_for_one_shape_only_is_made_for_it_alone(caplog: pytest.LogCaptu
          node("Cast", "larger", "size", to=7), node("Resize", "x - - size", "y", mode="nearest")],
         {"x": ["N", 1, "H", 8]}, ["y"], {"factor": np.array([1, 1, 1.5, 1], np.float32)})
     plan = built(model)
-    templates = Specialiser(plan)
-    with caplog.at_level(logging.INFO, template.__name__):
-        for height in range(20, 24 + template.CREDIT):
-            ours = templates.general({"H": height})
+    symbolics = Specialiser(plan)
+    with caplog.at_level(logging.INFO, symbolic.__name__):
+        for height in range(20, 24 + symbolic.CREDIT):
+            ours = symbolics.symbolic({"H": height})
             assert ours.outputs[0].shape[2] == height * 3 // 2
-    refused = [record for record in caplog.records if "there is no template for {'H'" in record.message]
-    assert len(refused) == template.CREDIT and not templates._templates._known
+    refused = [record for record in caplog.records if "there is no symbolic plan for {'H'" in record.message]
+    assert len(refused) == symbolic.CREDIT and not symbolics._symbolic_plans._known
 
 
-def test_values_of_inputs_that_decide_have_templates_of_their_own() -> None:
+def test_values_of_inputs_that_decide_have_symbolic_plans_of_their_own() -> None:
     model = small_model(
         [node("Concat", "whole count", "shape", axis=0), node("Expand", "x shape", "y")],
         {"x": [2, "T", 1], "count": [1]}, ["y"], {"whole": np.array([1, 1])})
     model.graph.input[1].type.tensor_type.elem_type = onnx.TensorProto.INT64
     plan = built(model)
     assert plan.open is not None and plan.open.deciding == ("count",)
-    templates = Specialiser(plan)
+    symbolics = Specialiser(plan)
     for length, count in ((20, 3), (21, 3), (20, 5), (30, 5)):
-        made = templates.general({"T": length, "value of count": (count,)})
+        made = symbolics.symbolic({"T": length, "value of count": (count,)})
         assert made.outputs[0].shape == (2, length, count)
-    assert [one.fixed for one in templates._templates._known] == [{"value of count": (3,)}, {"value of count": (5,)}]
+    fixed = [one.fixed for one in symbolics._symbolic_plans._known]
+    assert fixed == [{"value of count": (3,)}, {"value of count": (5,)}]
 
 
-def test_more_than_there_is_memory_for_is_refused_of_a_template_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    templates = Specialiser(built(attention_net()))
-    templates.general({"T": 40})
-    for module in (arena, template):
+def test_more_than_there_is_memory_for_is_refused_of_a_symbolic_plan_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    symbolics = Specialiser(built(attention_net()))
+    symbolics.symbolic({"T": 40})
+    for module in (arena, symbolic):
         monkeypatch.setattr(module, "too_large", lambda size: "all of it" if size > 1 << 20 else "")
-    assert templates.general({"T": 41})
+    assert symbolics.symbolic({"T": 41})
     with pytest.raises(ConfigError, match="all of it"):
-        templates.general({"T": 4000})
+        symbolics.symbolic({"T": 4000})
 
 
 def test_a_small_shape_is_served_though_there_is_no_memory_for_so_many_items_of_the_usual_one(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = without_templates(built(attention_net()))
+    alone = without_symbolic_plans(built(attention_net()))
     monkeypatch.setattr(arena, "too_large", lambda size: "all of it" if size > 100_000 else "")
-    assert alone.general({"T": 3})
+    assert alone.symbolic({"T": 3})
 
 
 def test_a_constant_that_cannot_be_computed_leaves_the_word_to_the_model() -> None:
     """Longer inputs than the table's 512 rows are refused by the model itself."""
-    templates = Specialiser(built(growing_net()))
-    assert templates.general({"P": 500}) and templates.general({"P": 511})
+    symbolics = Specialiser(built(growing_net()))
+    assert symbolics.symbolic({"P": 500}) and symbolics.symbolic({"P": 511})
     with pytest.raises(ModelError, match="the indices are in 512"):
-        templates.general({"P": 512})
+        symbolics.symbolic({"P": 512})
 
 
-def test_the_template_of_least_use_goes_first() -> None:
+def test_the_symbolic_plan_of_least_use_goes_first() -> None:
     plan = built(mixer())
     made: list[Any] = []
 
-    def trace(counting: Counting, extents: Any) -> Plan:
+    def trace(env: ShapeEnv, extents: Any) -> Plan:
         made.append(extents["T"])
-        assert extents["T"] == int(str(made[-1].value))         # a guard that holds for one number only
+        assert extents["T"] == int(str(made[-1].hint))         # a guard that holds for one number only
         return plan
 
-    templates = Templates(trace)
-    templates._credit = 2 * template.MOST
-    for length in range(1, template.MOST + 2):
-        assert templates.plan({"T": length}) is not None
-    assert len(templates._known) == template.MOST
-    assert templates.plan({"T": 2}) is not None and len(made) == template.MOST + 1
-    assert templates.plan({"T": 1}) is not None and len(made) == template.MOST + 2
+    symbolics = SymbolicPlans(trace)
+    symbolics._credit = 2 * symbolic.MOST
+    for length in range(1, symbolic.MOST + 2):
+        assert symbolics.plan({"T": length}) is not None
+    assert len(symbolics._known) == symbolic.MOST
+    assert symbolics.plan({"T": 2}) is not None and len(made) == symbolic.MOST + 1
+    assert symbolics.plan({"T": 1}) is not None and len(made) == symbolic.MOST + 2
 
 
 def test_indices_that_follow_from_extents_are_checked_where_nothing_is_computed_of_them() -> None:
@@ -279,11 +280,11 @@ def test_indices_that_follow_from_extents_are_checked_where_nothing_is_computed_
 
 def _checks_rows(plan: Plan) -> None:
     (name,) = plan.extents
-    templates = Specialiser(plan)
-    assert templates.general({name: 20}) and templates.general({name: 64})
-    assert len(templates._templates._known) == 1
+    symbolics = Specialiser(plan)
+    assert symbolics.symbolic({name: 20}) and symbolics.symbolic({name: 64})
+    assert len(symbolics._symbolic_plans._known) == 1
     with pytest.raises(ModelError, match="the indices are in .*64"):
-        templates.general({name: 65})
+        symbolics.symbolic({name: 65})
 
 
 FACTORS: dict[str, tuple[str, int, Any]] = {
@@ -301,11 +302,11 @@ def test_a_number_that_changes_nothing_where_it_was_traced_does_elsewhere(op: st
          node(op, "positive number" if op == "Pow" else "x number", "y")], {"x": ["N", "T", 8]}, ["y"],
         {"one": np.array(1), "by": np.array(by, np.float32)})
     plan = built(model)
-    first, templates = Engine(plan, 1), Specialiser(plan)
-    templates._templates._right = lambda plan, extents: True
+    first, symbolics = Specialisation(plan, 1), Specialiser(plan)
+    symbolics._symbolic_plans._right = lambda plan, extents: True
     for rows in (20, 30, 7, 40):
         feed = feeds(plan, {"T": rows})
-        found = Engine(templates.general({"T": rows}), 1, None, first).run(feed)["y"]
+        found = Specialisation(symbolics.symbolic({"T": rows}), 1, None, first).run(feed)["y"]
         np.testing.assert_allclose(found, expected(feed["x"], rows), rtol=1e-5)
 
 
@@ -315,14 +316,14 @@ def test_a_small_integer_goes_round_where_its_dtype_ends() -> None:
          node("Cast", "small", "large", to=7), node("Cast", "large", "number", to=1), node("Add", "x number", "y")],
         {"x": ["N", "T", 8]}, ["y"], {"one": np.array(1)})
     plan = built(model)
-    first, templates = Engine(plan, 1), Specialiser(plan)
+    first, symbolics = Specialisation(plan, 1), Specialiser(plan)
     for rows in (40, 41, 255, 256, 300):
         feed = feeds(plan, {"T": rows})
-        found = Engine(templates.general({"T": rows}), 1, None, first).run(feed)["y"]
+        found = Specialisation(symbolics.symbolic({"T": rows}), 1, None, first).run(feed)["y"]
         np.testing.assert_allclose(found, feed["x"] + rows % 256, rtol=1e-5)
 
 
-def test_a_model_with_a_template_that_is_wrong_has_none(monkeypatch: pytest.MonkeyPatch,
+def test_a_model_with_a_symbolic_plan_that_is_wrong_has_none(monkeypatch: pytest.MonkeyPatch,
                                                         caplog: pytest.LogCaptureFixture) -> None:
     plan = built(attention_net())
     asked: list[dict[str, Any]] = []
@@ -332,10 +333,10 @@ def test_a_model_with_a_template_that_is_wrong_has_none(monkeypatch: pytest.Monk
         return False
 
     monkeypatch.setattr(specialise, "agree", agreed)
-    templates, alone = Specialiser(plan), without_templates(plan)
+    symbolics, alone = Specialiser(plan), without_symbolic_plans(plan)
     for length in (40, 40, 41, 100, 42):
-        assert not differences(templates.general({"T": length}), alone.general({"T": length}))
-    assert asked == [{"T": 41}] and not templates._templates._known
+        assert not differences(symbolics.symbolic({"T": length}), alone.symbolic({"T": length}))
+    assert asked == [{"T": 41}] and not symbolics._symbolic_plans._known
     assert "what was found for other extents does not hold for {'T': 41}" in caplog.text
 
 
@@ -348,28 +349,28 @@ def test_plans_agree_that_compute_the_same_and_no_others() -> None:
     for precision, alike in (("fp32", False), ("int8", True)):
         steps = tuple(dataclasses.replace(step, precision=precision) for step in plan.machine.steps)
         made = plan.with_machine(steps=steps)
-        assert agree(made, third, Engine(made))
-        assert agree(made, other, Engine(other)) == alike
+        assert agree(made, third, Specialisation(made))
+        assert agree(made, other, Specialisation(other)) == alike
 
 
-def test_templates_are_stored_for_later_processes(
+def test_symbolic_plans_are_stored_for_later_processes(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     build_engine(grouped_queries(), cache=False, timing=False).save(tmp_path / "model.plan")
     plan, cache = read_plan(tmp_path / "model.plan"), EngineCache(tmp_path / "cache")
     monkeypatch.delenv(object_cache.VARIABLE, raising=False)
-    stored = stored_templates(plan, cache)
+    stored = stored_symbolic_plans(plan, cache)
     assert stored is not None
 
     def plans(*pasts: int) -> list[Plan]:
         specialiser = Specialiser(plan, cache=cache)        # as a later process makes it
-        return [specialiser.general({"S": 1, "P": past, "T": past + 1}) for past in pasts]
+        return [specialiser.symbolic({"S": 1, "P": past, "T": past + 1}) for past in pasts]
 
     def fail(*_: object) -> None:
         raise AssertionError("traced or compiled again")
 
     plans(8)
     assert [is_first for _, is_first in stored.load()] == [True]
-    alone = Templates(lambda counting, extents: None, None, stored)
+    alone = SymbolicPlans(lambda env, extents: None, None, stored)
     for past in (8, 9):         # 9 would have to be compared with a plan for this shape alone
         assert bool(alone.plan({"S": 1, "P": past, "T": past + 1})) == (past == 8)
     expected = plans(9, 10, 33)
@@ -378,18 +379,18 @@ def test_templates_are_stored_for_later_processes(
         for name in ("_symbolic_plan", "_alone"):
             patched.setattr(Specialiser, name, fail)
         for made, other in zip(plans(9, 10, 33), expected, strict=True):
-            assert made.of_template and not differences(made, other)
+            assert made.of_symbolic and not differences(made, other)
             assert bytes(made.machine.constants) == bytes(other.machine.constants)
 
     stored._cache.store(stored._key, b"no pickle")
-    with caplog.at_level(logging.WARNING, template.__name__):
+    with caplog.at_level(logging.WARNING, symbolic.__name__):
         plans(9, 10)
-    assert "stored templates cannot be read and are traced again" in caplog.text and len(stored.load()) == 1
+    assert "stored symbolic plans cannot be read and are traced again" in caplog.text and len(stored.load()) == 1
     monkeypatch.setenv(object_cache.VARIABLE, object_cache.OFF)
-    assert stored_templates(plan, cache) is None
+    assert stored_symbolic_plans(plan, cache) is None
 
 
-def test_an_engine_at_a_shape_of_a_stored_template_imports_no_compiler(tmp_path: Path) -> None:
+def test_an_engine_at_a_shape_of_a_stored_symbolic_plan_imports_no_compiler(tmp_path: Path) -> None:
     build_engine(mixer(), cache=False, timing=False).save(tmp_path / "model.plan")
     run = ("import sys, numpy as np; from infer_server.engines.loading import load_engine; "
            f"engine = load_engine({str(tmp_path / 'model.plan')!r}, specialise='off', cache={str(tmp_path)!r}); "

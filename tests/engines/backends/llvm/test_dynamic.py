@@ -9,8 +9,8 @@ import pytest
 from infer_server.engines.backends.llvm.codegen.compile import compiler_pool
 from infer_server.engines.backends.llvm.codegen.isa import PORTABLE
 from infer_server.engines.backends.llvm.kernels.kernel import kernels_for
-from infer_server.engines.backends.llvm.tuning.general import GeneralKernels
-from infer_server.engines.codegen.extents import Extent, Trace, leaf, value_of
+from infer_server.engines.backends.llvm.tuning.dynamic import DynamicKernels
+from infer_server.engines.codegen.extents import KernelInt, Trace, leaf, value_of
 from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.codegen.types import I64, PTR
 from infer_server.engines.lowering.epilogue.program import EpilogueProgram
@@ -18,9 +18,9 @@ from infer_server.engines.lowering.problems.images import Pool
 from infer_server.engines.lowering.problems.view import dense_view
 
 
-def extent(number: int) -> tuple[Trace, Extent]:
+def extent(number: int) -> tuple[Trace, KernelInt]:
     trace = Trace()
-    return trace, Extent(trace, number, leaf(0))
+    return trace, KernelInt(trace, number, leaf(0))
 
 
 def test_an_extent_is_counted_by_its_term_and_asks_for_nothing() -> None:
@@ -28,7 +28,7 @@ def test_an_extent_is_counted_by_its_term_and_asks_for_nothing() -> None:
     tiles = -(-rows * 4 // 6) + 1 - rows % 8
     assert not trace.guards
     for number in (77, 1, 64, 1000):
-        assert value_of(tiles.term, [number]) == -(-number * 4 // 6) + 1 - number % 8
+        assert value_of(tiles.expr, [number]) == -(-number * 4 // 6) + 1 - number % 8
     assert rows * 384 % 32 == 0 and rows * 0 == 0 and rows - rows == 0 and not trace.guards
 
 
@@ -76,7 +76,7 @@ def pool(height: int, width: int) -> Pool:
 
 
 def test_a_general_kernel_is_found_for_the_numbers_that_its_guards_allow() -> None:
-    kernels = GeneralKernels(PORTABLE)
+    kernels = DynamicKernels(PORTABLE)
     (small,), (large,) = kernels_for(pool(8, 10)), kernels_for(pool(16, 30))
     kernels.meet([large])
     tactics = small.tactics(PORTABLE)
@@ -90,6 +90,6 @@ def test_a_general_kernel_is_found_for_the_numbers_that_its_guards_allow() -> No
     (other,) = kernels_for(Pool(dense_view("float32", (8, 10, 9)), dense_view("float32", (4, 5, 9)), (),
                                 EpilogueProgram(()), "max", (2, 2), (2, 2)))
     assert not kernels.find(other, tactics)         # different channel counts
-    guarded = GeneralKernels(PORTABLE)
+    guarded = DynamicKernels(PORTABLE)
     guarded.add([replace(made.general, guards=((leaf(0), 8),))], kernels.code)
     assert guarded.find(small, tactics) and not guarded.find(large, tactics)

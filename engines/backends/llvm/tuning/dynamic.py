@@ -1,8 +1,8 @@
-"""Symbolic kernels: compiled once for problems that differ in some numbers only, which they take at run time.
+"""Dynamic kernels: compiled once for problems that differ in some numbers only, which they take at run time.
 
-The layers of a model at 77 tokens and at 78 are equal problems except for a few extents and strides. A symbolic
-("general") kernel is written with Extents in their place (engines/codegen/extents.py): it reads them from a table, the
-last of its operands, and its guards tell for which numbers it is valid. So plans for other shapes need no compilation.
+The layers of a model at 77 tokens and at 78 are equal problems except for a few extents and strides. A dynamic
+kernel is written with KernelInts in their place (engines/codegen/extents.py): it reads them from a table, the last of
+its operands, and its guards tell for which numbers it is valid. So plans for other shapes need no compilation.
 
 Nothing declares which numbers differ: they are those in which two problems differ that are spelled with equal words. A
 build spells the model's problems at two shapes.
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.kernels.kernel import Kernel
 from infer_server.engines.codegen.compiler_pool import CompilerPool
-from infer_server.engines.codegen.extents import Extent, Trace, leaf, value_of
+from infer_server.engines.codegen.extents import KernelInt, Trace, leaf, value_of
 from infer_server.engines.codegen.ir_builder import Module
-from infer_server.engines.ir.counted import Pinned, is_counted
+from infer_server.engines.ir.symbolic import NotSymbolic, is_symbolic
 from infer_server.engines.lowering.problems.problem import Problem
-from infer_server.engines.plan.plan import GeneralKernel
+from infer_server.engines.plan.plan import DynamicKernel
 from infer_server.engines.version import COMPILER_VERSION
 
 Numbers = tuple[int, ...]
@@ -36,34 +36,34 @@ class Spelling(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Symbolic kernel that fits a problem.
+    """Dynamic kernel that fits a problem.
 
     tactic: the one it was written for; table: the values of its run-time numbers for this problem.
     """
-    general: GeneralKernel
+    general: DynamicKernel
     tactic: Any
     table: Numbers
 
 
-class GeneralKernels:
-    """Symbolic kernels of one model, by their words."""
+class DynamicKernels:
+    """Dynamic kernels of one model, by their words."""
 
     def __init__(self, isa: Isa) -> None:
         self._isa = isa
-        self._kernels: dict[str, list[GeneralKernel]] = {}
+        self._kernels: dict[str, list[DynamicKernel]] = {}
         self._met: dict[str, dict[Numbers, set[int]]] = {}      # words -> numbers of a problem -> graphs that have it
         self._graphs = 0
         self.code: dict[str, bytes] = {}                    # symbol -> code
 
     @property
-    def known(self) -> tuple[GeneralKernel, ...]:
+    def known(self) -> tuple[DynamicKernel, ...]:
         return tuple(one for some in self._kernels.values() for one in some)
 
-    def named(self, symbol: str) -> GeneralKernel:
+    def named(self, symbol: str) -> DynamicKernel:
         return next(one for one in self.known if one.symbol == symbol)
 
-    def add(self, kernels: Iterable[GeneralKernel], code: Mapping[str, bytes]) -> None:
-        """Add the symbolic kernels of a plan; code: symbol -> code."""
+    def add(self, kernels: Iterable[DynamicKernel], code: Mapping[str, bytes]) -> None:
+        """Add the dynamic kernels of a plan; code: symbol -> code."""
         for one in kernels:
             if one.symbol in code:
                 self._kernels.setdefault(one.words, []).append(one)
@@ -76,7 +76,7 @@ class GeneralKernels:
             self._met.setdefault(words, {}).setdefault(numbers, set()).add(self._graphs)
 
     def find(self, kernel: Kernel[Any], tactics: Iterable[Any], told: Set[int] = frozenset()) -> list[Found]:
-        """Return the symbolic kernels that are valid for a problem, with tactics of the classes of `tactics`.
+        """Return the dynamic kernels that are valid for a problem, with tactics of the classes of `tactics`.
 
         told: positions of the numbers that the kernel must take at run time.
         """
@@ -92,7 +92,7 @@ class GeneralKernels:
 
     def make(self, wanted: Sequence[tuple[Kernel[Any], Any]], pool: CompilerPool,
              done: Callable[[], None] = lambda: None, open_numbers: Sequence[Set[int]] = ()) -> list[Found]:
-        """Compile a symbolic kernel for each kernel and tactic.
+        """Compile a dynamic kernel for each kernel and tactic.
 
         Numbers that differ between the problems met so far are taken at run time.
 
@@ -110,7 +110,7 @@ class GeneralKernels:
                 self._texts(wanted, leaves, traces, symbols), done), strict=True):
             words, numbers = spelling(kernel)
             trace, symbol = traces[len(made)], symbols[len(made)]
-            general = GeneralKernel(
+            general = DynamicKernel(
                 symbol, words, repr(tactic), tuple(None if i in told else n for i, n in enumerate(numbers)),
                 tuple(trace.guards.values()), tuple(trace.table))
             self._kernels.setdefault(words, []).append(general)
@@ -133,7 +133,7 @@ class GeneralKernels:
         """Return the positions of the numbers that a kernel should take at run time.
 
         They are those in which the nearest problem of another graph differs (one of the same graph is another layer),
-        and those that an existing symbolic kernel with these words takes.
+        and those that an existing dynamic kernel with these words takes.
         """
         met = self._met.get(one.words, {})
         here = met.get(one.numbers, set())
@@ -146,28 +146,28 @@ class GeneralKernels:
         return nearest | known
 
 
-def _fits(one: GeneralKernel, numbers: Numbers) -> bool:
+def _fits(one: DynamicKernel, numbers: Numbers) -> bool:
     return all(known is None or known == number for known, number in zip(one.numbers, numbers, strict=True)) and all(
         value_of(term, numbers) == value for term, value in one.guards)
 
 
-def counted_numbers(problem: Problem) -> frozenset[int]:
+def symbolic_numbers(problem: Problem) -> frozenset[int]:
     """Return the positions of the symbolic numbers of a problem."""
-    return frozenset(place for place, number in enumerate(_numbers(problem)) if is_counted(number))
+    return frozenset(place for place, number in enumerate(_numbers(problem)) if is_symbolic(number))
 
 
-def told(one: GeneralKernel, kernel: Kernel[Any]) -> Numbers:
-    """Return the table of a symbolic kernel for a problem with symbolic numbers, and guard that its own guards hold.
+def told(one: DynamicKernel, kernel: Kernel[Any]) -> Numbers:
+    """Return the table of a dynamic kernel for a problem with symbolic numbers, and guard that its own guards hold.
 
-    Raises Pinned if the kernel is not valid for the problem.
+    Raises NotSymbolic if the kernel is not valid for the problem.
     """
     numbers = tuple(_numbers(kernel.problem))
     if not _fits(one, numbers):     # not an assert: the comparisons record guards, which python -O would drop
-        raise Pinned(f"{one.symbol} does not hold for what it was found for")
+        raise NotSymbolic(f"{one.symbol} does not hold for what it was found for")
     return _told(one, numbers)
 
 
-def _told(one: GeneralKernel, numbers: Numbers) -> Numbers:
+def _told(one: DynamicKernel, numbers: Numbers) -> Numbers:
     return tuple(value_of(term, numbers) for term in one.table)
 
 
@@ -191,8 +191,8 @@ def _differences(numbers: Numbers, others: Numbers) -> frozenset[int]:
 
 
 def told_kernel(kernel: Kernel[Any], trace: Trace, leaves: frozenset[int]) -> Kernel[Any]:
-    """Return the kernel with Extents in place of some of its problem's numbers; it can only be emitted."""
-    numbers = iter([Extent(trace, number, leaf(i)) if i in leaves else number
+    """Return the kernel with KernelInts in place of some of its problem's numbers; it can only be emitted."""
+    numbers = iter([KernelInt(trace, number, leaf(i)) if i in leaves else number
                     for i, number in enumerate(spelling(kernel).numbers)])
     return type(kernel)(_mapped(kernel.problem, lambda number: next(numbers)), kernel.items)
 

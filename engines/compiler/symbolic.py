@@ -1,0 +1,169 @@
+"""Set of symbolic plans of a model, traced once and reused for other extents.
+
+    symbolics = SymbolicPlans(trace)            # trace: returns the plan for symbolic extents
+    symbolics.plan({"T": 77})               # the plan for this extent; None if no symbolic plan holds for it
+"""
+from __future__ import annotations
+
+import copyreg
+import io
+import logging
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from infer_server.engines.capacity import too_large
+from infer_server.engines.compiler.engine_cache import EngineCache
+from infer_server.engines.ir.symbolic import NotSymbolic, ShapeEnv
+from infer_server.engines.machine import object_cache
+from infer_server.engines.machine.cpu import detect
+from infer_server.engines.machine.object_cache import ObjectCache
+from infer_server.engines.plan.arena import check_memory
+from infer_server.engines.plan.extents import Extents
+from infer_server.engines.plan.plan import Plan
+from infer_server.engines.plan.symbolic import LateMachine, SymbolicPlan
+
+MOST = 16           # maximum number of symbolic plans of a model; the last used are kept
+CREDIT = 8          # traces before giving up: each symbolic plan that serves a second shape earns another two
+# Kinds of stored symbolic plans.
+ORDINARY, CACHING = "symbolic plans of", "symbolic plans with caches in place of"
+
+log = logging.getLogger(__name__)
+
+
+class StoredSymbolicPlans:
+    """Symbolic plans of a model in an object cache, whose entries are trusted as the machine code in it is."""
+
+    def __init__(self, cache: ObjectCache, key: str) -> None:
+        """key: of all that the symbolic plans depend on, see EngineCache.key."""
+        self._cache, self._key = cache, key
+
+    def load(self) -> list[tuple[SymbolicPlan, bool]]:
+        """Return each symbolic plan, and whether it has served only its traced shape."""
+        content = self._cache.fetch(self._key)
+        try:
+            symbolics: list[tuple[SymbolicPlan, bool]] = pickle.loads(content) if content else []
+        except Exception as error:      # of a library that has changed
+            log.warning("stored symbolic plans cannot be read and are traced again: %s: %s",
+                        type(error).__name__, error)
+            return []
+        return symbolics
+
+    def save(self, symbolics: Sequence[tuple[SymbolicPlan, bool]]) -> None:
+        content = io.BytesIO()
+        try:
+            _Pickler(content).dump([*symbolics])
+        except Exception as error:      # a part that pickle cannot write
+            log.info("symbolic plans are not stored: %s: %s", type(error).__name__, error)
+            return
+        self._cache.store(self._key, content.getvalue())
+
+
+def _proxy(mapping: Mapping[str, Any]) -> MappingProxyType[str, Any]:
+    return MappingProxyType(mapping)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler that also writes the read-only mappings of nodes."""
+    dispatch_table = {**copyreg.dispatch_table, MappingProxyType: lambda proxy: (_proxy, (dict(proxy),))}
+
+
+class SymbolicPlans:
+    """Symbolic plans of one model. Not thread-safe."""
+
+    def __init__(self, trace: Callable[[ShapeEnv, Extents], Plan | None],
+                 right: Callable[[Plan, Extents], bool] | None = lambda plan, extents: True,
+                 stored: StoredSymbolicPlans | None = None) -> None:
+        """Create a set of symbolic plans.
+
+        Parameters
+        ----------
+        trace : callable
+            Returns the plan for symbolic extents, or None if there are no such plans.
+        right : callable
+            Returns True if a plan is correct for extents; called for the second shape that each symbolic plan serves.
+            None: they serve no second shape unless they have done so in an earlier process.
+        stored : StoredSymbolicPlans, optional
+            Symbolic plans of earlier processes, to which new ones are added.
+        """
+        self._trace, self._right, self._stored, self._credit = trace, right, stored, CREDIT
+        loaded = stored.load() if stored else []
+        self._known = [one for one, _ in loaded]    # the last used at the end
+        self._first = {id(one) for one, is_first in loaded if is_first}     # those that served only their traced shape
+
+    def plan(self, extents: Extents) -> Plan | None:
+        """Return the plan for these extents; None if no symbolic plan holds for them and none can be traced."""
+        for symbolic in reversed(self._known):
+            if plan := _plan(symbolic, extents):
+                is_first = id(symbolic) in self._first
+                if is_first and not self._proven(symbolic, plan, extents):
+                    return None
+                self._known.remove(symbolic)
+                self._known.append(symbolic)
+                vars(plan)["of_symbolic"] = not is_first        # nobody else has it yet
+                return plan
+        made = self._traced(extents) if self._credit > 0 else None
+        plan = _plan(made, extents) if made else None
+        if made and plan:
+            self._known = [*self._known[1 - MOST:], made]
+            self._first = {id(made), *self._first.intersection(map(id, self._known))}
+            self._save()
+        return plan
+
+    def _proven(self, symbolic: SymbolicPlan, plan: Plan, extents: Extents) -> bool:
+        """Verify what a symbolic plan made for the first shape other than the traced one; return True if it is correct.
+
+        If it is not, all symbolic plans of the model are discarded, and no more are traced.
+        """
+        if dict(extents) == symbolic.of_shape:
+            return True
+        if self._right is None:
+            return False
+        if not self._right(plan, extents):
+            self._known.clear()
+            self._save()
+            self._credit = 0
+            return False
+        self._first.remove(id(symbolic))
+        self._save()
+        self._credit = min(self._credit + 2, CREDIT)
+        return True
+
+    def _save(self) -> None:
+        if self._stored:
+            self._stored.save([(one, id(one) in self._first) for one in self._known])
+
+    def _traced(self, extents: Extents) -> SymbolicPlan | None:
+        """Return a new symbolic plan, or None if tracing fails; errors recur when the shape's own plan is made."""
+        self._credit -= 1
+        env = ShapeEnv()
+        fixed = {name: extent for name, extent in extents.items() if not isinstance(extent, int) or extent < 1}
+        symbols = {name: env.extent(name, extent) for name, extent in extents.items() if name not in fixed}
+        try:
+            plan = self._trace(env, {name: symbols.get(name, extent) for name, extent in extents.items()})
+            return SymbolicPlan(plan, env, extents, tuple(symbols), fixed) if plan else None
+        except (NotSymbolic, Exception) as reason:       # a real fault recurs when the plan is made for the shape only
+            log.info("there is no symbolic plan for %s: %s: %s", dict(extents), type(reason).__name__, reason)
+            return None
+
+
+def stored_symbolic_plans(plan: Plan, cache: EngineCache | None, kind: str = ORDINARY) -> StoredSymbolicPlans | None:
+    """Return the symbolic plans of a plan in a cache; None without a cache, or if the plan was not read from a file.
+
+    $INFER_OBJECT_CACHE holds for them, too. kind: CACHING for those that append to caches in place.
+    """
+    if cache is None or not plan.fingerprint:
+        return None
+    with object_cache.using(cache.objects):
+        objects = object_cache.current()
+    key = cache.key({"plan": plan.fingerprint}, {kind: detect().model})
+    return StoredSymbolicPlans(objects, key) if objects else None
+
+
+def _plan(symbolic: SymbolicPlan, extents: Extents) -> Plan | None:
+    """Return the plan that a symbolic plan makes, or None. Raises ConfigError if it needs more memory than there is."""
+    plan = symbolic.plan(extents)
+    if plan and isinstance(plan.machine, LateMachine) and too_large(plan.machine.buffer_bytes):
+        check_memory(plan.name, plan.machine.buffers, plan.max_batch)
+    return plan
