@@ -196,6 +196,8 @@ class Calibration:
         target = self.target
         if target is None:
             return (), ""
+        if (precision := subject.builder.config.precision) != "int8":
+            raise ConfigError(f"an accuracy target is for int8; this build is {precision}")
         if self._evaluation_source is not None:
             held_out = self._items_of(self._evaluation_source, subject)
         elif self.data is None:

@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -86,8 +87,8 @@ def _top1(output: str) -> Callable[[Items, Sequence[Outputs]], float]:
     return score
 
 
-def _share(hits: object) -> float:
-    return float(np.mean([bool(hit) for hit in hits]))      # type: ignore[attr-defined]
+def _share(hits: Iterable[Any]) -> float:
+    return float(np.mean([bool(hit) for hit in hits]))
 
 
 def _cosine(items: Items, outputs: Sequence[Outputs]) -> float:

@@ -103,10 +103,6 @@ class Outcome:
     float_type: str
     report: dict[str, Any]
 
-    @property
-    def is_met(self) -> bool:
-        return bool(self.report["met"])
-
 
 class TargetSearch:
     """One search for the layers to keep in float."""

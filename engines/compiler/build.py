@@ -137,6 +137,8 @@ def _check(model: Model, config: BuildConfig, calibration: RangeSource | None) -
     if calibration is not None and not hasattr(calibration, "calibrate"):
         raise ConfigError(f"calibration is a {type(calibration).__name__}; wrap the data: "
                           "infer_server.Calibration(data, ...)")
+    if config.float_type != "fp32" and config.precision != "int8":
+        raise ConfigError(f"float_type is the precision of what int8 leaves in float; this build is {config.precision}")
     if calibration is not None and config.precision not in ("int8", "best", "fp16"):
         raise ConfigError(f"calibration is for int8, best and fp16; this build is {config.precision}")
 

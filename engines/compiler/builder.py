@@ -223,7 +223,8 @@ class Builder:
         precision = self.config.precision
         if is_quantised(graph):
             graph = quantize_by_fake_quantize(graph, self.config.keep_float, log)
-            return set_float_precision(graph, "fp32" if precision in ("int8", "best") else precision)
+            floats = {"int8": self.config.float_type, "best": "fp32"}
+            return set_float_precision(graph, floats.get(precision, precision))
         if precision in ("int8", "best") and ranges is not None:
             graph = quantize(graph, ranges, keep_float=self.config.keep_float, log=log)
             return graph if self.config.float_type == "fp32" else set_float_precision(graph, self.config.float_type)

@@ -150,12 +150,19 @@ def _command(options: argparse.Namespace) -> int:
         _export(build.plan, options.export_qdq, notify)
     if options.tensorrt_cache:
         _for_tensorrt(build.plan, options, notify)
-    missed = not build.plan.metadata.get("target", {}).get("met", True)
+    missed = options.max_drop is not None and not _meets_target(build.plan)
     if options.verify and not verify_build(options.output, options.model, config, calibration, notify, _print_error):
         return NOT_VERIFIED
     if options.strip:       # last: verifying asks the plan for its graph
         build.save(options.output, strip=True)
     return TARGET_MISSED if missed else 0
+
+
+def _meets_target(plan: Plan) -> bool:
+    """Return True if the plan meets its accuracy target; say so if none was measured."""
+    if "target" not in plan.metadata:
+        _print_error("--max-drop: no accuracy was measured, because the model is quantised already")
+    return bool(plan.metadata.get("target", {}).get("met"))
 
 
 def _config(options: argparse.Namespace) -> BuildConfig:
@@ -225,6 +232,8 @@ def _check(options: argparse.Namespace) -> None:
         faults.append("--uint8-input needs --preprocess: the scale, mean and std that normalise pixels for the model")
     if options.max_drop is None and (options.metric or options.eval_data or options.labels):
         faults.append("--metric, --eval and --labels are of a target: give --max-drop, too")
+    if options.max_drop is not None and options.float_type != "fp32":
+        faults.append("--max-drop chooses the precision of the layers that it keeps in float: leave --float-type out")
     if options.max_drop is not None and options.precision != "int8":
         faults.append("--max-drop moves layers from INT8 to float: it needs --int8")
     if options.plan_store and options.no_cache:

@@ -111,6 +111,17 @@ def test_a_number_of_labels_that_does_not_fit_is_refused():
         build(AccuracyTarget(0.1, "top1", feeds(8), [0, 1, 2]))
 
 
+def test_options_that_would_be_ignored_are_refused(tmp_path, capsys):
+    with pytest.raises(ConfigError, match="target is for int8"):
+        build_engine(model(), precision="best", timing=False, cache=False,
+                     calibration=Calibration(feeds(), "minmax", target=AccuracyTarget(0.1)))
+    with pytest.raises(ConfigError, match="float_type is the precision"):
+        build_engine(model(), precision="fp32", float_type="bf16", cache=False)
+    assert main(["m.onnx", "-o", str(tmp_path / "m.plan"), "--int8", "--calib", "x", "--max-drop", "1%",
+                 "--float-type", "bf16"]) == 2
+    assert "leave --float-type out" in capsys.readouterr().err
+
+
 def test_labels_of_folders_and_files(tmp_path):
     from PIL import Image
     for name in ("dog/1.png", "cat/2.png", "cat/1.png"):
