@@ -39,9 +39,10 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.machine": ("engines.errors", "engines.version", "engines.files", "engines.remote"),
     # the plan, and serving it
     "engines.plan": ("engines.ir", "engines.machine", "engines.capacity"),
+    "engines.plan.symbolic": ("engines.plan", "engines.version"),
     "engines.summary": ("engines.plan",),
     "engines.backends.fallback": ("engines.plan",),
-    "engines.backends.base": ("engines.backends.device",), "engines.backends.device": ("engines.plan",),
+    "engines.backends.base": ("engines.backends.device",), "engines.backends.device": ("engines.plan.symbolic",),
     "engines.backends": ("engines.backends.base", "engines.backends.device"),       # it imports the others by name
     "engines.backends.llvm.runtime": ("engines.backends.device", "engines.backends.fallback"),
     "engines.runtime.host": ("engines.plan",),

@@ -20,7 +20,7 @@ from infer_server.engines.compiler.engine_cache import EngineCache, model_digest
 from infer_server.engines.compiler.programs import plan_of
 from infer_server.engines.compiler.ranges import Calibrated, Notify, Progress, RangeSource
 from infer_server.engines.compiler.segments import Watched
-from infer_server.engines.compiler.specialise import compiled
+from infer_server.engines.compiler.specialise import compiled, with_symbolic_plans
 from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.errors import ConfigError, ModelError
 from infer_server.engines.frontend.onnx_file import Model, read_model
@@ -105,8 +105,8 @@ def build_engine(model: Model, *, calibration: RangeSource | None = None,
     cache
         True: the user's engine cache. A path or an EngineCache: that one. False: build in any case.
     progress
-        Called with (stage, done, of, what). The stage is "calibrating", "searching", "evaluating", "ranking" or
-        "compiling"; `of` is 0 where the total is unknown.
+        Called with (stage, done, of, what). The stage is "calibrating", "searching", "evaluating", "ranking",
+        "compiling" or "tracing"; `of` is 0 where the total is unknown.
     notify
         Called with each notice when it comes; the result has all of them.
     **options
@@ -185,8 +185,10 @@ class _Build:
         said: dict[str, Any] = {} if "notices" in plan.metadata else {"notices": list(self.notices)}
         if builder.config.optional:
             said[DEFAULTS] = {name: _default_of(plan, name, given.weights[name]) for name in builder.config.optional}
-        return EngineBuild(replace(plan, metadata={"model": name, **plan.metadata, **said}), tuple(self.notices),
-                           tuple(builder.log))
+        plan = replace(plan, metadata={"model": name, **plan.metadata, **said})
+        if builder.config.symbolic_plans:
+            plan = with_symbolic_plans(plan, partial(self.progress, "tracing"))
+        return EngineBuild(plan, tuple(self.notices), tuple(builder.log))
 
     def _of_graph(self, subject: Subject) -> Plan:
         """Return the plan of a model that is one graph."""

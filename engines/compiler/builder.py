@@ -82,6 +82,8 @@ class BuildConfig:
         Time the tactics; False takes the cheapest by its cost.
     timing_cache
         A file of times; "" keeps times for this build only.
+    symbolic_plans
+        Make the symbolic plans of a model with open extents at the build, for the shapes that can be foreseen.
     threads
         Threads that run-engine takes by default.
     """
@@ -99,6 +101,7 @@ class BuildConfig:
     float_type: str = "fp32"
     timing: bool = True
     timing_cache: str = ""
+    symbolic_plans: bool = True
     threads: int = 1
 
     def __post_init__(self) -> None:

@@ -29,9 +29,6 @@ class Deferred(NDArrayOperatorsMixin, Late):
     dtype: np.dtype[Any]
     shape: tuple[Any, ...]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Deferred, (self.function, self.arguments, self.dtype, self.shape)
-
     def now(self) -> Any:
         return self._now
 

@@ -266,7 +266,7 @@ class Segment:
         return self._missing(key)
 
     def _missing(self, key: Key) -> Specialisation:
-        way = self.policy.specialise
+        way = self.policy.specialise if self.part.model else "off"      # a stripped plan makes no specialisations
         with self._lock:
             once = self._demand.comes_once
             new = self._demand.is_new(key)

@@ -17,7 +17,7 @@ from infer_server.engines.ir.dtypes import as_in_memory, memory_dtype
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.extents import Extents
 from infer_server.engines.plan.plan import DynamicKernel, IoTensor, Plan
-from infer_server.engines.plan.symbolic import LateMachine, SymbolicPlan
+from infer_server.engines.plan.symbolic.plans import LateMachine, SymbolicPlan
 from infer_server.engines.runtime.context import ExecutionContext, names_of
 
 

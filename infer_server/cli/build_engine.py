@@ -72,7 +72,7 @@ class Bar:
     A thread writes the lines, so that a long step of a build does not delay them.
     """
     UNITS = {"calibrating": "item", "searching": "trial", "compiling": "kernel", "evaluating": "item",
-             "ranking": "layer"}
+             "ranking": "layer", "tracing": "shape"}
     QUIET, BEAT = 4.0, 0.5      # seconds between lines, and between checks
 
     def __init__(self, quiet: bool = False) -> None:
@@ -132,7 +132,7 @@ def _command(options: argparse.Namespace) -> int:
     cache = not options.no_cache and EngineCache(options.cache_dir or "", options.cache_size, plan_store_of(options))
     begin = time.perf_counter()
     with plan_store_log(), Bar(options.quiet) as bar:
-        notify = _nothing if options.quiet else bar.notice
+        notify: Notify = (lambda text: None) if options.quiet else bar.notice
         build = build_engine(options.model, calibration=_of_build(calibration, config), cache=cache, progress=bar,
                              notify=notify, **vars(config))
     if options.strict:
@@ -172,7 +172,8 @@ def _config(options: argparse.Namespace) -> BuildConfig:
         keep_float=tuple(options.keep_float or ()), float_type=options.float_type,
         pixels=load_preprocess(options.preprocess).pixels if options.uint8_input else None,
         timing=not options.no_timing, timing_cache=options.timing_cache or "", threads=options.threads,
-        profiles=_profiles(options), ragged=tuple(options.ragged or ()), optional=tuple(options.optional or ()))
+        profiles=_profiles(options), ragged=tuple(options.ragged or ()), optional=tuple(options.optional or ()),
+        symbolic_plans=not options.no_symbolic_plans)
 
 
 def _shapes(options: argparse.Namespace) -> dict[str, tuple[int | None, ...]]:
@@ -214,10 +215,6 @@ def _of_build(calibration: Calibration | None, config: BuildConfig) -> Calibrati
 
 def _print_error(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _nothing(text: str) -> None:
-    """Discard a notice, for --quiet."""
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -367,6 +364,8 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
                               "specialised when they first occur")):
         parser.add_argument(f"--{which}-shapes", type=parse_shapes, action="append", metavar="X:1x3x64x64,...",
                             help=f"{of}; the n-th of the min, opt and max shapes form a profile")
+    parser.add_argument("--no-symbolic-plans", action="store_true",
+                        help="leave out symbolic plans; runs at shapes that are not compiled have to make them then")
 
 
 def _add_tuning(parser: argparse.ArgumentParser) -> None:

@@ -46,7 +46,7 @@ from infer_server.engines.plan.plan import (
     Step,
     item_strides,
 )
-from infer_server.engines.plan.symbolic import LateMachine, SymbolicPlan
+from infer_server.engines.plan.symbolic.plans import LateMachine, SymbolicPlan
 from infer_server.engines.plan.verification import verify
 
 Words = NDArray[np.int64]

@@ -17,6 +17,7 @@ from infer_server.engines.frontend.operators.normalise import OperatorCall
 from infer_server.engines.ir.deferred import array_of
 from infer_server.engines.ir.graph import Node
 from infer_server.engines.ir.shapes import fixed
+from infer_server.engines.ops.tokens import causal_mask, column, last_places, row, token_places
 
 _INT64 = 7          # TensorProto.INT64
 QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, POSITIONS, BIAS, SINK = range(12)
@@ -103,9 +104,9 @@ def _heads(w: StandardNodeBuilder, call: OperatorCall) -> list[str]:
 def _positions(w: StandardNodeBuilder, call: OperatorCall, cache: _Cache) -> str:
     """Return the positions of the new tokens in their items, int64 [N or 1, S]."""
     if cache.prompt:
-        return w.constant(array_of(_row, [cache.new], (1, cache.new), np.int64))
+        return w.constant(array_of(row, [cache.new], (1, cache.new), np.int64))
     lengths = w("Cast", w.reshape(call.node.inputs[LENGTHS], -1, 1), to=_INT64)     # lengths less one
-    return w("Add", lengths, w.constant(array_of(_last, [cache.new], (cache.new,), np.int64)))
+    return w("Add", lengths, w.constant(array_of(last_places, [cache.new], (cache.new,), np.int64)))
 
 
 def _turns(w: StandardNodeBuilder, call: OperatorCall, cache: _Cache, positions: str) -> str:
@@ -136,7 +137,7 @@ def _present(w: StandardNodeBuilder, call: OperatorCall, cache: _Cache, new: str
     if cache.new == 1 and cache.room >= cache.tokens:       # each item's token follows its last one
         return _scattered(w, call, before, new)
     if cache.new == 1:
-        here = w("Equal", w.constant(array_of(_column, [cache.room], (cache.room, 1), np.int32)),
+        here = w("Equal", w.constant(array_of(column, [cache.room], (cache.room, 1), np.int32)),
                  w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
         return w("Concat", w("Where", here, new, before), new, axis=2)
     if cache.room < cache.tokens:
@@ -159,44 +160,19 @@ def _mask(w: StandardNodeBuilder, call: OperatorCall, cache: _Cache, positions: 
     tokens = cache.tokens
     bias = call.node.inputs[BIAS] if call.has(BIAS) else ""
     if causal and cache.prompt:
-        mask = w.constant(array_of(_causal, [tokens, window, dtype], (1, 1, tokens, tokens), dtype))
+        mask = w.constant(array_of(causal_mask, [tokens, window, dtype], (1, 1, tokens, tokens), dtype))
     else:
         mask = w("Where", _seen(w, call, tokens, positions, window if causal else None),
                  *(w.number(number, dtype) for number in (0, -np.inf)))
     return w("Add", mask, bias) if bias else mask
 
 
-def _causal(tokens: int, window: int, dtype: np.dtype[np.generic]) -> np.ndarray:
-    """Return the mask of a prompt: -inf for keys after a query, or `window` and more before it."""
-    keys = np.arange(tokens)
-    behind = keys[:, None] - keys
-    seen = (behind >= 0) & ((behind < window) | (window < 0))
-    return np.where(seen, 0, -np.inf).astype(dtype)[None, None]
-
-
-def _row(count: int) -> np.ndarray:
-    return np.arange(count)[None]
-
-
-def _keys(count: int, dtype: type[np.signedinteger]) -> np.ndarray:
-    return np.arange(count, dtype=dtype)
-
-
-def _last(count: int) -> np.ndarray:
-    """Return the positions of the last tokens relative to the last one: 1 - count, ..., 0."""
-    return np.arange(count) - count + 1
-
-
-def _column(count: int) -> np.ndarray:
-    return np.arange(count, dtype=np.int32)[:, None]
-
-
 def _seen(w: StandardNodeBuilder, call: OperatorCall, tokens: int, positions: str, window: int | None) -> str:
     """Return the visible keys as bools. A window of None means attention that is not causal: all keys of the item."""
     if window is None:
-        return w("LessOrEqual", w.constant(array_of(_keys, [tokens, np.int32], (tokens,), np.int32)),
+        return w("LessOrEqual", w.constant(array_of(token_places, [tokens, np.int32], (tokens,), np.int32)),
                  w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
-    keys = w.constant(array_of(_keys, [tokens, np.int64], (tokens,), np.int64))
+    keys = w.constant(array_of(token_places, [tokens, np.int64], (tokens,), np.int64))
     behind = w("Sub", w("Unsqueeze", positions, w.ints(1, 3)), keys)
     seen = w("GreaterOrEqual", behind, w.ints(0))
     return w("And", seen, w("Less", behind, w.ints(window))) if window >= 0 else seen
