@@ -23,7 +23,7 @@ from infer_server.engines.plan.symbolic.plans import LateMachine, SymbolicPlan
 
 MOST = 16           # maximum number of symbolic plans of a model; the last used are kept
 SMALLEST_LIMIT = 1 << 20        # bytes that the symbolic plans of a plan file may take in any case, and
-LIMIT_SHARE = 1 / 16            # share of the bytes of its constants that they may take
+LIMIT_SHARE = 1 / 8             # share of the bytes of its constants that they may take
 CREDIT = 8          # traces before giving up: each symbolic plan that serves a second shape earns another two
 # Kinds of stored symbolic plans.
 ORDINARY, CACHING = "symbolic plans of", "symbolic plans with caches in place of"
@@ -151,17 +151,18 @@ class SymbolicPlans:
 
 
 def encoded(symbolics: Sequence[SymbolicPlan], plan: Plan) -> bytes:
-    """Return symbolic plans for a plan file: as many of them, the last before the first, as the limits allow."""
-    limit = max(SMALLEST_LIMIT, int(len(plan.machine.constants) * LIMIT_SHARE))
-    for first in range(len(symbolics)):
+    """Return symbolic plans for a plan file, without those that cannot be encoded or exceed the limits."""
+    limit, content = max(SMALLEST_LIMIT, int(len(plan.machine.constants) * LIMIT_SHARE)), b""
+    kept: list[SymbolicPlan] = []
+    for one in symbolics:
         try:
-            content = encode(symbolics[first:], plan)
+            more = encode([*kept, one], plan)
         except PlanError as error:
-            log.info("%s: symbolic plans are not stored: %s", plan.name, error)
+            log.info("%s: the symbolic plan of %s is not stored: %s", plan.name, one.of_shape, error)
             continue
-        if len(content) <= limit:
-            return content
-    return b""
+        if len(more) <= limit:
+            kept, content = [*kept, one], more
+    return content
 
 
 def symbolic_plans_of(plan: Plan, cache: EngineCache | None, kind: str,

@@ -158,12 +158,12 @@ def test_symbolic_plans_beyond_the_limit_are_left_out(monkeypatch: pytest.Monkey
     plan = built(attention_net())
     assert plan.open is not None
     known = decode(plan.open.symbolic, plan)
-    size = len(encode(known[-1:], plan))
+    sizes = [len(encode([one], plan)) for one in known]
     monkeypatch.setattr(symbolic, "LIMIT_SHARE", 0)
-    for limit, count in ((1 << 20, len(known)), (size, 1), (size - 1, 0)):
+    for limit, kept in ((1 << 20, known), (sizes[0], known[:1]), (min(sizes) - 1, [])):
         monkeypatch.setattr(symbolic, "SMALLEST_LIMIT", limit)
         content = symbolic.encoded(known, plan)
-        assert [one.of_shape for one in decode(content, plan)] == [one.of_shape for one in known[len(known) - count:]]
+        assert [one.of_shape for one in decode(content, plan)] == [one.of_shape for one in kept]
 
 
 def test_a_wrong_symbolic_plan_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
