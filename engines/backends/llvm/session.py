@@ -15,7 +15,7 @@ from infer_server.engines.backends.llvm.kernels.kernel import Window
 from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
 from infer_server.engines.backends.llvm.sharing import SharedConstants
 from infer_server.engines.backends.llvm.tuning.candidates import Choice
-from infer_server.engines.backends.llvm.tuning.in_place import Trial, settled, trial_buffers
+from infer_server.engines.backends.llvm.tuning.network_timing import Trial, settled, trial_buffers
 from infer_server.engines.backends.llvm.tuning.item_major import item_major_as_in, with_item_major_runs
 from infer_server.engines.backends.llvm.tuning.layouts import sharing_problems
 from infer_server.engines.backends.llvm.tuning.references import with_reference_times
@@ -186,12 +186,12 @@ class LlvmSession:
             code = [code for one in (plan, *part.others) for code in one.machine.code]
             self.tuner.take_over(part.timed, code, part.general)
 
-    def _trial(self, chosen: CpuChosen, rivals: Mapping[Problem, Sequence[Choice]]) -> Trial:
+    def _trial(self, chosen: CpuChosen, candidates: Mapping[Problem, Sequence[Choice]]) -> Trial:
         """Return a plan with the steps of all close candidates, with memory for as many items as are timed."""
-        expanders = self._expanders(choice for some in rivals.values() for choice in some)
+        expanders = self._expanders(choice for some in candidates.values() for choice in some)
         items = chosen.items if chosen.max_batch else 0
         assembler = _CpuAssembler(replace(chosen, expanders=expanders, max_batch=items), self.isa,
-                                  [rivals[call.problem] for call in chosen.lowered.compiled])
+                                  [candidates[call.problem] for call in chosen.lowered.compiled])
         machine = assembler.machine()
         machine = replace(machine, inputs=(), outputs=(), buffers=trial_buffers(machine.buffers, assembler.steps_of))
         # Fallback steps are not timed, but they are loaded, and read their constants from the plan.

@@ -1,7 +1,7 @@
 """Tuner: compiles kernels for problems, times their tactics alone on this machine, and takes the fastest.
 
-Candidates whose times are close to the fastest are timed again inside the network (in_place.py). All problems of a
-graph are timed together (candidate_times.py).
+Candidates whose times are close to the fastest are timed again inside the network (network_timing.py). All problems of
+a graph are timed together (candidate_times.py).
 """
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Tuner:
         """
         self._timed = Timed(corrections)
         self.code.take_over(objects)
-        self.dynamic_kernels.add(dynamic, self.code.made)
+        self.dynamic_kernels.add(dynamic, self.code.reused)
 
     def choose(self, wanted: Mapping[Problem, Constants], progress: Progress | None = None,
                batches: Sequence[int] = (1,), sharing: Iterable[tuple[Problem, ...]] = ()) -> dict[Problem, Choice]:
@@ -189,7 +189,7 @@ class Tuner:
         for kernel in kernels_for(problem, self._times.batches[-1]):
             tactics = kernel.tactics(self.isa)
             own += [one for tactic in tactics if not open_numbers
-                    and self.code.symbol(one := Candidate(kernel, tactic)) in self.code.made]
+                    and self.code.symbol(one := Candidate(kernel, tactic)) in self.code.reused]
             tellable |= {Candidate(kernel, one.tactic): one
                          for one in self.dynamic_kernels.find(kernel, tactics, open_numbers)}
         if not own and not tellable:
@@ -197,7 +197,7 @@ class Tuner:
         best = min(own or tellable, key=self._estimate)
         if best in tellable:
             return self._told(best.kernel, tellable[best])
-        return Choice(best.kernel, best.tactic, symbol := self.code.symbol(best), self.code.made[symbol], 0.0, 1.0)
+        return Choice(best.kernel, best.tactic, symbol := self.code.symbol(best), self.code.reused[symbol], 0.0, 1.0)
 
     def _told(self, kernel: Kernel[Any], one: Found) -> Choice:
         symbol = one.general.symbol
@@ -211,7 +211,7 @@ class Tuner:
             found = self._times.find(pool, wanted, every, Report(None, 0, steps=0))
         return {problem: {one: us for one, (us, *_) in times.items()} for problem, times in found.items()}
 
-    def rivals(self, problem: Problem, most: int) -> list[Candidate]:
+    def close_candidates(self, problem: Problem, most: int) -> list[Candidate]:
         """Return the candidate taken, then those that may be faster than it inside a network.
 
         In a network constants come from outer caches. So a time alone is the best case, and the worst case adds the
@@ -240,29 +240,29 @@ class Tuner:
     def constant_bytes(self, one: Candidate) -> int:
         return one.kernel.constant_bytes(self.isa, one.tactic)
 
-    def trials(self, rivals: Mapping[Problem, Sequence[Candidate]],
+    def trials(self, candidates: Mapping[Problem, Sequence[Candidate]],
                progress: Progress | None = None) -> dict[Problem, list[Choice]]:
         """Return the close candidates as choices that can be run; those of a problem share one module."""
-        report = Report(progress, len(rivals), steps=1)
+        report = Report(progress, len(candidates), steps=1)
         with compiler_pool(self.isa) as pool:
-            code = self.code.beside(pool, list(rivals.values()), lambda: report("compiled"))
+            code = self.code.compile_groups(pool, list(candidates.values()), lambda: report("compiled"))
         return {problem: [self._choice(one, self._alone[problem][one], code[one]) for one in some]
-                for problem, some in rivals.items()}
+                for problem, some in candidates.items()}
 
     def settle(self, found: Mapping[Problem, Mapping[Candidate, float]]) -> dict[Problem, Choice]:
         """Choose among close candidates by their microseconds inside the network, for a batch of the first size.
 
         The candidate taken by its time alone stays if the gain is below the noise.
         """
-        times = {problem: {one: (us, *self._alone[problem][one][1:]) for one, us in in_place.items()}
-                 for problem, in_place in found.items()}
+        times = {problem: {one: (us, *self._alone[problem][one][1:]) for one, us in in_network.items()}
+                 for problem, in_network in found.items()}
         taken = {}
-        for problem, of_rivals in times.items():
-            ratios, alone = mean_ratios(of_rivals), self._least(self._alone[problem])
+        for problem, of_candidates in times.items():
+            ratios, alone = mean_ratios(of_candidates), self._least(self._alone[problem])
             best = min(ratios, key=lambda one: ratios[one])
             taken[problem] = best if ratios[best] < GAIN * ratios[alone] else alone
-        taken = with_common_layouts(taken, self._sharing, {problem: mean_ratios(of_rivals)
-                                                           for problem, of_rivals in times.items()}, TOLERANCE)
+        taken = with_common_layouts(taken, self._sharing, {problem: mean_ratios(of_candidates)
+                                                           for problem, of_candidates in times.items()}, TOLERANCE)
         with compiler_pool(self.isa) as pool:
             code = self.code.alone(pool, taken.values())
         return {problem: self._choice(one, times[problem][one], code[one]) for problem, one in taken.items()}
