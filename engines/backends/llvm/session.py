@@ -15,9 +15,9 @@ from infer_server.engines.backends.llvm.kernels.kernel import Window
 from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
 from infer_server.engines.backends.llvm.sharing import SharedConstants
 from infer_server.engines.backends.llvm.tuning.candidates import Choice
-from infer_server.engines.backends.llvm.tuning.network_timing import Trial, settled, trial_buffers
 from infer_server.engines.backends.llvm.tuning.item_major import item_major_as_in, with_item_major_runs
 from infer_server.engines.backends.llvm.tuning.layouts import sharing_problems
+from infer_server.engines.backends.llvm.tuning.network_timing import Trial, settled, trial_buffers
 from infer_server.engines.backends.llvm.tuning.references import with_reference_times
 from infer_server.engines.backends.llvm.tuning.tuner import Tuner
 from infer_server.engines.ir.deferred import table
