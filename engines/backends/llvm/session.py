@@ -249,7 +249,8 @@ class _CpuAssembler:
         grid = choice.kernel.grid(self.isa, choice.tactic)
         self.code[choice.symbol] = choice.code
         packed = self.constants.add_packed(call, choice)
-        told = () if choice.told is None else (self.constants.add(table(choice.told or (0,), np.dtype(np.int64)))[0],)
+        parameters = () if choice.parameters is None else (
+            self.constants.add(table(choice.parameters or (0,), np.dtype(np.int64)))[0],)
         batched = call.outputs[0].items == BATCH
         constant_bytes = sum(size for _, size in packed)
         windows = choice.kernel.windows(self.isa, choice.tactic)
@@ -260,7 +261,7 @@ class _CpuAssembler:
         return replace(
             step, symbol=choice.symbol,
             operands=(*map(self._operand, call.inputs), *(operand for operand, _ in packed),
-                      *map(self._operand, call.outputs), *told),
+                      *map(self._operand, call.outputs), *parameters),
             rows_per_item=grid.rows_per_item if batched else 0,
             rows=0 if batched else grid.rows_per_item * as_int(call.outputs[0].items),
             row_step=grid.row_step, columns=grid.columns, column_step=grid.column_step,

@@ -83,7 +83,7 @@ class CandidateTimes:
         self.batches: tuple[int, ...] = (1,)
         self.measured = 0           # candidates that were not found in the cache
 
-    def find(self, pool: CompilerPool, wanted: Mapping[Problem, Constants],
+    def find(self, pool: CompilerPool, constants: Mapping[Problem, Constants],
              candidates: Mapping[Problem, Sequence[Candidate]],
              report: Report, share_tiles: bool = False) -> dict[Problem, dict[Candidate, Times]]:
         """Return the times of each candidate for each problem.
@@ -97,7 +97,7 @@ class CandidateTimes:
         compiled = self._code.compile_groups if share_tiles else self._code.compile_each
         code = compiled(pool, list(missing.values()), lambda: report("compiled"))
         for problem, some in missing.items():
-            known[problem] |= self._measured(problem, some, wanted[problem], code)
+            known[problem] |= self._measured(problem, some, constants[problem], code)
             report(f"timed {problem.family}")
         return {problem: {one: found for one, found in times.items() if found is not None}
                 for problem, times in known.items()}

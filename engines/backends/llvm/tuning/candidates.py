@@ -33,7 +33,7 @@ class Choice:
     symbol: unique to the kernel, the tactic and the instruction set.
     time_us: microseconds for one item, 0 if it was not timed.
     further_item: time of each further item of a batch relative to that, if a larger batch was timed.
-    told: values of the run-time numbers of a dynamic kernel, its last operand.
+    parameters: values of the run-time parameters of a dynamic kernel, its last operand.
     """
     kernel: Kernel[Any]
     tactic: Any
@@ -41,7 +41,7 @@ class Choice:
     code: bytes
     time_us: float
     further_item: float
-    told: tuple[int, ...] | None = None
+    parameters: tuple[int, ...] | None = None
 
 
 def packing(one: Candidate | Choice) -> Any:

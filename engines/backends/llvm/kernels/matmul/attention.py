@@ -235,11 +235,11 @@ class AttentionEmitter:
     def _block(self, f: Function, head: Head, first: Value) -> None:
         queries, block = self.problem.queries, self.tiles.block
         whole, tail = divmod(queries, block)
-        told = isinstance(queries, KernelInt)
-        if not told and not tail:
+        is_dynamic = isinstance(queries, KernelInt)
+        if not is_dynamic and not tail:
             self.queries(f, head, first, block)
             return
-        if told or whole:
+        if is_dynamic or whole:
             with f.when(first.below(whole * block)):
                 self.queries(f, head, first, block)
         with f.when(first.compare("uge", whole * block)):
