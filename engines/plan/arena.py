@@ -244,7 +244,7 @@ def on_cache_line(constants: bytes | memoryview) -> tuple[NDArray[np.uint8], int
 
 
 class _Lease:
-    """Block lent by a MemoryPool; the pool gets it back when the last view of it is freed."""
+    """Block of a MemoryPool, which returns to the pool when the last view of it is freed."""
 
     def __init__(self, memory: Memory, size: int) -> None:
         self._memory = memory

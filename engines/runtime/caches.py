@@ -95,7 +95,7 @@ class CacheContext:
         extents = {**self._engine.extents({**shapes, **pasts}), CACHE_CAPACITY: self.capacity}
         engine = self._engine_for({name: extent for name, extent in extents.items() if name != BATCH})
         items = extents.get(BATCH, 1)
-        with engine.lent() as context:
+        with engine.pooled_context() as context:
             results = context.run_in_place(arrays, items, self._placed(engine, items))
         present = {document["present"]: document["axis"] for document in self._caches.values()}
         self.length = max(io.shape_of(items)[present[io.name]] for io in engine.plan.outputs if io.name in present)

@@ -132,7 +132,7 @@ class Dispatcher:
         """Lend the segment bound to a context whose inputs hold these values."""
         feed = {name: as_in_memory(array) for name, array in zip(self.part.inputs, given, strict=True)}
         engine = self._engine_at(given, feed)
-        with engine.lent() as context:
+        with engine.pooled_context() as context:
             bound = self._bounds.get(context)
             if bound is None:
                 bound = self._bounds[context] = _Bound(

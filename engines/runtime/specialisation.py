@@ -46,7 +46,7 @@ class SpecialisationMaker(Protocol):
     def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]: ...
 
 
-class Lent:
+class PooledContext:
     """Context manager of a pooled context, which returns to the pool on exit."""
     __slots__ = ("_context", "_pool")
 
@@ -167,14 +167,14 @@ class Specialisation:
         """
         arrays = {name: on_host(name, value) for name, value in feeds.items()}
         items = self._feeds.check(arrays)
-        with self.lent() as context:
+        with self.pooled_context() as context:
             for name in arrays.keys() - self._unread:
                 np.copyto(context.input(name, items), arrays[name])
             context.show(items, show)
 
-    def lent(self) -> Lent:
+    def pooled_context(self) -> PooledContext:
         """Return a pooled context, or a new one if all are in use, as a context manager."""
-        return Lent(self._idle, self._taken())
+        return PooledContext(self._idle, self._taken())
 
     def _taken(self) -> ExecutionContext:
         try:

@@ -11,9 +11,9 @@ from infer_server.engines import build_engine
 from infer_server.engines.backends.llvm.runtime.abi import WorkerRow
 from infer_server.engines.backends.llvm.runtime.execution import SerialExecution
 from infer_server.engines.backends.llvm.runtime.item_groups import divides_by_items
-from infer_server.engines.backends.llvm.runtime.lending import address_of
 from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
 from infer_server.engines.backends.llvm.runtime.workers import ParallelExecution, ParallelProgram
+from infer_server.engines.backends.llvm.runtime.zero_copy import address_of
 from infer_server.engines.backends.llvm.tuning import item_major
 from infer_server.engines.backends.llvm.tuning.item_major import run_item_major, with_item_major_runs
 from infer_server.engines.compiler.specialise import Specialiser
@@ -75,7 +75,7 @@ def test_what_threads_cannot_divide_by_items(plan: Plan) -> None:
 
 def test_items_are_read_where_they_lie_and_the_bytes_are_the_same(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "ITEM_BYTES", 0)
-    monkeypatch.setattr(context, "LENT_BYTES", 0)
+    monkeypatch.setattr(context, "ZERO_COPY_BYTES", 0)
     x = far_from_the_end_of_a_page(images_for(TINY["mobilenet_v2"](), MAX_BATCH, seed=3))
     expected = Engine(plan).run({"input": x})["output"]
     monkeypatch.setattr(np, "copyto", None)         # nothing is copied

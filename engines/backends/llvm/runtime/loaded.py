@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from infer_server.engines.backends.llvm.runtime.abi import STEP_WORDS, WORD, StepRow
 from infer_server.engines.backends.llvm.runtime.elf import LoadedCode
 from infer_server.engines.backends.llvm.runtime.expansion import expand
-from infer_server.engines.backends.llvm.runtime.lending import ZeroCopyBuffers
 from infer_server.engines.backends.llvm.runtime.segments import Segment, cut_at_item_major_runs, cut_before, segments_of
+from infer_server.engines.backends.llvm.runtime.zero_copy import ZeroCopyBuffers
 from infer_server.engines.errors import PlanCorruptError, PlanTargetError
 from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.plan.arena import (
