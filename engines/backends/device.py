@@ -179,7 +179,7 @@ class Device(Protocol):
     def mismatch(self, plan: Plan) -> str:
         """Return why this machine cannot run the plan, or "" if it can."""
 
-    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> Loaded:
+    def load(self, plan: Plan, threads: int, base: Loaded | None = None) -> Loaded:
         """Load a plan.
 
         Parameters
@@ -188,7 +188,7 @@ class Device(Protocol):
             Plan for this backend.
         threads : int
             Threads that work on one execution.
-        beside : Loaded, optional
+        base : Loaded, optional
             Plan of the same model, loaded by this device, that holds the shared constants.
 
         Raises

@@ -374,9 +374,9 @@ class Segment:
             self._ready.keep(key, engine)
             self.rerun = no_rerun
 
-    def _loaded(self, plan: Plan, beside: Specialisation | None = None) -> Specialisation:
-        """Load a specialisation, which shares the constants of `beside`."""
-        return Specialisation(plan, self.threads, self._cpus, beside, self._gpu)
+    def _loaded(self, plan: Plan, base: Specialisation | None = None) -> Specialisation:
+        """Load a specialisation, which shares the constants of `base`."""
+        return Specialisation(plan, self.threads, self._cpus, base, self._gpu)
 
     def _for_items(self, engine: Specialisation, items: int) -> Specialisation:
         """Return a specialisation compiled for at least `items` items; the largest so far is kept."""

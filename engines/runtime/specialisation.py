@@ -67,7 +67,7 @@ class Specialisation:
     """
 
     def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None,
-                 beside: Specialisation | None = None, gpu: int = 0) -> None:
+                 base: Specialisation | None = None, gpu: int = 0) -> None:
         """Load a plan.
 
         Parameters
@@ -78,7 +78,7 @@ class Specialisation:
             Threads of each context.
         cpus : sequence of int, optional
             CPUs to which the threads are pinned.
-        beside : Specialisation, optional
+        base : Specialisation, optional
             Specialisation whose plan this plan shares constants with.
         gpu : int
             Index of the GPU, for a plan for GPUs.
@@ -92,7 +92,7 @@ class Specialisation:
         self._cpus = _checked_cpus(cpus, threads)
         self.plan, self.threads = plan, threads
         device = device_of(plan.machine.backend, gpu)
-        self._loaded: Loaded = device.load(plan, threads, beside._loaded if beside else None)
+        self._loaded: Loaded = device.load(plan, threads, base._loaded if base else None)
         self._feeds = Feeds(plan)
         self._unread = _unread(plan)
         self._idle: deque[ExecutionContext] = deque()      # append and pop of a deque are atomic

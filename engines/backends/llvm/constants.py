@@ -38,7 +38,7 @@ class PackedConstants:
         graph : graph whose constants are stored under their names.
         isa : instruction set of the kernels.
         expanders : kernels that expand constants when a plan is loaded.
-        shared : constants of the plan that this one is loaded beside.
+        shared : constants of the base plan, which this one shares.
         """
         self._graph, self._isa, self._expanders, self._shared = graph, isa, expanders, shared
         self._names = {(array.ctypes.data, array.nbytes): name for name, array in graph.constants.items()

@@ -184,8 +184,8 @@ def test_other_shapes_run_item_by_item_what_the_usual_one_does(monkeypatch: pyte
         found = [step.name for run in by_item.machine.item_major for step in by_item.machine.steps[run.first:run.last]]
         assert names <= {*found} and usual.machine.steps[run.last - 1].name not in found
         x = {"x": np.random.default_rng(3).standard_normal((MAX_BATCH, *by_item.inputs[0].shape[1:]), np.float32)}
-        expected = Specialisation(by_step, beside=Specialisation(usual)).run(x)
-        for name, output in Specialisation(by_item, beside=Specialisation(usual)).run(x).items():
+        expected = Specialisation(by_step, base=Specialisation(usual)).run(x)
+        for name, output in Specialisation(by_item, base=Specialisation(usual)).run(x).items():
             np.testing.assert_array_equal(output, expected[name])
 
 

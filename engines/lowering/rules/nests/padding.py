@@ -33,8 +33,8 @@ def lower_pad(ctx: Context, node: Node) -> Sequence[ProblemCall]:
                 extent = as_int(shape[axis]) - cut - max(-after, 0)
                 index = place[axis] - max(before, 0)
                 bounds = w.bounds(index)
-                beside = not bounds or bounds[0] < 0 or bounds[1] >= extent
-                place[axis] = (_padded(index, extent, mode, max(before, after)) if beside else index) + cut
+                outside = not bounds or bounds[0] < 0 or bounds[1] >= extent
+                place[axis] = (_padded(index, extent, mode, max(before, after)) if outside else index) + cut
         return w.at(name, place, outside=number_of(ctx, name, node.attrs.get("value", 0)))
 
     whole = ctx.placements[output]
