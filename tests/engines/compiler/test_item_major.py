@@ -81,7 +81,7 @@ def test_items_are_read_where_they_lie_and_the_bytes_are_the_same(plan: Plan, mo
     monkeypatch.setattr(np, "copyto", None)         # nothing is copied
     for one in (plan, run_item_major(plan, long_runs(plan))):
         own = Engine(one).create_context()
-        assert own.in_place == {"input"}
+        assert own.zero_copy_inputs == {"input"}
         for bytes_off in (0, 1, 6):
             pieces = [far_from_the_end_of_a_page(x[i:i + 1], bytes_off) for i in range(MAX_BATCH)]
             own.execute_with(MAX_BATCH, {"input": pieces})
