@@ -93,8 +93,8 @@ class ExecutionContext:
         finally:
             if self._zero_copy:
                 released = self._zero_copy.release_buffers()
-        made = {name: zero_copy[name] if name in zero_copy else self.output(name, batch) for name in self._outputs}
-        return {name: array if name in zero_copy and released else array.copy() for name, array in made.items()}
+        results = {name: zero_copy[name] if name in zero_copy else self.output(name, batch) for name in self._outputs}
+        return {name: array if name in zero_copy and released else array.copy() for name, array in results.items()}
 
     def run_in_place(self, arrays: Mapping[str, Array], batch: int, caches: Mapping[str, Array]) -> dict[str, Array]:
         """Run on checked inputs, some of which are caches that outputs overwrite, and return the other outputs."""
@@ -132,13 +132,13 @@ class ExecutionContext:
         self.rerun = self._reruns[batch]
 
     def _rerun(self, batch: int, unread: Collection[str]) -> Rerun | None:
-        places = {io.name: self.input(io.name, batch) for io in self.plan.inputs}
+        buffers = {io.name: self.input(io.name, batch) for io in self.plan.inputs}
         outputs = [(io.name, self.output(io.name, batch)) for io in self.plan.outputs]
-        copied = [place for name, place in places.items() if name not in unread] + [place for _, place in outputs]
-        if any(place.nbytes >= ZERO_COPY_BYTES for place in copied):
+        copied = [buffer for name, buffer in buffers.items() if name not in unread] + [buffer for _, buffer in outputs]
+        if any(buffer.nbytes >= ZERO_COPY_BYTES for buffer in copied):
             return None
-        inputs = [(io.name, places[io.name].shape, memory_dtype(io.dtype),
-                   None if io.name in unread else places[io.name]) for io in self.plan.inputs]
+        inputs = [(io.name, buffers[io.name].shape, memory_dtype(io.dtype),
+                   None if io.name in unread else buffers[io.name]) for io in self.plan.inputs]
         return Rerun(inputs, outputs, ready(self.execution, batch))
 
     def _set_buffer(self, view: TensorView, array: Array) -> bool:

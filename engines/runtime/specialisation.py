@@ -154,9 +154,9 @@ class Specialisation:
         try:
             if not 1 <= items <= self.plan.batch_slots:
                 return _run_slices(context, self.plan, arrays, items)
-            made = context.run(arrays, items)
+            results = context.run(arrays, items)
             context.expect(items, self._unread)
-            return made
+            return results
         finally:
             self._idle.append(context)
 
@@ -271,8 +271,8 @@ def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Arra
         part = slice(start, min(start + slots, items))
         feeds = {io.name: arrays[io.name][part] if io.batched else arrays[io.name] for io in plan.inputs
                  if io.name in arrays}
-        made = context.run(feeds, part.stop - part.start)
+        outputs = context.run(feeds, part.stop - part.start)
         for io in plan.outputs:
             items_of = (slice(None),) * io.batch_axis + (part,) if io.batched else ...
-            results[io.name][items_of] = made[io.name]
+            results[io.name][items_of] = outputs[io.name]
     return results

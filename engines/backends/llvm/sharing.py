@@ -1,8 +1,8 @@
 """Constants that several plans of one model (for several shapes) share.
 
 The packed weights of a layer are the same bytes at every shape, as long as its tactic packs them in one layout. The
-first plan stores them; operands of the plans that are loaded later point there, without copies. Weights that other tactics
-pack in another layout are packed once for all further plans.
+first plan stores them; operands of the plans that are loaded later point there, without copies. Weights that other
+tactics pack in another layout are packed once for all further plans.
 """
 from __future__ import annotations
 
