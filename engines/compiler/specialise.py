@@ -90,9 +90,9 @@ def _dynamic_kernels(subject: Subject, recipe: Recipe | None) -> tuple[tuple[Dyn
     """Return the model's dynamic kernels and their code, made by lowering it at other than the usual extents."""
     decided = {extent for name in subject.deciding for extent in subject.types[name].shape}
     usual = {name: extent for name, extent in subject.usual.items() if isinstance(extent, int) and name not in decided}
-    places = {extent: place for place, extent in enumerate(dict.fromkeys(usual.values()), 1)}      # equal: one place
+    numbers = {extent: number for number, extent in enumerate(dict.fromkeys(usual.values()), 1)}   # equal: one number
     for step in STEPS if usual else ():
-        extents = {name: extent + step * places[extent] for name, extent in usual.items()}
+        extents = {name: extent + step * numbers[extent] for name, extent in usual.items()}
         if min(extents.values()) < 1:
             continue
         try:

@@ -44,16 +44,16 @@ class SharedConstants:
         self.sizes = len(machine.constants), machine.expanded_bytes
         self._bytes = np.frombuffer(machine.constants, np.uint8)
         self._expanded = {(item.symbol, item.source, item.bytes): item.offset for item in machine.expanded}
-        self._places: dict[bytes, list[int]] = {}       # first bytes -> offsets
+        self._offsets: dict[bytes, list[int]] = {}      # first bytes -> offsets
         starts = {o.offset for step in machine.steps for o in step.operands if o.buffer is None}
         for start in sorted(starts.union((item.source for item in machine.expanded), machine.weight_offsets.values())):
-            self._places.setdefault(self._bytes[start:start + LEAST].tobytes(), []).append(start)
+            self._offsets.setdefault(self._bytes[start:start + LEAST].tobytes(), []).append(start)
         self._packed: dict[Any, _CachedPacking] = {}
         self._spare = len(machine.constants) + SPARE    # free bytes of the cache
 
     def find(self, flat: Array) -> Operand | None:
         """Return the operand of a constant with these bytes, or None."""
-        for start in self._places.get(flat[:LEAST].tobytes(), ()) if len(flat) >= LEAST else ():
+        for start in self._offsets.get(flat[:LEAST].tobytes(), ()) if len(flat) >= LEAST else ():
             if np.array_equal(self._bytes[start:start + len(flat)], flat):
                 return Operand(SHARED, start)
         return None

@@ -253,5 +253,5 @@ def test_results_of_many_shapes_are_not_kept_without_end() -> None:
     results = Results()
     for rows in range(1, 100):
         results.array((rows, 1 << 18), np.dtype(np.float32))
-    kept = sum(array.nbytes for arrays in results._made.values() for array in arrays)
+    kept = sum(array.nbytes for arrays in results._arrays.values() for array in arrays)
     assert 0 < kept == results._bytes <= MOST_BYTES

@@ -319,9 +319,9 @@ class AttentionEmitter:
         if self.k.padded_columns is self.problem.keys:
             return load_channels(lanes, mask, address)
         f, width, one = address.f, self.isa.lanes, Lanes(self.isa, self.isa.lanes, packed=False)
-        places = [f.select(left.compare("ugt", v * width), address + v * width * mask.strides[-1], address)
-                  for v in range(lanes.vectors)]
-        return [load_channels(one, mask, place)[0] for place in places]
+        addresses = [f.select(left.compare("ugt", v * width), address + v * width * mask.strides[-1], address)
+                     for v in range(lanes.vectors)]
+        return [load_channels(one, mask, one_address)[0] for one_address in addresses]
 
     def softmax_arguments(self) -> list[Value]:
         """Return the arguments of the function `softmax`, except the number of rows."""
