@@ -97,11 +97,11 @@ class _SourceWriter:
         if index not in self._atoms:
             what = self._env.atoms[index]
             if isinstance(what, Quotient):
-                made = f"({self.number(what.over)})//({self.number(what.by)})"
+                result = f"({self.number(what.over)})//({self.number(what.by)})"
             else:
                 assert isinstance(what, ByteSize)
-                made = f"{self.expression(what.array)}.nbytes"
-            self._atoms[index] = self._name("q", made)
+                result = f"{self.expression(what.array)}.nbytes"
+            self._atoms[index] = self._name("q", result)
         return self._atoms[index]
 
     def _name(self, kind: str, text: str, after: str = "") -> str:
@@ -183,9 +183,9 @@ class _SourceWriter:
         parameters = ", ".join(self._atoms[index] for index in range(self._extents))
         body = "".join(f"    {line}\n" for line in (*self._lines, f"return {result}"))
         namespace = dict(self._values)
-        exec(compile(f"def made({parameters}):\n{body}", "<symbolic plan>", "exec"), namespace)
-        made: Callable[..., Any] = namespace["made"]
-        return made
+        exec(compile(f"def head({parameters}):\n{body}", "<symbolic plan>", "exec"), namespace)
+        head: Callable[..., Any] = namespace["head"]
+        return head
 
 
 def _text_of(extent: BatchInt) -> str:

@@ -88,12 +88,12 @@ class SymbolicPlan:
         arguments = tuple([extents[name] for name in self.names])
         try:
             with np.errstate(all="ignore"):
-                made = self._head(*arguments) if self.holds(extents) else None
+                result = self._head(*arguments) if self.holds(extents) else None
         except (NotSymbolic, Exception):     # a real fault recurs when the plan is made for the shape only
             return None
-        if made is None:
+        if result is None:
             return None
-        head, buffer_bytes = made
+        head, buffer_bytes = result
         plan: Plan = object.__new__(Plan)
         machine = LateMachine.of(head.machine, self, arguments, buffer_bytes)
         vars(plan).update(vars(head), machine=machine, extents=dict(extents))
@@ -117,13 +117,13 @@ class LateMachine(MachinePart):
 
     @staticmethod
     def of(machine: MachinePart, symbolic: SymbolicPlan, arguments: tuple[int, ...], buffer_bytes: int) -> LateMachine:
-        made = object.__new__(LateMachine)
-        fields = vars(made)
+        result = object.__new__(LateMachine)
+        fields = vars(result)
         fields.update(vars(machine))
         for name in _LATE:
             del fields[name]
         fields.update(symbolic=symbolic, arguments=arguments, buffer_bytes=buffer_bytes)
-        return made
+        return result
 
     steps = cached_property(lambda self: self.symbolic.late("steps", self.arguments))
     buffers = cached_property(lambda self: self.symbolic.late("buffers", self.arguments))
