@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from infer_server.engines.capacity import trim
 from infer_server.engines.compiler.builder import BuildConfig, Builder
 from infer_server.engines.compiler.engine_cache import EngineCache, model_digest
 from infer_server.engines.compiler.programs import plan_of
@@ -178,6 +179,7 @@ class _Build:
         builder, calibration = self.builder, self.calibration
         pixels = builder.config.pixels is not None
         given = read_model(self.model).with_constants(builder.config.constants).with_ragged(builder.config.ragged)
+        trim()      # the file's content has been copied into arrays
         source = given.with_optional(builder.config.optional)
         plan = plan_of(builder, source, lambda inputs: calibration.first(inputs, pixels) if calibration else None,
                        self.add_notice, self._of_graph, self._watched())

@@ -33,6 +33,7 @@ STEPS = (-27, 8, 32, -32, 1, -1)
 # Shapes of decoders that the build makes symbolic plans for: (past tokens, new tokens, capacity of caches in place).
 # Each pair is of one kind, one token or a prompt: the first is traced, the second verifies.
 OF_DECODERS = (((43, 1, 512), (SOME, 1, 768)), ((0, 200, 512), (0, 208, 768)))
+LARGE_BYTES = 64 << 20          # constants of decoders of which only steps of one token are traced at the build
 # Multiples of the usual extents of other models, in such pairs, too.
 MULTIPLES = ((Fraction(5, 128), Fraction(1, 32)), (Fraction(5, 32), Fraction(1, 8)), (Fraction(3), Fraction(2)))
 
@@ -79,8 +80,9 @@ def foreseen(plan: Plan) -> list[Sequence[Extents]]:
     types = {io.name: TensorType(dtype_named(io.dtype), io.shape) for io in part.declared}
     if is_decoder(types) and not part.profiles and not part.deciding:
         capacities = (False, True) if CACHES in plan.metadata else (False,)
+        pairs = OF_DECODERS if len(plan.machine.constants) <= LARGE_BYTES else OF_DECODERS[:1]
         return [[{**likely_extents(types, past, new), **({CACHE_CAPACITY: capacity} if in_place else {})}
-                 for past, new, capacity in pair] for in_place in capacities for pair in OF_DECODERS]
+                 for past, new, capacity in pair] for in_place in capacities for pair in pairs]
     kinds: list[Sequence[Extents]] = []
     for extents in (plan.extents, *(one.extents for one in part.others)):
         others = [*stepped(extents, decided)]

@@ -199,9 +199,10 @@ class Specialiser:
         """Return True if what a symbolic plan made agrees with one made for these extents only."""
         specialised = next((one for one in (self._plan, *self._part.others) if one.extents == extents), None)
         alone = specialised or self._alone(extents)
-        is_right = bool(alone and agree(plan, alone, self.first or Specialisation(self._plan)))
         with self._importing:       # the symbolic plan needs no graphs, which have all weights in float
             self._graphs.clear()
+        trim()
+        is_right = bool(alone and agree(plan, alone, self.first or Specialisation(self._plan)))
         del specialised, alone
         trim()
         if is_right:

@@ -72,8 +72,9 @@ def block_params(rows: Array) -> Blocks | None:
     if not rows.size or not _few_levels(rows[0, :min(BLOCKS)]) or (found := _block_scales(rows)) is None:
         return None
     block, scales = found
-    grouped = _in_blocks(rows, block)
-    whole = np.concatenate([np.rint(grouped[part] / scales[part, None]).astype(np.int8) for part in _parts(grouped)])
+    by_row = scales.reshape(len(rows), -1)
+    whole = np.concatenate([np.rint(_in_blocks(rows[part], block) / by_row[part].reshape(-1, 1)).astype(np.int8)
+                            for part in _parts(rows)])
     low, high = whole.min(axis=1), whole.max(axis=1)
     zeros = np.where((low >= -8) & (high <= 7), 8, np.maximum(-low, 0)).astype(np.uint8)
     numbers = whole + zeros[:, None]
@@ -85,12 +86,14 @@ def block_params(rows: Array) -> Blocks | None:
 def _block_scales(rows: Array) -> tuple[int, Array] | None:
     """Return the size of a block and the scale of each block, or None."""
     for block in (rows.shape[1], *BLOCKS):
-        for part in (rows[:1], rows) if block <= rows.shape[1] else ():     # quick test: most fail at the first row
-            scales = _scales(_in_blocks(part, block), STEPS_OF_BLOCKS, _inside_four_bits)
-            if not scales.all():
+        found: list[Array] = []
+        for part in (slice(1), *_parts(rows)) if block <= rows.shape[1] else ():    # most fail at the first row
+            found.append(_scales(_in_blocks(rows[part], block), STEPS_OF_BLOCKS, _inside_four_bits))
+            if not found[-1].all():
                 break
-            if part is rows:
-                return block, scales
+        else:
+            if found:
+                return block, np.concatenate(found[1:])
     return None
 
 

@@ -44,7 +44,8 @@ class Rerun:
 class Reruns(Protocol):
     """Interface of infer_server.engines.runtime.specialisation.Specialisation."""
 
-    def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None: ...
+    @property
+    def rerun(self) -> Callable[[Mapping[str, Any]], dict[str, Array] | None]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -60,10 +60,29 @@ class PooledContext:
         self._pool.append(self._context)
 
 
+def _rerun_of(pool: deque[ExecutionContext]) -> Callable[[Mapping[str, Any]], dict[str, Array] | None]:
+    """Return Specialisation.rerun for a pool of contexts; a closure looks up no attributes of it at each run."""
+    take, put = pool.pop, pool.append
+
+    def rerun(feeds: Mapping[str, Any]) -> dict[str, Array] | None:
+        try:
+            context = take()
+        except IndexError:
+            return None
+        try:
+            return context.rerun.run(feeds) if context.rerun else None
+        finally:
+            put(context)
+
+    return rerun
+
+
 class Specialisation:
     """A loaded plan for fixed shapes. Thread-safe.
 
     A run takes a context from a pool, or makes one if all are in use.
+
+    rerun       runs quickly if names, shapes and dtypes are those of the last run; else runs nothing, returns None
     """
 
     def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None,
@@ -96,6 +115,7 @@ class Specialisation:
         self._feeds = Feeds(plan)
         self._unread = _unread(plan)
         self._idle: deque[ExecutionContext] = deque()      # append and pop of a deque are atomic
+        self.rerun = _rerun_of(self._idle)
 
     @property
     def inputs(self) -> tuple[IoTensor, ...]:
@@ -125,17 +145,6 @@ class Specialisation:
         """Make a context with memory of its own (see Engine.create_context)."""
         cpus = _checked_cpus(cpus, self.threads) or self._cpus
         return ExecutionContext(self.plan, self._loaded.execution(cpus))
-
-    def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None:
-        """Run quickly if names, shapes and dtypes are those of the last run; otherwise run nothing, return None."""
-        try:
-            context = self._idle.pop()
-        except IndexError:
-            return None
-        try:
-            return context.rerun.run(feeds) if context.rerun else None
-        finally:
-            self._idle.append(context)
 
     def items(self, arrays: Mapping[str, Array]) -> int:
         """Return the number of items in a feed (1 if the model has no batch axis). Raises InputError."""

@@ -142,7 +142,7 @@ def test_shapes_never_met_are_computed_by_kernels_that_are_told_their_extents(
 
 def test_without_the_compiler_numpy_is_the_general_version(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    plan = built(attention_net()).plan
+    plan = built(attention_net(), symbolic_plans=False).plan
 
     def session(target: str, *_: object) -> LlvmSession:
         raise ImportError("no llvmlite")
@@ -444,7 +444,7 @@ def test_specialisations_are_kept_on_the_disk(tmp_path: Path, monkeypatch: pytes
 
     assert_right(engine(), attention_net(), tokens(2, 6))
     assert len(list((tmp_path / "kept").glob("*.plan"))) == 1
-    monkeypatch.setattr(Specialiser, "_made", lambda self, target, extents: pytest.fail("it is made again"))
+    monkeypatch.setattr(Specialiser, "_compiled", lambda self, target, extents: pytest.fail("it is made again"))
     assert_right(engine(), attention_net(), tokens(2, 6))
 
 
