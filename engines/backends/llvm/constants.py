@@ -160,13 +160,12 @@ class PackedConstants:
     def data(self) -> Any:
         """Return all constants: bytes, or LateBytes if some depend on symbolic extents."""
         parts: list[bytes | Deferred] = []
-        for late, group in groupby(self._parts, lambda part: isinstance(part, Deferred)):
+        every = [*self._parts, np.zeros(TAIL, np.uint8)]
+        for late, group in groupby(every, lambda part: isinstance(part, Deferred)):
             some = list(group)
             parts += some if late else [
                 b"".join(part for flat in some for part in (flat.data, bytes(-len(flat) % ALIGNMENT)))]
-        parts.append(bytes(TAIL))
-        fixed = [part for part in parts if isinstance(part, bytes)]
-        return b"".join(fixed) if len(fixed) == len(parts) else LateBytes(tuple(parts), ALIGNMENT)
+        return LateBytes(tuple(parts), ALIGNMENT) if any(isinstance(part, Deferred) for part in parts) else parts[0]
 
 
 def _key(array: Deferred) -> Hashable:
