@@ -35,7 +35,7 @@ STEPS = (-27, 8, 32, -32, 1, -1)
 OF_DECODERS = (((43, 1, 512), (SOME, 1, 768)), ((0, 200, 512), (0, 208, 768)))
 LARGE_BYTES = 64 << 20          # constants of decoders of which only steps of one token are traced at the build
 # Multiples of the usual extents of other models, in such pairs, too.
-MULTIPLES = ((Fraction(5, 128), Fraction(1, 32)), (Fraction(5, 32), Fraction(1, 8)), (Fraction(3), Fraction(2)))
+MULTIPLES = ((Fraction(5, 128), Fraction(1, 32)), (Fraction(5, 32), Fraction(1, 8)), (Fraction(9, 4), Fraction(2)))
 
 
 def guesses(source: OnnxModel, types: Mapping[str, TensorType], all_of_them: bool = True) -> Iterator[Extents]:

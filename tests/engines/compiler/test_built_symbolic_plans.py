@@ -181,7 +181,7 @@ def test_a_stripped_plan_says_at_which_shapes_it_cannot_run(tmp_path: Path) -> N
 def test_foreseen_shapes_are_of_profiles_or_about_the_usual_ones() -> None:
     plan = built(attention_net(), symbolic_plans=False)
     assert foreseen(plan) == [[{"T": 101}, {"T": 128}, {"T": 136}, {"T": 160}, {"T": 96}, {"T": 129}, {"T": 127}],
-                              [{"T": 5}, {"T": 4}], [{"T": 20}, {"T": 16}], [{"T": 384}, {"T": 256}]]
+                              [{"T": 5}, {"T": 4}], [{"T": 20}, {"T": 16}], [{"T": 288}, {"T": 256}]]
     part = replace(plan.open_part, profiles=({"T": (8, 128, 512)},))
     assert foreseen(replace(plan, open=part))[1:] == [[{"T": 38}, {"T": 8}], [{"T": 416}, {"T": 512}]]
     assert next(stepped({"rows": 64, "columns": 32, "value of n": (3.0,)}, {"columns"})) == {
