@@ -30,7 +30,7 @@ def fold_constants(graph: Graph) -> Graph:
     spare = {False: size // SPARE_SHARE, True: max(MOST_ELEMENTS - size, size // SPARE_SHARE)}     # key: is a weight
     kept: list[Node] = []
     weights = _weight_sources(graph)
-    readers = Counter(name for node in graph.nodes for name in node.inputs) + Counter(graph.outputs)
+    readers = Counter([*graph.outputs, *(name for node in graph.nodes for name in node.inputs)])
     for node in graph.nodes:
         growth, weight = _growth(graph, node, constants), bool(weights.intersection(node.outputs))
         allowed = min(WEIGHT_ELEMENTS, spare[weight]) if weight else spare[weight]
@@ -47,9 +47,10 @@ def fold_constants(graph: Graph) -> Graph:
             constants.update({name: value.astype(graph.types[name].dtype, copy=False)
                               for name, value in zip(node.outputs, values, strict=True)})
             del given, values
-            readers -= Counter(node.inputs)
-            for name in {*node.inputs} - readers.keys() - {""}:        # nobody reads it any more
-                del constants[name]
+            readers.subtract(node.inputs)
+            for name in {*node.inputs} - {""}:
+                if not readers[name]:
+                    del constants[name]
     return graph.rebuild(kept, constants=constants)
 
 
