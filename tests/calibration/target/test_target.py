@@ -4,6 +4,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from infer_server.calibration import Calibration
+from infer_server.calibration.target import metrics
 from infer_server.calibration.target.labels import read_labels
 from infer_server.calibration.target.metrics import Items, metric_of
 from infer_server.calibration.target.search import AccuracyTarget
@@ -100,7 +101,9 @@ def test_the_command_exits_with_3_and_writes_the_plan(tmp_path, capsys):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"max_drop": -0.1}, "at least 0"), ({"max_drop": 0.1, "metric": "top2"}, "did you mean 'top1'"),
-    ({"max_drop": 0.1, "metric": "top1"}, "needs labels"), ({"max_drop": 0.1, "labels": [1]}, "give evaluation data")])
+    ({"max_drop": 0.1, "metric": "top1"}, "needs labels"), ({"max_drop": 0.1, "labels": [1]}, "give evaluation data"),
+    ({"max_drop": 0.1, "test_labels": [1]}, "give test data"),
+    ({"max_drop": 0.1, "data": [], "labels": [1], "test": []}, "labels of the test items, too")])
 def test_wrong_targets_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         AccuracyTarget(**options)
@@ -143,15 +146,47 @@ def test_labels_of_folders_and_files(tmp_path):
 def test_metrics():
     expected = [{"y": np.array([[0.0, 1.0, 0.5]])}, {"y": np.array([[2.0, 1.0, 0.0]])}]
     came = [{"y": np.array([[0.0, 2.0, 1.0]])}, {"y": np.array([[0.0, 1.0, 0.5]])}]
-    items = Items(None, expected, [1, 1])
-    assert metric_of("", items).name == "top1" and metric_of("", Items(None, expected)).name == "agreement"
-    assert metric_of("top1", items).score(items, came) == 1.0
-    assert metric_of("agreement", items).score(items, came) == 0.5
-    assert 0.5 < metric_of("cosine", items).score(items, came) < 1.0
-    boxes = Items(None, [{"boxes": np.zeros((1, 3, 4))}])
-    assert metric_of("", boxes).name == "cosine"
+
+    def scored(name, labels=None):
+        metric = metric_of(name, expected[0], labels is not None)
+        items = Items(None, labels, list(map(metric.keep, expected)))
+        return metric.name, metric.score(items, iter(came))     # outputs are iterated over once, and not held
+
+    assert scored("", [1, 1]) == ("top1", 1.0) and scored("") == ("agreement", 0.5)
+    assert scored("agreement", [1, 1])[1] == 0.5
+    assert 0.5 < scored("cosine")[1] < 1.0
+    boxes = {"boxes": np.zeros((1, 3, 4))}
+    assert metric_of("", boxes, False).name == "cosine"
     with pytest.raises(ConfigError, match="is for classifiers"):
-        metric_of("agreement", boxes)
+        metric_of("agreement", boxes, False)
+
+
+def test_metrics_keep_of_the_float_model_only_what_they_need():
+    outputs = {"y": np.array([[0.0, 1.0, 0.5]]), "n": np.array([3])}
+    assert metric_of("agreement", outputs, False).keep(outputs) == 1
+    assert metric_of("top1", outputs, True).keep(outputs) is None
+    assert [*metric_of("cosine", outputs, False).keep(outputs)] == ["y"]
+
+
+def test_items_that_a_metric_holds_have_a_limit(monkeypatch, tmp_path):
+    monkeypatch.setattr(metrics, "MOST_BYTES", 100)
+    with pytest.raises(CalibrationError, match="evaluation items take more than"):
+        build(AccuracyTarget(0.002, "cosine"))
+    (tmp_path / "metric.py").write_text("def score(inputs, outputs, labels): return 1.0\n")
+    with pytest.raises(CalibrationError, match="give fewer items, --eval"):
+        build(AccuracyTarget(0.1, f"{tmp_path / 'metric.py'}:score"))
+    assert build(AccuracyTarget(1.0, "agreement"))["target"]["met"]         # holds a number an item
+
+
+def test_the_chosen_layers_are_scored_on_test_items():
+    notices = []
+    target = AccuracyTarget(0.002, "cosine", feeds(8, seed=2), test=feeds(12, seed=3))
+    found = build(target, notify=notices.append)["target"]
+    assert found["test"]["items"] == 12 and found["test"]["float"] == pytest.approx(1.0)
+    assert 0.9 < found["test"]["score"] < 1.0 and found["test"]["score"] != found["score"]
+    assert any(notice.startswith("test: cosine 1.0000 in float") for notice in notices)
+    labelled = AccuracyTarget(1.0, "top1", feeds(8), [0] * 8, feeds(4), [1] * 4)
+    assert build(labelled)["target"]["test"]["items"] == 4
 
 
 def test_drops_are_shares_or_per_cent():
