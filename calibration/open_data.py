@@ -70,19 +70,23 @@ def open_calibration_data(source: Source, inputs: Sequence[IoTensor], preprocess
         if path.suffix not in SUFFIXES:
             raise CalibrationError(f"calibration data {path} is neither a folder nor an .npz or .npy file")
         return from_arrays(text, [path], inputs, allow_corrupt)
-
     files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
     arrays = [file for file in files if file.suffix in SUFFIXES]
     images = [file for file in files if is_image(file)]
+    _check_folder(path, len(files), images, arrays)
+    if arrays:
+        return from_arrays(text, arrays, inputs, allow_corrupt)
+    return from_images(text, images, inputs, preprocess, usual, allow_corrupt)
+
+
+def _check_folder(path: Path, count: int, images: Sequence[Path], arrays: Sequence[Path]) -> None:
+    """Raise CalibrationError if a folder of so many files holds no data, or both images and arrays."""
     if arrays and images:
         raise CalibrationError(f"calibration data {path} holds both images ({images[0].name}, ...) and arrays "
                                f"({arrays[0].name}, ...); keep them in different folders")
-    if arrays:
-        return from_arrays(text, arrays, inputs, allow_corrupt)
-    if images:
-        return from_images(text, images, inputs, preprocess, usual, allow_corrupt)
-    raise CalibrationError(f"calibration data {path} holds neither images nor .npz or .npy files "
-                           f"({len(files)} other files)")
+    if not arrays and not images:
+        raise CalibrationError(f"calibration data {path} holds neither images nor .npz or .npy files "
+                               f"({count} other files)")
 
 
 def digest_of_data(source: Source) -> object:

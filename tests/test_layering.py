@@ -200,7 +200,7 @@ TOOLS = ("infer_server.cli", "infer_server.batch.", "infer_server.comparing", "i
 HOMES = {
     "llvmlite": ("engines.backends.llvm", "engines.backends.cuda.codegen"),
     "onnx": ("engines.frontend", "engines.ops.fallback", "engines.onnx_backend", "engines.backends.tensorrt.model",
-             "infer_server.cli.build_engine"),
+             "infer_server.cli.build_engine", "infer_server.reducing.fragments"),
 }
 
 

@@ -10,9 +10,11 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper, shape_inference
 
+from infer_server.engines.errors import ModelError
 from infer_server.engines.frontend.names import graphs_in
 from infer_server.engines.ir.graph import Array
 
+OnnxModel = onnx.ModelProto
 MOST_FROZEN = 1024              # elements up to which a tensor of integers, such as a shape, becomes a constant
 MOST_IN_A_FILE = 1 << 30        # bytes of weights above which a model is saved with external data
 
@@ -183,6 +185,16 @@ def _is_complete(value: onnx.ValueInfoProto) -> bool:
 
 
 # ---- files
+def load(path: Path) -> OnnxModel:
+    """Read an ONNX file with its weights. Raises ModelError, OSError."""
+    try:
+        return onnx.load(path)
+    except OSError:
+        raise
+    except Exception as error:      # whatever the protobuf runtime at hand raises
+        raise ModelError(f"{path} is no ONNX file: {error}") from error
+
+
 def inner_tensors(model: onnx.ModelProto) -> list[str]:
     """Return the tensors that the nodes of a model make, in order."""
     return [name for node in model.graph.node for name in node.output if name]

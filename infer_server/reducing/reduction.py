@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 
 from infer_server.calibration.accuracy.oracle import oracle_of
 from infer_server.calibration.data.sources.script import is_script
@@ -28,7 +27,9 @@ from infer_server.reducing.checks import BUILD_FAILS, RAISED, Check, Checker, Ve
 from infer_server.reducing.fragments import (
     CutModel,
     Fragment,
+    OnnxModel,
     inner_tensors,
+    load,
     operators,
     save,
     save_values,
@@ -133,7 +134,7 @@ def check_model(model: str | os.PathLike[str], check: Check, *, data: Source | N
 class _Reducing:
     def __init__(self, path: Path, output: Path, check: Check, timeout: float, stage: Stage) -> None:
         self._path, self._output, self._check, self._timeout, self._stage = path, output, check, timeout, stage
-        self._proto = _loaded(path)
+        self._proto = load(path)
 
     def run(self, data: Source | None, preprocess: str, most_checks: int) -> Reduction:
         feed = _feed(self._path, self._check, data, preprocess)
@@ -198,16 +199,6 @@ def _usable(verdict: Verdict) -> Verdict:
     return verdict
 
 
-def _loaded(path: Path) -> onnx.ModelProto:
-    """Read an ONNX file with its weights. Raises ModelError, OSError."""
-    try:
-        return onnx.load(path)
-    except OSError:
-        raise
-    except Exception as error:      # whatever the protobuf runtime at hand raises
-        raise ModelError(f"{path} is no ONNX file: {error}") from error
-
-
 def _feed(path: Path, check: Check, data: Source | None, preprocess: str) -> dict[str, Array]:
     """Return the first item of the data, or a generated one; {} for a model that cannot be imported."""
     if preprocess and data is None:
@@ -224,7 +215,7 @@ def _feed(path: Path, check: Check, data: Source | None, preprocess: str) -> dic
     return dict(first)
 
 
-def _recorded(path: Path, proto: onnx.ModelProto, feed: Mapping[str, Array], check: Check) -> dict[str, Array]:
+def _recorded(path: Path, proto: OnnxModel, feed: Mapping[str, Array], check: Check) -> dict[str, Array]:
     """Run the model once and return all tensors that it shows; {} for a model that cannot be run."""
     try:
         oracle = oracle_of(path, {name: array.shape for name, array in feed.items()}, shown=inner_tensors(proto))
