@@ -132,6 +132,7 @@ class TargetSearch:
         """Run the float model on the evaluation items. Raises ConfigError, CalibrationError."""
         self._target, self._subject, self._notify, self._progress = target, subject, notify, progress
         self._ran, self._runs = 0, 0
+        self._stage: tuple[str, int, int, str] | None = None        # of the selection, while it runs
         self._evaluation = Evaluation(subject, data, target.labels_of(), target.metric, self._tick)
         count = len(self._evaluation)
         self._runs = 2 * count
@@ -175,7 +176,9 @@ class TargetSearch:
                                lambda done, of, layer: self._progress("ranking", done, of, layer))
         if sets.drop(every) > self._target.max_drop:
             return max((none, every), key=lambda kept: sets.scores[kept]), ranked
-        return Selection(sets, judged, ranked, self._target.max_drop, self._selecting).kept(), ranked
+        kept = Selection(sets, judged, ranked, self._target.max_drop, self._selecting).kept()
+        self._stage = None
+        return kept, ranked
 
     def _precision(self, recipe: Recipe, sets: LayerSets, costs: Mapping[str, Mapping[str, float]]) -> str:
         """Return the fastest float precision that meets the target with all layers in it, or the most accurate."""
@@ -190,14 +193,13 @@ class TargetSearch:
         return best
 
     def _tick(self) -> None:
-        """Report an evaluated item, unless a stage of the selection, which says what it does, is running."""
+        """Report an evaluated item, or again the stage of the selection for which it was evaluated."""
         self._ran += 1
-        if self._ran <= self._runs or not self._runs:
-            self._progress("evaluating", self._ran, self._runs, "")
+        self._progress(*self._stage or ("evaluating", min(self._ran, self._runs), self._runs, ""))
 
     def _selecting(self, stage: str, done: int, of: int, layer: str) -> None:
-        self._ran = self._runs = max(self._runs, 1)
-        self._progress(stage, done, of, layer)
+        self._stage = stage, done, of, layer
+        self._progress(*self._stage)
 
     def _outcome(self, sets: LayerSets, ranked: Sequence[Sensitivity], chosen: Kept) -> Outcome:
         """Tell the user the result, and return it."""

@@ -105,8 +105,8 @@ def build_engine(model: Model, *, calibration: RangeSource | None = None,
     cache
         True: the user's engine cache. A path or an EngineCache: that one. False: build in any case.
     progress
-        Called with (stage, done, of, what). The stage is "calibrating", "searching", "evaluating", "ranking" or
-        "compiling"; `of` is 0 where the total is unknown.
+        Called with (stage, done, of, what). The stage is "calibrating", "searching", "evaluating", "ranking",
+        "growing", "closing", "pruning" or "compiling"; `of` is 0 where the total is unknown.
     notify
         Called with each notice when it comes; the result has all of them.
     **options

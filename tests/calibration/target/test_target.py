@@ -1,13 +1,17 @@
 """Builds to an accuracy target keep the layers in float that lose most, and no more."""
+from functools import partialmethod
+
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from infer_server.calibration import Calibration
-from infer_server.calibration.target import metrics
+from infer_server.calibration.target import metrics, selection
 from infer_server.calibration.target.labels import read_labels
 from infer_server.calibration.target.metrics import Items, metric_of
 from infer_server.calibration.target.search import AccuracyTarget
+from infer_server.calibration.target.sensitivity import Layer, Sensitivity
+from infer_server.calibration.target.sets import LayerSets
 from infer_server.cli.build_engine import main
 from infer_server.cli.verifying import parse_drop
 from infer_server.engines import build_engine
@@ -58,6 +62,64 @@ def test_the_layers_that_lose_most_stay_in_float():
     assert report["items"] == 8                         # every fourth
     assert found["calibration_items"] == 24
     assert {one["layer"] for one in report["layers"]} == {"first", "wide_a", "wide_b", "last"}
+
+
+def test_each_stage_has_progress_and_trials_are_bounded(monkeypatch):
+    told = []
+    build(AccuracyTarget(0.002, "cosine"), progress=lambda *step: told.append(step))
+    stages = list(dict.fromkeys(stage for stage, *_ in told))
+    known = ("calibrating", "searching", "evaluating", "ranking", "growing", "closing", "pruning")
+    assert [stage for stage in stages if stage != "compiling"] == list(known)
+    assert all(done <= of for _, done, of, _ in told if of)
+    monkeypatch.setattr(selection, "MOST_GROWING", 0)       # the order is that of the layers measured alone
+    assert build(AccuracyTarget(0.002, "cosine"))["target"]["met"]
+
+
+def test_a_layer_that_the_target_does_not_need_returns_to_int8():
+    """Three layers grow by their efficiency alone: the first is superfluous once the other two are there."""
+    every = [Layer(name, (name,)) for name in "abc"]
+    ranked = [Sensitivity(layer, 0.0, noise, 1.0) for layer, noise in zip(every, (0.5, 0.3, 0.2), strict=True)]
+
+    class Sets:
+        layers, in_order = every, LayerSets.in_order
+        noises = {"": 1.0, "a": 0.5, "b": 0.7, "c": 0.8, "ab": 0.4, "ac": 0.45, "bc": 0.1, "abc": 0.05}
+
+        def key(self, kept):
+            return "".join(layer.name for layer in self.in_order(kept))
+
+        def noise(self, judge, kept):
+            return self.noises[self.key(kept)]
+
+        def drop(self, kept):
+            return self.noises[self.key(kept)]
+
+        def us(self, kept):
+            return 0.0
+
+    for most, expected in ((0.5, "a"), (0.2, "bc"), (0.06, "abc")):
+        sets = Sets()
+        chosen = selection.Selection(sets, None, ranked, most, lambda *step: None)
+        assert sets.key(chosen.kept()) == expected
+
+
+def test_an_int8_layer_between_two_float_ones_moves_if_that_takes_no_more_time():
+    every = [Layer(name, (name,)) for name in "abcd"]
+    ranked = [Sensitivity(layer, 0.0, noise, 1.0) for layer, noise in zip(every, (0.5, 0.0, 0.4, 0.0), strict=True)]
+
+    class Sets:
+        layers, in_order = every, LayerSets.in_order
+
+        def noise(self, judge, kept):
+            return 1.0 - sum(one.noise for one in ranked if one.layer in kept)
+
+        drop = partialmethod(noise, None)
+
+        def us(self, kept):
+            conversions = sum((a in kept) != (b in kept) for a, b in zip(every, every[1:], strict=False))
+            return 100.0 + len(kept) + 3.0 * conversions
+
+    chosen = selection.Selection(Sets(), None, ranked, 0.15, lambda *step: None)
+    assert "".join(layer.name for layer in Sets().in_order(chosen.kept())) == "abc"
 
 
 def test_nothing_stays_in_float_if_int8_is_within_the_target():
