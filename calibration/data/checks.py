@@ -15,7 +15,7 @@ import numpy as np
 from infer_server.engines.ir.dtypes import BITS
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.plan import IoTensor
-from infer_server.engines.preprocess import Preprocess
+from infer_server.engines.preprocess import PIXEL, Preprocess
 
 FEWEST_ITEMS = 8
 MOST_DIGESTS = 1 << 16  # items of which is known whether they are equal to another one
@@ -93,6 +93,7 @@ class DataCheck:
         """Compare the values of a picture input with what the declared preprocessing makes of pixels."""
         if self.preprocess is None:
             return
+        yield from _of_another_scale(self.preprocess)
         low, high = self.preprocess.range
         for name, seen in floats.items():
             if seen.rank != 4 or seen.low == seen.high:
@@ -103,6 +104,19 @@ class DataCheck:
                 yield f"{said}: the pictures use little of the range of 0 to 255; check how they were stored"
             elif seen.low < low - BEYOND * (high - low) or seen.high > high + BEYOND * (high - low):
                 yield f"{said}: the items do not come from it; check --preprocess, and how the items were made"
+
+
+def _of_another_scale(declared: Preprocess) -> Iterator[str]:
+    """Yield a warning if the mean and std of a preprocessing are those of pixels in another scale."""
+    most, mean, std = PIXEL * declared.scale, max(map(abs, declared.mean)), max(map(abs, declared.std))
+    if most > 100.0 and 0.0 < mean <= 1.0 and std <= 1.0:
+        meant = "0 to 1: set scale to 1/255"
+    elif most <= 1.0 and mean > 1.0:
+        meant = "0 to 255: set scale to 1, or divide mean and std by 255"
+    else:
+        return
+    yield (f"the declared preprocessing scales pixels to 0 to {most:g}, and its mean, up to {mean:g}, is one of pixels "
+           f"of {meant}")
 
 
 def dead_channels(means: Mapping[str, Array]) -> str:

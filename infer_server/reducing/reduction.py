@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 from collections.abc import Mapping
 from contextlib import closing
@@ -31,6 +32,7 @@ from infer_server.reducing.fragments import (
     inner_tensors,
     load,
     operators,
+    read_values,
     save,
     save_values,
     weights_count,
@@ -119,7 +121,12 @@ def reduce_model(model: str | os.PathLike[str], output: str | os.PathLike[str], 
         The model or the data cannot be read or run.
     OSError
     """
-    return _Reducing(Path(model), Path(output), check, timeout, stage).run(data, preprocess, most_checks)
+    path, written = Path(model), Path(output)
+    if written.is_dir() or not os.access(written.absolute().parent, os.W_OK):
+        raise ConfigError(f"cannot write {written}: name a file in a folder that exists and is yours to write")
+    if written.exists() and written.samefile(path):
+        raise ConfigError(f"the reduced model would overwrite {path}: give another file, -o")
+    return _Reducing(path, written, check, timeout, stage).run(data, preprocess, most_checks)
 
 
 def check_model(model: str | os.PathLike[str], check: Check, *, data: Source | None = None, preprocess: str = "",
@@ -182,15 +189,16 @@ class _Reducing:
                          self._command(data, bool(inputs)))
 
     def _command(self, data: Path, has_inputs: bool) -> str:
-        check = self._check
+        check, output = self._check, str(self._output)
         if is_script(check.name) or check.tolerance is not None:
-            given = f" --data {data}" * has_inputs
-            options = f" --precision {check.precision} --tolerance {check.tolerance:g}" if check.tolerance else ""
-            return f"reduce-model {self._output}{given} --check {check.name}{options} --check-only"
-        calib = f" --calib {data}" * (has_inputs and (check.name != BUILD_FAILS or check.precision == "int8"))
-        return (f"build-engine {self._output} -o reduced.plan --{check.precision} --no-timing{calib}"
-                + " --calibrator minmax" * (check.precision == "int8")
-                + " --verify" * (check.name != BUILD_FAILS))
+            words = ["reduce-model", output, *["--data", str(data)] * has_inputs, "--check", check.name]
+            if check.tolerance is not None:
+                words += ["--precision", check.precision, "--tolerance", f"{check.tolerance:g}"]
+            return shlex.join([*words, "--check-only"])
+        is_read = has_inputs and (check.name != BUILD_FAILS or check.precision == "int8")
+        return shlex.join(["build-engine", output, "-o", "reduced.plan", f"--{check.precision}", "--no-timing",
+                           *["--calib", str(data)] * is_read, *["--calibrator", "minmax"] * (check.precision == "int8"),
+                           *["--verify"] * (check.name != BUILD_FAILS)])
 
 
 def _usable(verdict: Verdict) -> Verdict:
@@ -206,6 +214,8 @@ def _feed(path: Path, check: Check, data: Source | None, preprocess: str) -> dic
     try:
         generator = OnnxSide(path).generator()
     except EngineError:
+        if isinstance(data, str | Path) and Path(data).suffix == ".npz" and Path(data).is_file():
+            return read_values(Path(data))      # without the types of the inputs: one item as it is
         if check.name == BUILD_FAILS and data is None:
             return {}
         raise

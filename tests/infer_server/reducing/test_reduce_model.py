@@ -100,6 +100,10 @@ def test_a_model_that_passes_is_refused(overflowing, tmp_path):
     with pytest.raises(ConfigError, match="passes the check 'differs'"):
         reduce_model(overflowing, tmp_path / "r.onnx", Check())
     assert not (tmp_path / "r.onnx").exists()
+    with pytest.raises(ConfigError, match="would overwrite"):
+        reduce_model(overflowing, overflowing, Check())
+    with pytest.raises(ConfigError, match="a folder that exists"):
+        reduce_model(overflowing, tmp_path / "none" / "r.onnx", Check())
     with pytest.raises(ConfigError, match="did you mean 'differs'"):
         Check("difers")
     assert main([str(overflowing), "--check", "build-fails", "--check-only"]) == 0
