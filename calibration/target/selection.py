@@ -4,7 +4,10 @@
    are measured again beside those that were added before (lazy greedy: Minoux, 1978), until the target is met.
 2. Bisection: the shortest beginning of that order that meets the target.
 3. Closing: an INT8 layer between two kept ones is kept too if that takes no more time, as it saves two conversions.
-4. Pruning: kept layers return to INT8, the one that saves most time first, if the target still holds without them.
+4. Pruning: kept layers return to INT8, the most time saved for the least noise first, if the target holds without them
+   and the noise stays within MOST_NOISE. Of many sets some meet a target by chance: MobileNetV2 with 21 layers, chosen
+   by the metric alone, agreed on 98.4 % of the 127 photos that it was chosen on and on 93.8 % of 64 others; with 37
+   layers, 7 dB less noise, on 97.6 and 98.4 %.
 """
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from infer_server.calibration.target.sets import Kept, LayerSets
 from infer_server.calibration.trials.judge import Judge
 
 MOST_GROWING = 64       # trials of layers beside others
-MOST_PRUNING = 24       # scores of sets without a layer
+MOST_PRUNING = 24       # layers that are tried in INT8 again
+MOST_NOISE = 1.26       # noise power after pruning relative to that before: 1 dB
 MOST_CLOSING = 16       # timings of sets with a further layer
 LEAST_SHARE = 2e-3      # share of the INT8 time up to which costs are equal: timings are no more exact than that
 
@@ -86,11 +90,17 @@ class Selection:
         return closed if closed == kept or self._meets(closed) else kept
 
     def _pruned(self, kept: Kept) -> Kept:
-        sets = self._sets
-        waiting = sorted(sets.in_order(kept), key=lambda layer: -self._us[layer])
-        for number, layer in enumerate(waiting[:MOST_PRUNING]):
-            self._progress("pruning", number, min(len(waiting), MOST_PRUNING), layer.name)
+        sets, judge = self._sets, self._judge
+        noise = sets.noise(judge, kept)
+        waiting = sorted(sets.in_order(kept), key=lambda layer: -self._us[layer])[:MOST_PRUNING]
+        added = {}
+        for number, layer in enumerate(waiting):
+            self._progress("pruning", number, 2 * len(waiting), layer.name)
+            added[layer] = sets.noise(judge, kept - {layer}) - noise
+        for number, layer in enumerate(sorted(waiting, key=lambda layer: added[layer] / self._us[layer])):
+            self._progress("pruning", len(waiting) + number, 2 * len(waiting), layer.name)
             less = kept - {layer}
-            if sets.us(less) < sets.us(kept) or not sets.us(kept):
-                kept = less if self._meets(less) else kept
+            saves = sets.us(less) < sets.us(kept) or not sets.us(kept)
+            if saves and sets.noise(judge, less) <= MOST_NOISE * noise and self._meets(less):
+                kept = less
         return kept

@@ -76,13 +76,13 @@ def test_each_stage_has_progress_and_trials_are_bounded(monkeypatch):
 
 
 def test_a_layer_that_the_target_does_not_need_returns_to_int8():
-    """Three layers grow by their efficiency alone: the first is superfluous once the other two are there."""
+    """The first of three layers is superfluous once the others are there; "c" alone meets the target by chance."""
     every = [Layer(name, (name,)) for name in "abc"]
     ranked = [Sensitivity(layer, 0.0, noise, 1.0) for layer, noise in zip(every, (0.5, 0.3, 0.2), strict=True)]
 
     class Sets:
         layers, in_order = every, LayerSets.in_order
-        noises = {"": 1.0, "a": 0.5, "b": 0.7, "c": 0.8, "ab": 0.4, "ac": 0.45, "bc": 0.1, "abc": 0.05}
+        noises = {"": 1.0, "a": 0.5, "b": 0.7, "c": 0.8, "ab": 0.4, "ac": 0.45, "bc": 0.06, "abc": 0.05}
 
         def key(self, kept):
             return "".join(layer.name for layer in self.in_order(kept))
@@ -91,12 +91,12 @@ def test_a_layer_that_the_target_does_not_need_returns_to_int8():
             return self.noises[self.key(kept)]
 
         def drop(self, kept):
-            return self.noises[self.key(kept)]
+            return 0.0 if self.key(kept) == "c" else self.noises[self.key(kept)]
 
         def us(self, kept):
             return 0.0
 
-    for most, expected in ((0.5, "a"), (0.2, "bc"), (0.06, "abc")):
+    for most, expected in ((0.5, "a"), (0.2, "bc"), (0.055, "abc")):
         sets = Sets()
         chosen = selection.Selection(sets, None, ranked, most, lambda *step: None)
         assert sets.key(chosen.kept()) == expected
