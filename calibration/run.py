@@ -9,8 +9,9 @@ from typing import Any
 from infer_server.calibration.accuracy.comparison import Errors
 from infer_server.calibration.bias_correction import ChannelMeans
 from infer_server.calibration.collect import collect
-from infer_server.calibration.data.checks import DataCheck
+from infer_server.calibration.data.checks import DataCheck, dead_channels
 from infer_server.calibration.data.items import CalibrationData, Feed
+from infer_server.calibration.growth import Growth
 from infer_server.calibration.histogram import Histogram
 from infer_server.calibration.search import CANDIDATES, search
 from infer_server.calibration.smoothing import ALPHAS, ChannelPeaks, smoothing_factors
@@ -22,6 +23,7 @@ from infer_server.engines.compiler.ranges import Notify, Progress
 from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.errors import CalibrationError
 from infer_server.engines.ir.graph import Array
+from infer_server.engines.passes.quantization.quantize import contractions
 from infer_server.engines.passes.quantization.smoothing import smoothable
 
 # Budget of the search in multiply-accumulates, so that it is independent of the machine: about 25 s of AVX2.
@@ -58,6 +60,7 @@ class _Watched:
     histograms: dict[str, Histogram] = field(default_factory=dict)
     means: dict[str, Any] = field(default_factory=dict)
     peaks: dict[str, Any] = field(default_factory=dict)
+    growth: Growth = field(default_factory=Growth)
 
     def watch(self, edges: tuple[str, ...], kept: FloatRuns, peaking: tuple[str, ...] = (),
               check: DataCheck | None = None) -> None:
@@ -75,7 +78,7 @@ class _Watched:
             Checks the items.
         """
         means, peaks = ChannelMeans(edges), ChannelPeaks(peaking)
-        self.items = 0
+        self.items, self.growth = 0, Growth()
 
         def run(feed: Feed, count: Show) -> None:
             def observe(tensor: str, values: Array) -> None:
@@ -88,7 +91,8 @@ class _Watched:
             kept.run(self.engines, feed, items, observe)
             self.items += items
 
-        self.histograms = collect(run, self.data, edges, batch=self.batch, progress=self.progress)
+        self.histograms = collect(run, self.data, edges, batch=self.batch, progress=self.progress,
+                                  growth=self.growth)
         self.means, self.peaks = means.result(), peaks.result()
 
     @property
@@ -118,7 +122,7 @@ class CalibrationRun:
         floats = FloatRuns(self._subject.graph, judged)
         watched.watch(self._edges, floats, self._uneven, check)
         judge = Judge(self._subject, floats, self._tick)
-        notes = (*self._data.doubts, *check.doubts()) if check else ()
+        notes = self._notes(watched, check) if check else ()
         preprocess = self._data.preprocess
         report: dict[str, Any] = {"preprocess": preprocess.to_json()} if preprocess is not None else {}
         if self._calibrator:
@@ -128,6 +132,13 @@ class CalibrationRun:
         else:
             table, errors = self._searched(judge, trials, watched, report)
         return replace(table, notes=notes, fault=errors.fault if errors else ""), report
+
+    def _notes(self, watched: _Watched, check: DataCheck) -> tuple[str, ...]:
+        """Return warnings about the data and about what the float model makes of them."""
+        read = [node.anchor.inputs[0] for node in contractions(self._subject.graph, ())]
+        found = (self._data.corrupt.note, watched.growth.doubt(watched.items, watched.histograms),
+                 dead_channels({name: watched.means[name] for name in read if name in watched.means}))
+        return (*self._data.doubts, *check.doubts(), *filter(None, found))
 
     def _trial_budget(self, watched: _Watched) -> tuple[int, int]:
         """Return (number of items on which ranges are evaluated, number of trials)."""

@@ -107,7 +107,7 @@ def build_engine(model: Model, *, calibration: RangeSource | None = None,
         True: the user's engine cache. A path or an EngineCache: that one. False: build in any case.
     progress
         Called with (stage, done, of, what). The stage is "calibrating", "searching", "evaluating", "ranking",
-        "compiling" or "tracing"; `of` is 0 where the total is unknown.
+        "growing", "closing", "pruning", "compiling" or "tracing"; `of` is 0 where the total is unknown.
     notify
         Called with each notice when it comes; the result has all of them.
     **options
