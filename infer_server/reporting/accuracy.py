@@ -9,7 +9,19 @@ from typing import Any
 
 from infer_server.reporting import charts
 from infer_server.reporting.data import ReportData
-from infer_server.reporting.elements import Child, Element, bar, decibels, el, facts, listed, missing, number, section, table
+from infer_server.reporting.elements import (
+    Child,
+    Element,
+    bar,
+    decibels,
+    el,
+    facts,
+    listed,
+    missing,
+    number,
+    section,
+    table,
+)
 
 WIDE, TALL = 128, 40      # size of a histogram's drawing
 STAGES = {"smoothing": "smoothing of channels", "bias correction": "bias correction", "calibrator": "calibrators",
@@ -83,9 +95,15 @@ def search(data: ReportData) -> Element:
                    el("details", el("summary", f"All {len(trials)} trials"), every), about=about)
 
 
+def not_calibrated(data: ReportData) -> str:
+    """Return the reason why a build without ranges has none."""
+    quantised = data.plan.precision in ("int8", "best")
+    return "the model was quantised before" if quantised else f"the build is {data.plan.precision}"
+
+
 def _no_search(data: ReportData) -> str:
     if "calibrator" not in data.record:
-        return f"No ranges were searched: the build is {data.plan.precision}, or the model was quantised before."
+        return f"No ranges were searched: {not_calibrated(data)}."
     return "The plan has no record of a search: its ranges came from a calibration cache, or from an older version."
 
 
@@ -188,9 +206,9 @@ def target(data: ReportData) -> Element:
     metric, reference = str(found.get("metric", "")), float(found.get("float", math.nan))
     allowed = reference - float(found.get("max_drop", 0.0))
     kept, ranked = list(found.get("kept", ())), list(found.get("layers", ()))
-    rows = facts((("target", f"{metric} at least {number(allowed, 4)}: {'met' if found.get('met') else 'NOT met'}"),
-                  ("float", number(reference, 4)), ("all INT8", number(found.get("int8"), 4)),
-                  ("this plan", number(float(found["score"]), 4)), ("evaluation items", str(found.get("items", "–"))),
+    rows = facts((("target", f"{metric} at least {number(allowed, 6)}: {'met' if found.get('met') else 'NOT met'}"),
+                  ("float", number(reference, 6)), ("all INT8", number(found.get("int8"), 6)),
+                  ("this plan", number(float(found["score"]), 6)), ("evaluation items", str(found.get("items", "–"))),
                   (f"kept in {found.get('float_type') or 'float'}",
                    f"{len(kept)} layers: {listed(kept)}" if kept else "none")))
     points = _points(data, found, ranked, len(kept))

@@ -87,9 +87,10 @@ def roofline(rows: Sequence[Row], peaks: Peaks) -> Element:
     def draw(axes: Any) -> None:
         intensity = [row.step.macs / row.step.bytes for row in known]
         low, high = min(intensity) / 2, max(intensity) * 2
-        top = max(peaks.macs_per_second.values())
-        for precision in {row.step.precision for row in known} & peaks.macs_per_second.keys():
-            rate = peaks.macs_per_second[precision]
+        roofs = {precision: peaks.macs_per_second[precision] for precision in dict.fromkeys(
+            row.step.precision for row in known) if precision in peaks.macs_per_second}
+        top = max(roofs.values(), default=max(peaks.macs_per_second.values()))
+        for precision, rate in roofs.items():
             axes.axhline(rate / 1e9, color=PRECISIONS.get(precision, SOFT), linewidth=1.2)
             axes.text(high, rate / 1e9, f"{precision} peak ", ha="right", va="bottom", color=SOFT)
         for level in peaks.levels:
@@ -165,5 +166,6 @@ def target_curve(points: Sequence[tuple[int, float, float]], limit: float, chose
             if count == chosen:
                 axes.scatter([us], [score], s=120, facecolor="none", edgecolor=WARN, linewidth=2, zorder=4)
         axes.margins(0.06, 0.16)
+        axes.ticklabel_format(useOffset=False)
         axes.set(xlabel="microseconds an item, by the kernels' times", ylabel=metric)
     return chart("target", f"{metric} over time with layers in float", draw)

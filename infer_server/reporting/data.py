@@ -10,6 +10,9 @@ from typing import Any
 
 from infer_server.cli.profile import Profile
 from infer_server.comparing.comparison import Comparison
+from infer_server.engines.compiler.specialise import graph_at
+from infer_server.engines.errors import EngineError
+from infer_server.engines.ir.serialize import graph_to_json
 from infer_server.engines.plan.coverage import writes_border
 from infer_server.engines.plan.plan import Plan, Step
 from infer_server.engines.plan.roofline import expected_us
@@ -106,6 +109,16 @@ class ReportData:
         plans = [plan for segment in self.plan.program.segments for plan in segment.plans]
         return max(plans, key=lambda plan: len(plan.machine.steps), default=self.plan)
 
+    @cached_property
+    def graph(self) -> Mapping[str, Any]:
+        """Graph that the shown plan was lowered from, as JSON; {} if the plan has none."""
+        if self.shown.graph or self.shown.open is None:
+            return self.shown.graph
+        try:
+            return graph_to_json(graph_at(self.shown))[0]
+        except EngineError:     # stripped
+            return {}
+
     @property
     def record(self) -> Mapping[str, Any]:
         """Metadata of the calibration."""
@@ -122,11 +135,11 @@ class ReportData:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        nodes = {node["name"]: node for node in self.shown.graph.get("nodes", ())}
+        nodes = {node["name"]: node for node in self.graph.get("nodes", ())}
         lines = {line.step.name: line for line in self.measured.profile.lines} if self.measured.profile else {}
         modelled, rows = expected_us(self.shown), []
         sqnr, noise = self._sqnr(), self.noise
-        types: Mapping[str, Any] = self.shown.graph.get("types", {})
+        types: Mapping[str, Any] = self.graph.get("types", {})
         for index, step in enumerate(self.shown.machine.steps):
             node, line = nodes.get(step.name, {}), lines.get(step.name)
             us = line.seconds * 1e6 / line.batch if line else modelled[index] if modelled else step.time_us or None

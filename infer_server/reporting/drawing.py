@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from infer_server.reporting.data import ReportData, Row
 from infer_server.reporting.elements import Element, decibels, el, number
@@ -57,8 +58,7 @@ def boxes_of(data: ReportData, most: int = MOST) -> tuple[list[Box], list[tuple[
     """
     rows = [row for row in data.rows if not row.is_border]
     size = max(-(-len(rows) // most), 1)
-    graph = data.shown.graph
-    nodes = {node["name"]: node for node in graph.get("nodes", ())}
+    graph = data.graph
     inputs, outputs = list(graph.get("inputs", ()))[:MOST], list(graph.get("outputs", ()))[:MOST]
     shapes = graph.get("types", {})
     boxes = [Box(name, f"input {_shape(shapes.get(name, {}).get('shape', ()))}") for name in inputs]
@@ -68,15 +68,31 @@ def boxes_of(data: ReportData, most: int = MOST) -> tuple[list[Box], list[tuple[
         place |= {row.index: len(boxes) for row in group}
         boxes.append(_box(group))
     edges = [(place[before], place[row.index]) for row in rows for before in row.step.depends if before in place]
-    writer = {tensor: place[row.index] for row in rows for tensor in row.tensors}
-    for row in rows:
-        read = set(nodes.get(row.step.name, {}).get("inputs", ()))
-        edges += [(number, place[row.index]) for number, name in enumerate(inputs) if name in read]
+    by_name = {row.step.name: place[row.index] for row in rows}
+    sources = _Sources(graph, by_name, inputs)
+    for node in graph.get("nodes", ()):
+        if (target := by_name.get(node["name"])) is not None:
+            read = frozenset().union(*map(sources.of, node["inputs"]))
+            edges += [(source, target) for source in read if source < len(inputs)]
     for name in outputs:
-        if name in writer:
-            edges.append((writer[name], len(boxes)))
+        edges += [(source, len(boxes)) for source in sources.of(name)]
         boxes.append(Box(name, f"output {_shape(shapes.get(name, {}).get('shape', ()))}"))
     return boxes, [(source, target) for source, target in edges if source < target]
+
+
+class _Sources:
+    """Boxes that tensors come from, through nodes without a kernel, such as views."""
+
+    def __init__(self, graph: Mapping[str, Any], by_name: Mapping[str, int], inputs: Sequence[str]) -> None:
+        self._known: dict[str, frozenset[int]] = {name: frozenset({place}) for place, name in enumerate(inputs)}
+        for node in graph.get("nodes", ()):     # in topological order
+            place = by_name.get(node["name"])
+            found = frozenset().union(*map(self.of, node["inputs"])) if place is None else frozenset({place})
+            self._known |= dict.fromkeys(node["outputs"], found)
+
+    def of(self, tensor: str) -> frozenset[int]:
+        """Return the indices of the boxes; none for a constant."""
+        return self._known.get(tensor, frozenset())
 
 
 def _box(rows: Sequence[Row]) -> Box:
@@ -126,13 +142,17 @@ def _drawn(index: int, box: Box, layout: Layout, longest: float, most: float) ->
     label = f"{box.title}\n{box.subtitle}" + f"\n{us}" * bool(us) + (
         f"\nSQNR {decibels(sqnr)} dB" if sqnr is not None else "")
     group = el("g", el("title", label), el("rect", width=f"{WIDTH:.0f}", height=f"{HEIGHT:.0f}", rx=7),
-               el("text", _short(box.title, LETTERS - 8), x=10, y=21, class_="op"),
+               el("text", _cut(box.title, LETTERS - (8 if us else 3)), x=10, y=21, class_="op"),
                el("text", us, x=f"{WIDTH - 10:.0f}", y=21, class_="us") if us else None,
                el("text", _short(box.subtitle, LETTERS), x=10, y=40, class_="name"),
                class_=f"box p-{box.precision}", style=style or None, data_k=box.rows[0].index if box.rows else None,
                data_last=box.rows[-1].index if len(box.rows) > 1 else None)
     group.set("transform", f"translate({x - WIDTH / 2:.0f} {y - HEIGHT / 2:.0f})")
     return group
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most - 1]}…"
 
 
 def _short(text: str, most: int) -> str:

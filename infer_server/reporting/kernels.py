@@ -16,8 +16,8 @@ COLOURINGS = (("precision", "precision"), ("time", "time"), ("sqnr", "SQNR"), ("
 
 def graph(data: ReportData) -> Element:
     """Return the section with the drawn graph and its controls."""
-    about = ("A box is a kernel with the operators that it fuses; an edge is a tensor. Drag to move, use the wheel or "
-             "the buttons to zoom, click a box for its details.")
+    about = ("A box is a kernel with the operators that it fuses; an edge is a tensor. Drag to move; click into it, "
+             "then use the wheel to zoom; click a box for its details.")
     count = sum(not row.is_border for row in data.rows)
     if not count:
         return section("graph-section", "Graph", missing("The plan has no kernels to draw."))
@@ -47,15 +47,16 @@ def kernels(data: ReportData) -> Element:
         about += f" Bounds are left out: {data.measured.no_profile}."
     has_noise = any(row.noise is not None for row in data.rows)
     has_sqnr = any(row.sqnr_db is not None for row in data.rows)
-    columns = [("#", "number"), ("kernel", "name"), ("operators", ""), ("precision", ""), ("µs", "number"),
-               ("% of time", "share"), *([("bound µs", "number"), ("bound by", "")] if data.measured.profile else []),
+    columns = [("#", "number"), ("kernel", "name"), ("operators", ""), ("precision", ""),
+               *([("µs", "number"), ("% of time", "share")] if data.basis else []),
+               *([("bound µs", "number"), ("bound by", "")] if data.measured.profile else []),
                ("M MAC", "number"), ("KB", "number"), *([("SQNR dB", "number")] if has_sqnr else []),
                *([("accuracy cost %", "number")] if has_noise else []), ("tactic", "")]
     longest = max((row.us or 0.0 for row in data.rows), default=0.0) or 1.0
     borders = [row for row in data.rows if row.is_border]
     if borders:
         us = sum(row.us or 0.0 for row in borders)
-        about += f" Left out: {len(borders)} kernels that only write borders, {number(us)} µs together."
+        about += f" Left out: {len(borders)} kernels that only write borders{f', {number(us)} µs' if us else ''}."
     listed = [row for row in data.rows if not row.is_border]
     rows = [list(_cells(data, row, longest, has_sqnr, has_noise)) for row in listed]
     search = el("label", "Filter ", el("input", type="search", id="filter", autocomplete="off", spellcheck="false"))
@@ -70,9 +71,10 @@ def _cells(data: ReportData, row: Row, longest: float, has_sqnr: bool, has_noise
     yield row.title
     yield row.precision, el("span", el("i", class_=f"p-{row.precision}"), row.precision + " (kept)" * row.kept,
                             class_="precision")
-    yield row.us, number(row.us)
-    share = us / data.total_us if data.total_us else 0.0
-    yield share, bar(us / longest, f"{100 * share:.1f}")
+    if data.basis:
+        yield row.us, number(row.us)
+        share = us / data.total_us if data.total_us else 0.0
+        yield share, bar(us / longest, f"{100 * share:.1f}")
     if data.measured.profile:
         yield row.bound_us, number(row.bound_us)
         yield row.limit
@@ -93,7 +95,8 @@ def roofline(data: ReportData) -> Element:
     peaks = found.peaks
     about = (f"Each point is a kernel, larger the longer it takes. The lines are what {peaks.processor} reached in a "
              "measurement just before: multiply-accumulates of each precision, and reads from each level of memory. "
-             "A kernel far below both has time to gain; a click shows it in the table.")
+             "A kernel far below both has time to gain, and one by Winograd's method may be above, as it needs fewer "
+             "products. A click shows a kernel in the table.")
     return section("roofline-section", "Roofline", charts.roofline(data.rows, peaks), about=about)
 
 

@@ -10,7 +10,7 @@ from infer_server.engines.plan.coverage import coverage_of
 from infer_server.engines.plan.extents import text
 from infer_server.engines.plan.roofline import expected
 from infer_server.engines.summary import tensor
-from infer_server.reporting.accuracy import STAGES, stages_of
+from infer_server.reporting.accuracy import STAGES, not_calibrated, stages_of
 from infer_server.reporting.data import ReportData, Row
 from infer_server.reporting.elements import Child, Element, decibels, el, facts, listed, missing, number, section
 
@@ -109,7 +109,7 @@ def _tried(data: ReportData) -> tuple[Child, str]:
     if not stages:
         if calibrator := data.record.get("calibrator"):
             return missing(f"Ranges of '{calibrator}' came from a calibration cache, without a record of a search."), ""
-        return missing(f"No calibration: the build is {data.plan.precision}, or the model was quantised before."), ""
+        return missing(f"Nothing: {not_calibrated(data)}."), ""
     body = []
     for stage in stages:
         unit = "peak_db" if stage.name in ("calibrator", "range") else "sqnr_db"
@@ -123,7 +123,7 @@ def _tried(data: ReportData) -> tuple[Child, str]:
 # ---- model and build
 def model(data: ReportData) -> Element:
     """Return the section about the model."""
-    part, graph = data.plan.open_part, data.shown.graph
+    part, graph = data.plan.open_part, data.graph
     return section("model-section", "Model", facts([
         ("inputs", _lines(tensor(io) for io in part.inputs)), ("outputs", _lines(tensor(io) for io in part.outputs)),
         ("parameters", _parameters(graph)),

@@ -130,6 +130,7 @@
     view.y = 0;
     draw();
     graph.addEventListener("wheel", event => {
+      if (document.activeElement !== graph && !event.ctrlKey) return;     // the wheel scrolls the page
       const within = graph.getBoundingClientRect();
       event.preventDefault();
       zoom(Math.exp(-event.deltaY * (event.deltaMode ? 0.05 : 0.0015)), event.clientX - within.left,
@@ -138,6 +139,7 @@
     const pointers = new Map();
     let moved = 0;
     graph.addEventListener("pointerdown", event => {
+      graph.focus({preventScroll: true});
       pointers.set(event.pointerId, event);
       moved = 0;
     });
