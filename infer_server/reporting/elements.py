@@ -87,16 +87,13 @@ def listed(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def number(value: float | None, digits: int = 3, sign: bool = False) -> str:
+def number(value: float | None, digits: int = 3) -> str:
     """Return a number with so many significant digits, "exact" for an infinite SQNR, and "–" for None."""
     if value is None or math.isnan(value):
         return "–"
     if math.isinf(value):
         return "exact" if value > 0 else "–"
-    if value and abs(value) >= 10 ** digits:
-        return f"{value:{'+' if sign else ''},.0f}"
-    text = f"{value:{'+' if sign else ''}.{digits}g}"
-    return text if "e" not in text or abs(value) < 1e-4 else f"{value:.{digits + 3}f}"
+    return f"{value:,.0f}" if abs(value) >= 10 ** digits - 0.5 else f"{value:.{digits}g}"
 
 
 def decibels(value: float | None) -> str:

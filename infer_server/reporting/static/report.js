@@ -31,7 +31,10 @@
   const filter = document.getElementById("filter");
   const applyFilter = () => {
     const text = filter.value.toLowerCase();
-    find("#kernels tbody tr").forEach(row => { row.hidden = !row.textContent.toLowerCase().includes(text); });
+    find("#kernels tbody tr").forEach(row => {
+      const all = `${row.textContent}\n${kernels[+row.dataset.k].fuses.join("\n")}`;
+      row.hidden = !all.toLowerCase().includes(text);
+    });
   };
   if (filter) filter.addEventListener("input", applyFilter);
 
