@@ -55,8 +55,9 @@ def histograms_json(histograms: Mapping[str, Histogram], ranges: Mapping[str, Ra
 def _compressed(histogram: Histogram, range_: Range) -> dict[str, Any]:
     below = np.concatenate([[0], np.cumsum(histogram.counts)])
     low, high = histogram.low, max(histogram.high, histogram.low + 1e-30)
-    counts = np.diff(np.interp(np.linspace(low, high, BINS + 1), histogram.edges, below))
-    heights = np.log1p(np.maximum(counts, 0.0))
+    share = np.interp(np.linspace(low, high, BINS + 1), histogram.edges, below)
+    share[0], share[-1] = 0.0, histogram.count      # the largest value is inside the last bin, not at its end
+    heights = np.log1p(np.diff(share))
     bins = np.rint(255.0 * heights / (heights.max() or 1.0)).astype(np.uint8)
     width = histogram.edges[1] - histogram.edges[0]     # the bins of the ends are inside: clipping there is rounding
     inside = np.diff(np.interp((range_[0] - width, range_[1] + width), histogram.edges, below))[0]
