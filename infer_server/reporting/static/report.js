@@ -40,7 +40,7 @@
 
   // ---- details of a kernel
   const details = document.getElementById("details");
-  const round = value => value === null || value === undefined ? null : +value.toPrecision(4);
+  const round = value => value === null || value === undefined ? null : +value.toPrecision(3);
   const show = (first, last) => {
     if (!details) return;
     const add = (parent, tag, text) => {
@@ -58,7 +58,7 @@
       ["bound", one.bound !== null && `${round(one.bound)} µs by ${one.limit}`],
       ["work", one.macs && `${round(one.macs / 1e6)} M MAC`], ["memory", one.bytes && `${round(one.bytes / 1e3)} KB`],
       ["SQNR", one.sqnr !== null && `${round(one.sqnr)} dB`],
-      ["noise", one.noise !== null && `${round(100 * one.noise)} % goes if its layer is kept in float`],
+      ["accuracy cost", one.noise !== null && `${round(100 * one.noise)} % of the noise`],
       ["reference", one.reason], ["ONNX nodes", one.fuses.join(", ")]];
     for (const [label, value] of rows) {
       if (!value) continue;
