@@ -221,7 +221,15 @@ def target(data: ReportData) -> Element:
 
 def _points(data: ReportData, found: Mapping[str, Any], ranked: Sequence[Mapping[str, Any]], chosen: int
             ) -> list[tuple[int, float, float]]:
-    """Return (layers in float, microseconds, score) of each measured number of layers."""
+    """Return (layers in float, microseconds, score) of each measured set of layers whose time is known."""
+    if "tried" in found:
+        us, tried = dict(found.get("us") or {}), list(found["tried"])
+        most = max((one["kept"] for one in tried), default=0)
+        times = {most: us.get("float"), 0: us.get("int8"), chosen: us.get("chosen")}
+        timed = [(one, one.get("us", times.get(one["kept"]) if one["kept"] != chosen or one["score"] == found["score"]
+                               else None)) for one in tried]
+        return sorted((one["kept"], float(time), float(one["score"])) for one, time in timed if time)
+
     def added(count: int) -> float:
         return sum(float(one.get("us") or 0.0) for one in ranked[:count])
     base = data.total_us - added(chosen)

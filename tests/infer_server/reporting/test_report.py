@@ -17,6 +17,7 @@ from infer_server.cli import build_engine as build_command
 from infer_server.cli import inspect_engine
 from infer_server.cli import profile as profiling
 from infer_server.engines.plan.file import read_plan, write_plan
+from infer_server.reporting import accuracy
 from infer_server.reporting.data import Measured, ReportData
 from infer_server.reporting.elements import number
 from infer_server.reporting.page import report
@@ -156,9 +157,21 @@ TARGET = {"metric": "top1", "max_drop": 0.01, "met": False, "items": 200, "float
                      {"layer": "gemm", "sqnr_db": 18.0, "noise": 0.2, "us": 1.5}]}
 
 
-def test_the_curve_of_a_target_has_its_points(int8: tuple[Path, Path]) -> None:
+SETS = {**{name: value for name, value in TARGET.items() if name != "scores"},
+        "us": {"int8": 10.0, "chosen": 12.5, "float": 20.0},
+        "tried": [{"kept": 0, "score": 0.9}, {"kept": 1, "score": 0.91}, {"kept": 1, "score": 0.93},
+                  {"kept": 2, "score": 0.94, "us": 15.0}, {"kept": 4, "score": 0.95}]}
+
+
+def test_sets_of_layers_are_points_if_their_time_is_known(int8: tuple[Path, Path]) -> None:
+    found = accuracy._points(ReportData(read_plan(int8[0])), SETS, [], 1)
+    assert found == [(0, 10.0, 0.9), (1, 12.5, 0.93), (2, 15.0, 0.94), (4, 20.0, 0.95)]
+
+
+@pytest.mark.parametrize("target", [TARGET, SETS], ids=["counts", "sets"])
+def test_the_curve_of_a_target_has_its_points(int8: tuple[Path, Path], target: dict[str, Any]) -> None:
     plan = read_plan(int8[0])
-    plan = replace(plan, metadata={**plan.metadata, "target": TARGET, "sensitivity": None})
+    plan = replace(plan, metadata={**plan.metadata, "target": target, "sensitivity": None})
     page = Page(report(plan, Measured()))
     check(page)
     assert "top1 at least 0.94: NOT met" in page.text and "microseconds an item" in page.text
