@@ -13,6 +13,7 @@ from infer_server.calibration.data.checks import DataCheck, dead_channels
 from infer_server.calibration.data.items import CalibrationData, Feed
 from infer_server.calibration.growth import Growth
 from infer_server.calibration.histogram import Histogram
+from infer_server.calibration.record import SearchRecord, histograms_json
 from infer_server.calibration.search import CANDIDATES, search
 from infer_server.calibration.smoothing import ALPHAS, ChannelPeaks, smoothing_factors
 from infer_server.calibration.table import CalibrationTable, make_table
@@ -111,6 +112,7 @@ class CalibrationRun:
         self._edges, self._uneven = subject.builder.edges(subject.graph), smoothable(subject.graph)
         self._trials = self._spent = 0      # planned and finished trials of the search, for the progress display
         self._known: dict[Any, Errors] = {}     # errors of finished trials, by the contents of their tables
+        self._record = SearchRecord()
 
     def table(self) -> tuple[CalibrationTable, dict[str, Any]]:
         """Return the ranges, and the fields for the plan's metadata."""
@@ -130,7 +132,8 @@ class CalibrationRun:
                                watched.histograms)
             errors = self._errors(judge, table)
         else:
-            table, errors = self._searched(judge, trials, watched, report)
+            watched, table, errors = self._searched(judge, trials, watched, report)
+        report |= {"search": self._record.as_json(), "histograms": histograms_json(watched.histograms, table.ranges)}
         return replace(table, notes=notes, fault=errors.fault if errors else ""), report
 
     def _notes(self, watched: _Watched, check: DataCheck) -> tuple[str, ...]:
@@ -150,7 +153,7 @@ class CalibrationRun:
         """Measure the errors of a named calibrator's ranges on few items; None if no output can be compared."""
         self._trials = 1
         try:
-            return self._trial(judge, table)
+            return self._trial(judge, table, "calibrator", table.calibrator)
         except CalibrationError:
             return None
 
@@ -166,17 +169,18 @@ class CalibrationRun:
     def _tick(self) -> None:
         self._progress("searching", min(self._spent, self._trials), self._trials, "")
 
-    def _trial(self, judge: Judge, table: CalibrationTable) -> Errors:
+    def _trial(self, judge: Judge, table: CalibrationTable, stage: str, label: str) -> Errors:
         key = tuple(tuple(part.items()) for part in (table.ranges, table.means, table.smoothing))
         if key not in self._known:
             self._known[key] = judge.errors(table.recipe)
         self._spent += 1
         self._tick()
+        self._record.add(stage, label, self._known[key])
         return self._known[key]
 
     def _searched(self, judge: Judge, trials: int, watched: _Watched,
-                  report: dict[str, Any]) -> tuple[CalibrationTable, Errors]:
-        """Search for the ranges of least error by so many trials."""
+                  report: dict[str, Any]) -> tuple[_Watched, CalibrationTable, Errors]:
+        """Search for the ranges of least error by so many trials; also return the statistics behind them."""
         spare = trials - (1 + len(ALPHAS)) * bool(self._uneven) - len(CANDIDATES) - 2       # 2: with biases corrected,
         single = min(max(spare, 0), MOST_TRIALS)                                            # and without
         candidates = CANDIDATES if spare >= 0 else FEW_CANDIDATES
@@ -190,19 +194,24 @@ class CalibrationRun:
             self._notify("a model of this size leaves the search few trials: biases are not corrected, and of the "
                          f"calibrators only {' and '.join(FEW_CANDIDATES)} are compared")
         with_means = self._bias_correction(judge, usual, watched.means) if spare >= 0 else {}
-        found = search(watched.histograms, hash_, items,
-                       lambda table: self._trial(judge, replace(table, means=with_means, smoothing=factors)),
-                       single, candidates)
+
+        def judged(table: CalibrationTable) -> Errors:
+            stage = "calibrator" if table.calibrator in candidates else "range"
+            return self._trial(judge, replace(table, means=with_means, smoothing=factors), stage, table.calibrator)
+
+        found = search(watched.histograms, hash_, items, judged, single, candidates)
+        for stage, label in found.kept():
+            self._record.keep(stage, label)
         self._notify(f"calibrators by their error on {judge.items} calibration items (--calibrator forces one):\n"
                      f"{found}")
         report["calibrators"] = {name: vars(errors) for name, errors in found.choice.errors.items()}
-        return replace(found.table, means=with_means, smoothing=factors), found.errors
+        return watched, replace(found.table, means=with_means, smoothing=factors), found.errors
 
     def _smoothing(self, judge: Judge, plain: _Watched) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
         """Return statistics and smoothing factors if smoothing lowers the error, else `plain` and no factors."""
         edges = tuple(plain.histograms)
-        before = self._trial(judge, make_table(WIDEST, "", 0, plain.histograms)).sqnr_db
-        best, kept, measured = before, "left out", [f"{before:.2f} dB without"]
+        before = self._trial(judge, make_table(WIDEST, "", 0, plain.histograms), "smoothing", "without").sqnr_db
+        best, kept, measured = before, "without", [f"{before:.2f} dB without"]
         found: tuple[_Watched, dict[str, tuple[float, ...]]] = (plain, {})
         for alpha in ALPHAS:
             found_factors = smoothing_factors(self._subject.graph, plain.peaks, alpha)
@@ -210,18 +219,22 @@ class CalibrationRun:
             even = replace(plain, engines=watching(self._subject, edges, factors))
             even.watch(edges, FloatRuns(self._subject.graph, 0))
             table = replace(make_table(WIDEST, "", 0, even.histograms), smoothing=factors)
-            after = self._trial(judge, table).sqnr_db
+            after = self._trial(judge, table, "smoothing", f"alpha {alpha}").sqnr_db
             measured.append(f"{after:.2f} dB with alpha {alpha}")
             if after > best:
-                best, kept, found = after, f"kept with alpha {alpha}", (even, factors)
-        self._notify(f"smoothing of {len(plain.peaks)} tensors {kept}: {', '.join(measured)}")
+                best, kept, found = after, f"alpha {alpha}", (even, factors)
+        self._record.keep("smoothing", kept)
+        self._notify(f"smoothing of {len(plain.peaks)} tensors {f'kept with {kept}' if found[1] else 'left out'}: "
+                     f"{', '.join(measured)}")
         return found
 
     def _bias_correction(self, judge: Judge, table: CalibrationTable, means: Mapping[str, Any]) -> dict[str, Any]:
         """Return the means if correcting biases by them raises the SQNR, else an empty dict."""
         plain_means = {name: tuple(map(float, values)) for name, values in means.items()}
-        before, after = self._trial(judge, table), self._trial(judge, replace(table, means=plain_means))
+        before = self._trial(judge, table, "bias correction", "without")
+        after = self._trial(judge, replace(table, means=plain_means), "bias correction", "with")
         better = after.sqnr_db > before.sqnr_db
+        self._record.keep("bias correction", "with" if better else "without")
         self._notify(f"bias correction {'kept' if better else 'left out'}: "
                      f"{before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
         return plain_means if better else {}

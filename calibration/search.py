@@ -7,7 +7,7 @@ or 2 % with a few dozen items, and only breaks ties.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from infer_server.calibration.accuracy.comparison import Errors
@@ -86,12 +86,17 @@ def refine(table: CalibrationTable, others: Mapping[str, CalibrationTable], eval
             if spent == evaluations or any(_alike(range_, known) for known in tried):
                 continue
             tried.append(range_)
-            errors = evaluate(replace(table, ranges={**ranges, tensor: range_}))
+            errors = evaluate(replace(table, calibrator=trial_label(tensor, name), ranges={**ranges, tensor: range_}))
             spent += 1
             if errors.peak_db > best.peak_db + MIN_GAIN_DB:
                 best, ranges[tensor], changes[tensor] = errors, range_, name
     name = f"{table.calibrator}, refined" if changes else table.calibrator
     return Refinement(replace(table, calibrator=name, ranges=ranges), changes, before, best, spent)
+
+
+def trial_label(tensor: str, calibrator: str) -> str:
+    """Return the label of a trial that gives a tensor another calibrator's range."""
+    return f"{tensor}: {calibrator}"
 
 
 def _alike(a: Range, b: Range) -> bool:
@@ -113,6 +118,12 @@ class Search:
     def errors(self) -> Errors:
         """Errors of the final table."""
         return self.refinement.after if self.refinement else self.choice.errors[self.choice.name]
+
+    def kept(self) -> Iterator[tuple[str, str]]:
+        """Yield stage and label of each trial whose result the search kept."""
+        yield "calibrator", self.choice.name
+        for tensor, name in (self.refinement.changes if self.refinement else {}).items():
+            yield "range", trial_label(tensor, name)
 
     def __str__(self) -> str:
         return f"{self.choice}\n  refined: {self.refinement}" if self.refinement else str(self.choice)

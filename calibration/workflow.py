@@ -14,10 +14,11 @@ from infer_server.calibration.open_data import CalibrationData, Feed, Source, di
 from infer_server.calibration.run import FEWEST_ITEMS, CalibrationRun, judge_of, model_hash
 from infer_server.calibration.table import CalibrationTable, load_or_make
 from infer_server.calibration.target.search import AccuracyTarget, TargetSearch
+from infer_server.calibration.target.sensitivity import layers_of, sensitivities
 from infer_server.engines.compiler.engine_cache import sources_digest
 from infer_server.engines.compiler.ranges import Calibrated, Notify, Progress
 from infer_server.engines.compiler.subject import Subject
-from infer_server.engines.errors import ConfigError
+from infer_server.engines.errors import CalibrationError, ConfigError
 from infer_server.engines.ir.graph import Graph
 from infer_server.engines.plan.plan import IoTensor
 from infer_server.engines.preprocess import Preprocess, load_preprocess
@@ -43,6 +44,8 @@ class Calibration:
         Accuracy to keep: layers move to float until it is reached. None: all that can be is INT8.
     allow_corrupt
         Leave out files of the data that cannot be read, with a warning. False: they are an error.
+    sensitivity
+        Measure the noise that each layer adds, for reports: one more trial for each layer.
 
     Raises
     ------
@@ -55,6 +58,7 @@ class Calibration:
     preprocess: str | Path | Preprocess = ""
     target: AccuracyTarget | None = None
     allow_corrupt: bool = False
+    sensitivity: bool = False
 
     def __post_init__(self) -> None:
         if self.data is None and not self.cache:
@@ -108,7 +112,7 @@ class Calibration:
         return {"calibrator": self.calibrator, "preprocess": self._declared, "cached": bool(self.cache),
                 "allow_corrupt": self.allow_corrupt,
                 "data": None if self.data is None else digest_of_data(self._source),
-                "target": self._facts_of_target(),
+                "target": self._facts_of_target(), "sensitivity": self.sensitivity,
                 "code": sources_digest(Path(__file__).parent)}
 
     def _facts_of_target(self) -> Mapping[str, Any] | None:
@@ -190,6 +194,8 @@ class Calibration:
         for warning in (*table.notes, *lost):
             notify(warning)
         kept, float_type = self._kept_for_target(subject, table, report, notify, progress)
+        if self.sensitivity and self.data is not None and not report.get("target", {}).get("layers"):
+            report["sensitivity"] = self._sensitivity(subject, table, progress)
         return Calibrated(table.recipe, report, (*table.notes, *lost), bool(table.fault), kept, float_type)
 
     def _items_of(self, source: Source, subject: Subject) -> CalibrationData:
@@ -223,6 +229,19 @@ class Calibration:
             subject, held_out if self.data is None else self._calibration_items(subject), trials), test)
         report["target"] = outcome.report
         return outcome.kept, outcome.float_type
+
+    def _sensitivity(self, subject: Subject, table: CalibrationTable, progress: Progress) -> list[dict[str, Any]]:
+        """Return the noise of the outputs with each layer kept in float32, the largest gain first."""
+        layers = layers_of(subject.graph, subject.builder.config.keep_float)
+        if not layers:
+            return []
+        judge = judge_of(subject, self._calibration_items(subject), len(layers))
+        try:
+            found = sensitivities(subject, judge, table.recipe, layers, {}, "fp32",
+                                  lambda done, of, layer: progress("ranking", done, of, layer))
+        except CalibrationError:        # no output can be compared
+            return []
+        return [{"layer": one.layer.name, "sqnr_db": one.sqnr_db, "noise": one.noise} for one in found]
 
 
 def _source_of(data: Any) -> Source:

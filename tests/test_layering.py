@@ -178,8 +178,11 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "infer_server.cli": ("infer_server.server", "infer_server.repository.checking"),
     "infer_server.fleet": ("infer_server.batching", "infer_server.cli"),
     "infer_server.comparing": ("infer_server.cli",), "infer_server.reducing": ("infer_server.comparing",),
+    "infer_server.reporting": ("infer_server.comparing",),
+    "infer_server.cli.inspect_engine": ("infer_server.reporting",),
+    "infer_server.cli.build_engine": ("infer_server.cli.inspect_engine",),
     "infer_server.batch": (),
-    "infer_server.batch.cli": ("infer_server.batch", "infer_server.cli"),
+    "infer_server.batch.cli": ("infer_server.batch", "infer_server.cli.build_engine"),
     "infer_server": (),
     "protos": (),
     "clients.channels": (),
@@ -195,7 +198,8 @@ SERVING = ("engines", "engines.loading", "engines.preprocess", "engines.runtime"
 DEFERRED = {"engines.backends.fallback": {"engines.ops"}, "engines.runtime.host": {"engines.ops"},
             "engines.runtime.load": {"engines.compiler"}}
 
-TOOLS = ("infer_server.cli", "infer_server.batch.", "infer_server.comparing", "infer_server.reducing")
+TOOLS = ("infer_server.cli", "infer_server.batch.", "infer_server.comparing", "infer_server.reducing",
+         "infer_server.reporting")
 
 # Third-party modules that few may import; everybody else goes through those.
 HOMES = {

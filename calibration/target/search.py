@@ -220,7 +220,8 @@ class TargetSearch:
         report = {"metric": evaluation.metric.name, "max_drop": self._target.max_drop, "met": met,
                   "items": len(evaluation), "float": evaluation.reference, "int8": sets.scores[none],
                   "score": sets.scores[chosen], "kept": kept, "float_type": sets.float_type, "us": us,
-                  "tried": [{"kept": len(one), "score": score} for one, score in sets.scores.items()],
+                  "tried": [{"kept": len(one), "score": score, "us": sets.known_us(one)}
+                            for one, score in sets.scores.items()],
                   "layers": [{**asdict(one), "layer": one.layer.name} for one in ranked]}
         return Outcome(nodes_of(sets.in_order(chosen)), sets.float_type if kept else "", report)
 

@@ -51,6 +51,10 @@ class LayerSets:
         with keeping(self._subject.builder, nodes_of(self.in_order(kept)), self.float_type):
             return noise_power(judge.errors(self._recipe).sqnr_db)
 
+    def known_us(self, kept: Kept) -> float:
+        """Return the time of a set that was timed before; 0 for others."""
+        return self._times.get(kept, 0.0)
+
     def us(self, kept: Kept) -> float:
         """Return the time of all kernels in microseconds an item, conversions included; 0 without timing."""
         if kept not in self._times:

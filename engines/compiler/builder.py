@@ -108,8 +108,7 @@ class BuildConfig:
         if self.precision not in PRECISIONS:
             raise ConfigError(f"unknown precision '{self.precision}'{did_you_mean(str(self.precision), PRECISIONS)}")
         if self.float_type not in FLOAT_PRECISIONS:
-            raise ConfigError(f"unknown float_type '{self.float_type}'"
-                              f"{did_you_mean(str(self.float_type), FLOAT_PRECISIONS)}")
+            raise ConfigError(f"unknown float_type '{self.float_type}'{did_you_mean(self.float_type, FLOAT_PRECISIONS)}")
         for name in ("max_batch", "opt_batch", "threads"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value > 0):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -15,7 +14,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from infer_server.calibration.table import read_table, write_tensorrt
@@ -31,7 +29,7 @@ from infer_server.cli.common import (
     plan_store_of,
     positive,
 )
-from infer_server.cli.dims import parse_dims, shapes_of_dims
+from infer_server.cli.dims import parse_constant, parse_dims, shapes_of_dims
 from infer_server.cli.inspect_engine import by_reference, kernels, layers
 from infer_server.cli.verifying import TARGET_MISSED, add_calibration, add_target, calibration_of, verify_build
 from infer_server.engines.backends import known_targets
@@ -42,25 +40,13 @@ from infer_server.engines.compiler.max_batch import DEFAULT_MAX_BATCH
 from infer_server.engines.compiler.ranges import Notify
 from infer_server.engines.compiler.specialise import graph_at
 from infer_server.engines.errors import ConfigError
-from infer_server.engines.frontend.inputs import Value
 from infer_server.engines.frontend.onnx_export import onnx_from_graph
 from infer_server.engines.plan.coverage import Coverage
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.plan.roofline import expected
 from infer_server.engines.preprocess import load_preprocess
 from infer_server.process import tune_malloc
-
-
-def parse_constant(text: str) -> tuple[str, Value]:
-    """Parse "sr=16000" to ("sr", 16000) and "sizes=[64, 64]" to ("sizes", [64, 64])."""
-    name, _, value = text.partition("=")
-    try:
-        number = json.loads(value)
-        if name and np.asarray(number).dtype.kind in "bif":
-            return name, number
-    except ValueError:      # not JSON, or a ragged list
-        pass
-    raise argparse.ArgumentTypeError(f"'{text}' is not NAME=16000 or NAME=[64,64]")
+from infer_server.reporting.command import add_report, report_plan
 
 
 class Bar:
@@ -149,6 +135,9 @@ def _command(options: argparse.Namespace) -> int:
         _export(build.plan, options.export_qdq, notify)
     if options.tensorrt_cache:
         _for_tensorrt(build.plan, options, notify)
+    if options.report:
+        report_plan(options.report, options.output, build.plan, notify, timing=not options.no_timing,
+                    model=options.model, data=options.calib, preprocess=options.preprocess or "", quiet=options.quiet)
     missed = options.max_drop is not None and not _meets_target(build.plan)
     if options.verify and not verify_build(options.output, options.model, config, calibration, notify, _print_error):
         return NOT_VERIFIED
@@ -213,7 +202,8 @@ def _check(options: argparse.Namespace) -> None:
     """Raise ConfigError with all contradictory options before minutes of calibration."""
     faults = [f"cannot write {output}: name a file in a folder that exists and is yours to write"
               for output in map(Path, filter(None, (
-                  options.output, options.export_qdq, options.tensorrt_cache and options.tensorrt_cache[0])))
+                  options.output, options.report, options.export_qdq,
+                  options.tensorrt_cache and options.tensorrt_cache[0])))
               if output.is_dir() or not os.access(output.absolute().parent, os.W_OK)]
     if options.calib and options.precision not in ("int8", "best", "fp16") and not options.verify:
         faults.append(f"--calib is for --int8, --best, --fp16 and --verify; this build is {options.precision}")
@@ -362,6 +352,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
                         help="omit the graph's weights from the plan, which halves its size; it cannot be compiled "
                              "again for another CPU")
     parser.add_argument("--export-qdq", metavar="FILE", help="also write the quantised model as ONNX")
+    add_report(parser, "; measures the kernels' times, the layers' errors and, with --int8, their sensitivity")
     parser.add_argument("--verify", action="store_true",
                         help="compare the plan with the model (in ONNX Runtime, if installed) on items of --calib or "
                              f"on generated inputs; exit with {NOT_VERIFIED} if an error exceeds what the precision "

@@ -1,17 +1,35 @@
-"""Options --dims and --batch-first of build-engine: shapes from a server's configuration, which may omit the batch."""
+"""Options --dims, --batch-first and --constant of build-engine: shapes and values of inputs.
+
+Shapes of --dims are those of a server's configuration, which may omit the batch.
+"""
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from infer_server.engines.frontend.inputs import is_size
+import numpy as np
+
+from infer_server.engines.frontend.inputs import Value, is_size
 from infer_server.engines.frontend.onnx_file import declared_inputs
 from infer_server.engines.ir.graph import Dim
 
 Dims = tuple[int, ...]
 Extents = Sequence[Dim | None]
 Shape = tuple[int | None, ...]          # None is the batch, or an extent that stays open
+
+
+def parse_constant(text: str) -> tuple[str, Value]:
+    """Parse "sr=16000" to ("sr", 16000) and "sizes=[64, 64]" to ("sizes", [64, 64])."""
+    name, _, value = text.partition("=")
+    try:
+        number = json.loads(value)
+        if name and np.asarray(number).dtype.kind in "bif":
+            return name, number
+    except ValueError:      # not JSON, or a ragged list
+        pass
+    raise argparse.ArgumentTypeError(f"'{text}' is not NAME=16000 or NAME=[64,64]")
 
 
 def parse_dims(text: str) -> tuple[str, Dims]:

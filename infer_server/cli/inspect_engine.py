@@ -2,6 +2,7 @@
 
     inspect-engine m.plan               times of the build, or expected times
     inspect-engine m.plan --profile     times measured now, with the bound of this core; largest gain first
+    inspect-engine m.plan --report m.html       a page with all that the plan knows, and times measured now
 """
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from infer_server.engines.plan.file import read_plan
 from infer_server.engines.plan.plan import IoTensor, OpenPart, Plan, Step
 from infer_server.engines.plan.program import Region
 from infer_server.engines.plan.roofline import expected, expected_us
+from infer_server.reporting.command import add_report, check_report, report_plan
 
 
 def describe(plan: Plan) -> dict[str, Any]:
@@ -124,6 +126,10 @@ def _command(options: argparse.Namespace) -> int:
         print(json.dumps(as_json(found), indent=1) if options.json else f"{header(found)}\n\n{roofline(found)}")
         return 0
     plan = read_plan(options.plan)
+    if options.report:
+        check_report(options.report)
+        report_plan(options.report, options.plan, plan, lambda text: print(text, file=sys.stderr, flush=True))
+        return 0
     if options.json:
         json.dump(describe(plan), sys.stdout, indent=1)
         print()
@@ -166,6 +172,7 @@ def make_parser() -> argparse.ArgumentParser:
                         help="run the plan and show how far each kernel is from the roofline of this core or GPU")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="batch size of --profile (default 1)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_report(parser)
     return parser
 
 

@@ -119,7 +119,8 @@ def calibration_of(options: argparse.Namespace) -> Calibration | None:
     if not options.calib and not options.calib_cache:
         return None
     return Calibration(options.calib, options.calibrator or "", options.calib_cache or "", options.preprocess or "",
-                       target_of(options), options.allow_corrupt)
+                       target_of(options), options.allow_corrupt,
+                       sensitivity=bool(options.report) and options.precision == "int8")
 
 
 def add_calibration(parser: argparse.ArgumentParser) -> None:
