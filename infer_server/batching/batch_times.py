@@ -217,12 +217,16 @@ class ShortBatches:
         self._whole.add(items, whole_ns)
 
     def holds(self, items: int) -> bool:
-        """Return True if a batch of `items` is short. An unmeasured size counts as the largest size."""
+        """Return True if a batch of `items` is short. See `_Means` for sizes that were not measured."""
         return self._computing.are_within(items) and self._whole.are_within(items)
 
 
 class _Means:
-    """Moving means of times by batch size, compared with a limit."""
+    """Moving means of times by batch size, compared with a limit.
+
+    A size that was not measured is assumed to take no longer than the largest size does, and no longer for each item
+    than a measured size of at least half of it: a single slow measurement of the largest size must not count for ever.
+    """
 
     def __init__(self, max_batch: int, limit_ns: int) -> None:
         self._ns = [0.0] * (max_batch + 1)                  # mean by size; 0 if not measured
@@ -234,4 +238,13 @@ class _Means:
             self._ns[items] = known + _WEIGHT * (min(ns, _MOST * self._limit_ns) - known)
 
     def are_within(self, items: int) -> bool:
-        return items < len(self._ns) and 0 < (self._ns[items] or self._ns[-1]) <= self._limit_ns
+        return items < len(self._ns) and 0 < (self._ns[items] or self._bound_ns(items)) <= self._limit_ns
+
+    def _bound_ns(self, items: int) -> float:
+        """Return an upper bound of the time of a size that was not measured; 0 if there is none."""
+        largest_ns = self._ns[-1]
+        if largest_ns > self._limit_ns:
+            for size in range(items - 1, (items - 1) // 2, -1):
+                if self._ns[size]:
+                    return min(largest_ns, self._ns[size] * items / size)
+        return largest_ns
