@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from itertools import chain, islice
 from typing import Protocol
 
@@ -182,6 +182,9 @@ class Batcher:
 
         Return [] if there is none.
         """
+        # A request has an item or more: most batches that are not short end here.
+        if len(self) > 1 and self._batching.merges and not is_short(min(len(self), self._paying.limit)):
+            return []
         with self._lock:
             if self._closed:
                 return []
@@ -282,7 +285,11 @@ class Batcher:
         self._paying.record_start(sum([request.items for request in batch]), self._clock_ns())
         self._remove(batch)
 
-    def _remove(self, requests: Iterable[Request]) -> None:
+    def _remove(self, requests: Collection[Request]) -> None:
+        first = self._levels[0].queue
+        if len(first) == len(requests) == len(self) and not (self._timeouts.at or self._deadlines.at):
+            first.clear()
+            requests = ()
         for request in requests:
             level = self._levels[request.level]
             if level.queue.pop(request, _GONE) is _GONE:
