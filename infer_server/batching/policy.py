@@ -122,7 +122,7 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy, idle: int 
     if not policy.merges:
         return Send(1)
     if policy.takes_what_waits:
-        return Send(_gathered(queue, policy.max_batch_size, idle, most))
+        return Send(gathered(queue, policy.max_batch_size, idle, most))
     largest = policy.largest_preferred
     items = count = 0
     preferred = 0                               # number of requests at the largest preferred size reached
@@ -154,8 +154,18 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy, idle: int 
     return Wait(window_ends_ns)
 
 
-def _gathered(queue: Iterable[Queued], largest: int, idle: int, most: int) -> int:
-    """Return how many requests from the front of the queue an instance takes that waits for no fuller batch."""
+def gathered(queue: Iterable[Queued], largest: int, idle: int, most: int) -> int:
+    """Return how many requests an instance takes that waits for no fuller batch.
+
+    Parameters
+    ----------
+    queue : iterable of Queued
+        Waiting requests, oldest first; not empty.
+    largest : int
+        Maximum batch size in items.
+    idle, most : int
+        See `decide`.
+    """
     items = count = 0
     paying = 0                                  # number of requests within `most` items
     first_key: Hashable = None

@@ -290,10 +290,11 @@ class QueuedModel(Model):
     def _execute_short(self) -> bool:
         """Execute a short batch on the event loop if an instance is free and such a batch waits."""
         for instance in self._instances:
-            if instance.may_execute_short:          # all instances have one queue: a second would find no other batch
-                if done := instance.execute_short():
-                    self._finish(*done)
-                return done is not None
+            if done := instance.execute_short():
+                self._finish(*done)
+                return True
+            if instance.may_execute_short:          # no batch is short: all instances have one queue
+                return False
         return False
 
     def _reschedules(self, request: Request, result: Any, execution: BatchExecution | None) -> bool:
