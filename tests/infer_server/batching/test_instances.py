@@ -135,6 +135,17 @@ def test_sizes_that_were_not_measured_take_no_longer_than_the_largest() -> None:
     assert not ShortBatches(8).holds(1)
 
 
+@pytest.mark.parametrize(("cores", "expected"), [(1, [1, 8]), (2, [1, 8]), (3, [1])])
+def test_on_few_cores_the_time_of_each_item_decides_within_a_limit_of_the_batch(
+        cores: int, expected: list[int]) -> None:
+    short = ShortBatches(64, cores)
+    for items in (1, 8, 64):
+        short.add(items, 40_000 * items, 45_000 * items)
+    assert [items for items in (1, 8, 64) if short.holds(items)] == expected
+    short.add(4, 60_000 * 4, 60_000 * 4)
+    assert not short.holds(4), "an item takes long"
+
+
 def test_one_slow_measurement_of_the_largest_size_does_not_count_for_all_others() -> None:
     short = known(32, most=LONG_NS)
     assert [size for size in range(1, 33) if short.holds(size)] == [1, 2], "at most twice a measured size"
