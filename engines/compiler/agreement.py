@@ -34,7 +34,7 @@ def agree(plan: Plan, other: Plan, first: Specialisation) -> bool:
     random = np.random.default_rng(0)
     feeds = {io.name: _drawn(random, io, min(plan.max_batch, 2)) for io in plan.inputs}
     try:
-        ours, theirs = (Specialisation(one, beside=first if one.machine.shared else None).run(feeds)
+        ours, theirs = (Specialisation(one, base=first if one.machine.shared else None).run(feeds)
                         for one in (plan, other))
     except EngineError as error:        # the model may not take such numbers
         log.warning("%s: random numbers cannot be run: %s", plan.name, error)

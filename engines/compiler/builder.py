@@ -29,8 +29,8 @@ from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.passes.outputs import show_in_float
 from infer_server.engines.passes.pipeline import optimise, simplify
 from infer_server.engines.passes.pixels import take_pixels
-from infer_server.engines.passes.quantization.given import is_quantised, quantize_by_fake_quantize
 from infer_server.engines.passes.quantization.kept import kept_nodes
+from infer_server.engines.passes.quantization.qdq import is_quantised, quantize_by_fake_quantize
 from infer_server.engines.passes.quantization.quantize import (
     FLOAT_PRECISIONS,
     edges_to_calibrate,

@@ -90,9 +90,9 @@ def _dynamic_kernels(subject: Subject, recipe: Recipe | None) -> tuple[tuple[Dyn
     """Return the model's dynamic kernels and their code, made by lowering it at other than the usual extents."""
     decided = {extent for name in subject.deciding for extent in subject.types[name].shape}
     usual = {name: extent for name, extent in subject.usual.items() if isinstance(extent, int) and name not in decided}
-    places = {extent: place for place, extent in enumerate(dict.fromkeys(usual.values()), 1)}      # equal: one place
+    numbers = {extent: number for number, extent in enumerate(dict.fromkeys(usual.values()), 1)}   # equal: one number
     for step in STEPS if usual else ():
-        extents = {name: extent + step * places[extent] for name, extent in usual.items()}
+        extents = {name: extent + step * numbers[extent] for name, extent in usual.items()}
         if min(extents.values()) < 1:
             continue
         try:
@@ -154,10 +154,10 @@ class Specialiser:
         """
         cache = self._cache
         if cache is None or not self._fingerprint:
-            return self._made(self._target, extents, max_batch)
+            return self._compiled(self._target, extents, max_batch)
         key = cache.key({"plan": self._fingerprint}, {"extents": dict(extents), "target": self._target,
                                                       "cpu": detect().model, "max_batch": max_batch})
-        return cache.kept(key, lambda: self._made(self._target, extents, max_batch))
+        return cache.kept(key, lambda: self._compiled(self._target, extents, max_batch))
 
     def symbolic(self, extents: Extents) -> Plan:
         """Return the symbolic plan for numbers of the open extents: a plan with dynamic kernels.
@@ -175,7 +175,7 @@ class Specialiser:
             plan = None
         if not plan and CACHE_CAPACITY in extents:
             raise PlanTargetError(f"{self._plan.name}: there are no kernels for caches in place on this target")
-        return plan or self._made("numpy", extents)
+        return plan or self._compiled("numpy", extents)
 
     def _alone(self, extents: Extents) -> Plan | None:
         """Return a plan with dynamic kernels for these extents only, without a trace; None if the backend has none."""
@@ -232,7 +232,7 @@ class Specialiser:
         """Return the optimised float graph for these extents, before stored dtypes are decided."""
         return self._subject(self._target).at(extents)
 
-    def _made(self, target: str, extents: Extents, max_batch: int | None = None) -> Plan:
+    def _compiled(self, target: str, extents: Extents, max_batch: int | None = None) -> Plan:
         return _plan(self._imported(target, extents, max_batch=max_batch), self._part.recipe, extents)
 
     def _imported(self, target: str, extents: Extents, apart: bool = False, max_batch: int | None = None) -> Subject:
@@ -356,6 +356,6 @@ def _outputs(source: OnnxModel, graph: Graph) -> tuple[IoTensor, ...]:
 def _open_shape(io: IoTensor, declared: tuple[Dim | None, ...] | None) -> tuple[Dim, ...]:
     if declared is None or len(declared) != len(io.shape):
         declared = (None,) * len(io.shape)
-    return tuple(extent if isinstance(extent, str) or extent == said else
-                 said if isinstance(said, str) else f"{io.name}.{axis}"
-                 for axis, (extent, said) in enumerate(zip(io.shape, declared, strict=True)))
+    return tuple(extent if isinstance(extent, str) or extent == declared_extent else
+                 declared_extent if isinstance(declared_extent, str) else f"{io.name}.{axis}"
+                 for axis, (extent, declared_extent) in enumerate(zip(io.shape, declared, strict=True)))

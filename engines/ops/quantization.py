@@ -80,17 +80,17 @@ def check_constants(node: Node, inputs: Inputs) -> None:
     """Raise GraphError unless scale and zero point have one shape: scalar, per index, or per block of the axis."""
     x, *constants = (t.shape for t in inputs if t is not None)
     if any(math.prod(fixed(shape)) == 1 and len(shape) <= 1 for shape in constants):
-        wanted: tuple[Dim, ...] = (1,)
+        expected: tuple[Dim, ...] = (1,)
         constants = [shape or (1,) for shape in constants]
     elif len(constants[0]) == 1:
-        wanted = (x[normal_axis(node.attrs.get("axis", 1), len(x))],)
+        expected = (x[normal_axis(node.attrs.get("axis", 1), len(x))],)
     else:
         axis, block = node.attrs.get("axis", 1), node.attrs.get("block_size", 0)
         if block < 1:
             raise GraphError("block_size is missing, which scales of blocks along the axis need")
-        wanted = tuple(-(-d // block) if i == axis else d for i, d in enumerate(fixed(x)))
-    if any(tuple(shape) != wanted for shape in constants):
-        raise GraphError(f"scale and zero point have shapes {' and '.join(map(text, constants))}, not {text(wanted)}")
+        expected = tuple(-(-d // block) if i == axis else d for i, d in enumerate(fixed(x)))
+    if any(tuple(shape) != expected for shape in constants):
+        raise GraphError(f"scale and zero point have shapes {' and '.join(map(text, constants))}, not {text(expected)}")
 
 
 def along_axis(node: Node, x: Array, constants: Array) -> Array:

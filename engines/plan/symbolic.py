@@ -85,12 +85,12 @@ class SymbolicPlan:
             return None
         try:
             with np.errstate(all="ignore"):
-                made = self._head(*arguments)
+                result = self._head(*arguments)
         except (NotSymbolic, Exception):     # a real fault recurs when the plan is made for the shape only
             return None
-        if made is None:
+        if result is None:
             return None
-        head, buffer_bytes = made
+        head, buffer_bytes = result
         plan: Plan = object.__new__(Plan)
         machine = LateMachine.of(head.machine, self, arguments, buffer_bytes)
         vars(plan).update(vars(head), machine=machine, extents=dict(extents))
@@ -114,13 +114,13 @@ class LateMachine(MachinePart):
 
     @staticmethod
     def of(machine: MachinePart, symbolic: SymbolicPlan, arguments: tuple[int, ...], buffer_bytes: int) -> LateMachine:
-        made = object.__new__(LateMachine)
-        fields = vars(made)
+        result = object.__new__(LateMachine)
+        fields = vars(result)
         fields.update(vars(machine))
         for name in _LATE:
             del fields[name]
         fields.update(symbolic=symbolic, arguments=arguments, buffer_bytes=buffer_bytes)
-        return made
+        return result
 
     steps = cached_property(lambda self: self.symbolic.late("steps", self.arguments))
     buffers = cached_property(lambda self: self.symbolic.late("buffers", self.arguments))
@@ -158,8 +158,8 @@ def function_of(value: Any, env: ShapeEnv, extents: int, guarded: bool = True) -
             writer.expression(check)
     source, namespace = writer.function(writer.expression(value))
     exec(compile(source, "<symbolic plan>", "exec"), namespace)
-    made: Callable[..., Any] = namespace["made"]
-    return made
+    head: Callable[..., Any] = namespace["head"]
+    return head
 
 
 class _SourceWriter:
@@ -197,11 +197,11 @@ class _SourceWriter:
         if index not in self._atoms:
             what = self._env.atoms[index]
             if isinstance(what, Quotient):
-                made = f"({self.number(what.over)})//({self.number(what.by)})"
+                result = f"({self.number(what.over)})//({self.number(what.by)})"
             else:
                 assert isinstance(what, ByteSize)
-                made = f"{self.expression(what.array)}.nbytes"
-            self._atoms[index] = self._name("q", made)
+                result = f"{self.expression(what.array)}.nbytes"
+            self._atoms[index] = self._name("q", result)
         return self._atoms[index]
 
     def _name(self, kind: str, text: str, after: str = "") -> str:
@@ -282,7 +282,7 @@ class _SourceWriter:
         """Return the source of the function and the namespace of the values that it names."""
         parameters = ", ".join(self._atoms[index] for index in range(self._extents))
         body = "".join(f"    {line}\n" for line in (*self._lines, f"return {result}"))
-        return f"def made({parameters}):\n{body}", dict(self._values)
+        return f"def head({parameters}):\n{body}", dict(self._values)
 
 
 def _text_of(extent: BatchInt) -> str:

@@ -46,7 +46,7 @@ class SpecialisationMaker(Protocol):
     def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]: ...
 
 
-class Lent:
+class PooledContext:
     """Context manager of a pooled context, which returns to the pool on exit."""
     __slots__ = ("_context", "_pool")
 
@@ -67,7 +67,7 @@ class Specialisation:
     """
 
     def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None,
-                 beside: Specialisation | None = None, gpu: int = 0) -> None:
+                 base: Specialisation | None = None, gpu: int = 0) -> None:
         """Load a plan.
 
         Parameters
@@ -78,7 +78,7 @@ class Specialisation:
             Threads of each context.
         cpus : sequence of int, optional
             CPUs to which the threads are pinned.
-        beside : Specialisation, optional
+        base : Specialisation, optional
             Specialisation whose plan this plan shares constants with.
         gpu : int
             Index of the GPU, for a plan for GPUs.
@@ -92,7 +92,7 @@ class Specialisation:
         self._cpus = _checked_cpus(cpus, threads)
         self.plan, self.threads = plan, threads
         device = device_of(plan.machine.backend, gpu)
-        self._loaded: Loaded = device.load(plan, threads, beside._loaded if beside else None)
+        self._loaded: Loaded = device.load(plan, threads, base._loaded if base else None)
         self._feeds = Feeds(plan)
         self._unread = _unread(plan)
         self._idle: deque[ExecutionContext] = deque()      # append and pop of a deque are atomic
@@ -154,9 +154,9 @@ class Specialisation:
         try:
             if not 1 <= items <= self.plan.batch_slots:
                 return _run_slices(context, self.plan, arrays, items)
-            made = context.run(arrays, items)
+            results = context.run(arrays, items)
             context.expect(items, self._unread)
-            return made
+            return results
         finally:
             self._idle.append(context)
 
@@ -167,14 +167,14 @@ class Specialisation:
         """
         arrays = {name: on_host(name, value) for name, value in feeds.items()}
         items = self._feeds.check(arrays)
-        with self.lent() as context:
+        with self.pooled_context() as context:
             for name in arrays.keys() - self._unread:
                 np.copyto(context.input(name, items), arrays[name])
             context.show(items, show)
 
-    def lent(self) -> Lent:
+    def pooled_context(self) -> PooledContext:
         """Return a pooled context, or a new one if all are in use, as a context manager."""
-        return Lent(self._idle, self._taken())
+        return PooledContext(self._idle, self._taken())
 
     def _taken(self) -> ExecutionContext:
         try:
@@ -271,8 +271,8 @@ def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Arra
         part = slice(start, min(start + slots, items))
         feeds = {io.name: arrays[io.name][part] if io.batched else arrays[io.name] for io in plan.inputs
                  if io.name in arrays}
-        made = context.run(feeds, part.stop - part.start)
+        outputs = context.run(feeds, part.stop - part.start)
         for io in plan.outputs:
             items_of = (slice(None),) * io.batch_axis + (part,) if io.batched else ...
-            results[io.name][items_of] = made[io.name]
+            results[io.name][items_of] = outputs[io.name]
     return results

@@ -134,8 +134,8 @@ def test_tables_of_a_symbolic_plan_are_those_of_its_plan(case: str) -> None:
         made = specialiser.symbolic(extents)
         if not made.of_symbolic:
             continue
-        ours, theirs = (LoadedPlan(one, beside=first) for one in (made, made.with_machine()))
-        assert ours.program is LoadedPlan(made, beside=first).program is not theirs.program
+        ours, theirs = (LoadedPlan(one, base=first) for one in (made, made.with_machine()))
+        assert ours.program is LoadedPlan(made, base=first).program is not theirs.program
         for name in ("operand_offsets", "sizes"):
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
         np.testing.assert_array_equal(ours.steps[:, 1:], theirs.steps[:, 1:])

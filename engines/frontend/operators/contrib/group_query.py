@@ -38,10 +38,10 @@ def _rotary(call: OperatorCall) -> list[Node]:
 
 @dataclass(frozen=True)
 class _Cache:
-    """Sizes of the cache: `new` of `tokens` tokens, and the capacities of the past (`room`) and the `present`."""
+    """Sizes of the cache: `new` of `tokens` tokens, and the capacities of the past (`capacity`) and the `present`."""
     new: int
     tokens: int
-    room: int
+    capacity: int
 
     @property
     def prompt(self) -> bool:
@@ -49,17 +49,17 @@ class _Cache:
 
     @property
     def present(self) -> int:
-        return max(self.room, self.tokens)
+        return max(self.capacity, self.tokens)
 
     @staticmethod
     def of(call: OperatorCall) -> _Cache:
         (new,) = fixed(call.type().shape[1:2])
-        room = fixed(call.type(PAST_KEY).shape[2:3])[0] if call.has(PAST_KEY) else 0
-        (tokens,) = (call.ints(TOTAL) or (new,)) if room else (new,)
-        if tokens not in (new, new + room) and not new < tokens <= room:
+        capacity = fixed(call.type(PAST_KEY).shape[2:3])[0] if call.has(PAST_KEY) else 0
+        (tokens,) = (call.ints(TOTAL) or (new,)) if capacity else (new,)
+        if tokens not in (new, new + capacity) and not new < tokens <= capacity:
             raise GraphError(f"total_sequence_length is {tokens}, which does not fit {new} new tokens and a past of "
-                             f"{room}")
-        return _Cache(new, tokens, room)
+                             f"{capacity}")
+        return _Cache(new, tokens, capacity)
 
 
 @contrib("GroupQueryAttention", "query:T key:T? value:T? past_key:T? past_value:T? seqlens_k:I "
@@ -128,21 +128,22 @@ def _present(w: StandardNodeBuilder, call: OperatorCall, cache: _Cache, new: str
 
     Elements behind an item's tokens are unspecified: they are what the past has there, or another token.
     """
-    before = call.node.inputs[past] if cache.room else ""
+    before = call.node.inputs[past] if cache.capacity else ""
     if not before:
         return new
     if cache.prompt:
-        return w("Concat", new, w.cut(before, 2, cache.new, cache.room), axis=2) if cache.room > cache.new else new
-    if cache.new == 1 and cache.room >= cache.tokens:       # each item's token follows its last one
+        has_rest = cache.capacity > cache.new
+        return w("Concat", new, w.cut(before, 2, cache.new, cache.capacity), axis=2) if has_rest else new
+    if cache.new == 1 and cache.capacity >= cache.tokens:   # each item's token follows its last one
         return _scattered(w, call, before, new)
     if cache.new == 1:
-        here = w("Equal", w.constant(array_of(_column, [cache.room], (cache.room, 1), np.int32)),
+        here = w("Equal", w.constant(array_of(_column, [cache.capacity], (cache.capacity, 1), np.int32)),
                  w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
         return w("Concat", w("Where", here, new, before), new, axis=2)
-    if cache.room < cache.tokens:
+    if cache.capacity < cache.tokens:
         return w("Concat", before, new, axis=2)
-    old, behind = (w.cut(before, 2, *ends) for ends in ((0, cache.tokens - cache.new), (cache.tokens, cache.room)))
-    return w("Concat", old, new, *[behind] * (cache.tokens < cache.room), axis=2)
+    old, behind = (w.cut(before, 2, *ends) for ends in ((0, cache.tokens - cache.new), (cache.tokens, cache.capacity)))
+    return w("Concat", old, new, *[behind] * (cache.tokens < cache.capacity), axis=2)
 
 
 def _scattered(w: StandardNodeBuilder, call: OperatorCall, past: str, new: str) -> str:
