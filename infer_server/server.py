@@ -151,6 +151,7 @@ class Server:
                                        options.repository_cache_bytes)
         loader = self._make_loader(load_engine)
         self.repository = Repository(self._roots, loader.load, options.config_name, options.load_threads)
+        self.repository.is_listed = False
         self.repository.watch(self.lifecycle.changed)
         self._poller = Poller(self.repository, self._roots, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # reason why the repository cannot be read

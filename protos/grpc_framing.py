@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import re
 from collections.abc import Sequence
 from urllib.parse import unquote_to_bytes
@@ -29,6 +30,7 @@ class MessageTooLargeError(Exception):
         super().__init__(f"Received message larger than max ({size} vs. {max_bytes})")
 
 
+@functools.lru_cache(1024)
 def prefix_of(size: int, is_compressed: bool = False) -> bytes:
     """Return the prefix of a message of `size` bytes."""
     return (b"\1" if is_compressed else b"\0") + size.to_bytes(4)

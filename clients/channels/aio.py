@@ -219,7 +219,8 @@ class AioConnection(asyncio.BufferedProtocol):
         self._flush_soon()
         if deadline is not None:
             call.deadline = deadline
-        self._check_before(min(call.deadline, time.monotonic() + self._keepalive.secs))
+        if call.deadline < self._check_at or self._check_at == math.inf:    # else a scheduled check is early enough
+            self._check_before(min(call.deadline, time.monotonic() + self._keepalive.secs))
 
     async def check_health(self, encoder: RequestEncoder, secs: float) -> None:
         """Raise StatusError if the server does not serve."""

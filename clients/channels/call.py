@@ -97,14 +97,14 @@ class PendingCall:
     Parameters ---------- max_bytes : maximum size of the message after decompression; NO_LIMIT for any size. done :
     called with this call when it has ended.
     """
-    __slots__ = ("stream", "deadline", "is_ended", "_error", "_message", "_reader", "_max_bytes", "_done", "_coding",
+    __slots__ = ("stream", "deadline", "is_ended", "error", "_message", "_reader", "_max_bytes", "_done", "_coding",
                  "_has_status")
 
     def __init__(self, max_bytes: int, done: Callable[[PendingCall], object] | None = None) -> None:
         self.stream = 0
         self.deadline = math.inf                    # at which the connection ends the call, on time.monotonic()
         self.is_ended = False
-        self._error: StatusError | None = None
+        self.error: StatusError | None = None       # the rest of the stream can be discarded
         self._message: bytes | bytearray | None = None
         self._max_bytes = _MOST_BYTES if max_bytes == NO_LIMIT else max_bytes
         self._reader: MessageReader | None = None
@@ -120,18 +120,19 @@ class PendingCall:
 
     def failure(self) -> StatusError | None:
         """Return the error of a call that has ended; None if it has succeeded."""
-        if self._error is None and self._message is None:
-            self._error = StatusError("INTERNAL", "the server answered OK without a message")
-        return self._error
+        if self.error is None and self._message is None:
+            self.error = StatusError("INTERNAL", "the server answered OK without a message")
+        return self.error
 
-    def begin(self, headers: tuple[Header, ...], is_last: bool) -> None:
-        """Process the response headers."""
+    def begin(self, headers: tuple[Header, ...], is_last: bool) -> bool:
+        """Process the response headers; return True if equal ones need not be processed for other calls."""
         fields = dict(headers)
         if fields[b":status"] != b"200":
             self._fail(status_of_http(int(fields[b":status"])))
         self._coding = fields.get(b"grpc-encoding", b"")
         if is_last:
             self.finish(headers)
+        return not (is_last or self.error or self._coding)
 
     def receive(self, data: bytes) -> None:
         """Process data of the stream."""
@@ -173,13 +174,8 @@ class PendingCall:
             if self._done:
                 self._done(self)
 
-    @property
-    def has_failed(self) -> bool:
-        """True if the call has failed, so that the rest of the stream can be discarded."""
-        return self._error is not None
-
     def _fail(self, error: StatusError) -> None:
-        self._error = self._error or error
+        self.error = self.error or error
 
     def _read_status(self, fields: dict[bytes, bytes]) -> None:
         try:

@@ -15,6 +15,7 @@ from infer_server.protos.http2 import (
     DataReceived,
     ErrorCode,
     GoAwayReceived,
+    Header,
     NGH2Error,
     ResponseReceived,
     SettingsReceived,
@@ -46,6 +47,7 @@ class ClientConnection:
         self.is_ready = False                       # the server's settings have come: it speaks HTTP/2
         self.takes_calls = True                     # the server has not said that it goes away
         self._farewell = ""                         # the reason that it gave
+        self._plain_headers: tuple[Header, ...] = ()    # of the last response whose headers say only that it begins
 
     def open(self, request: CallRequest, call: PendingCall) -> None:
         """Begin a call: queue its request. Raises StatusError if the connection takes no more calls."""
@@ -55,10 +57,9 @@ class ClientConnection:
         except NGH2Error as error:                  # the server sent GOAWAY, or all stream numbers are used
             self.takes_calls = False
             raise StatusError("UNAVAILABLE", str(error), is_unprocessed=True) from error
-        *first, last = request.data
-        for part in first:
+        for part in request.data[:-1]:
             http2.send_data(stream, part)
-        http2.send_data(stream, last, end_stream=True)
+        http2.send_data(stream, request.data[-1], end_stream=True)
         if not self.calls:
             self._received_at = time.monotonic()    # silence counts while calls are open
         self.calls[stream] = call
@@ -134,12 +135,13 @@ class ClientConnection:
         calls = self.calls
         for event in self._http2.events():
             if isinstance(event, ResponseReceived):
-                if call := calls.get(event.stream_id):
-                    call.begin(event.headers, event.end_stream)
+                if (event.end_stream or event.headers != self._plain_headers) and (
+                        call := calls.get(event.stream_id)) and call.begin(event.headers, event.end_stream):
+                    self._plain_headers = event.headers
             elif isinstance(event, DataReceived):
                 if call := calls.get(event.stream_id):
                     call.receive(event.data)
-                    if call.has_failed:
+                    if call.error:
                         self.cancel(call)
                         call.end()
             elif isinstance(event, TrailersReceived):

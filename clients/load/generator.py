@@ -90,20 +90,25 @@ class Sender:
         self.recorder = Recorder()
         self.messages: dict[str, str] = {}
         self.most_in_flight = max(1, min(MAX_IN_FLIGHT, MAX_BYTES_IN_FLIGHT // request_bytes))
-        self._next_request = itertools.cycle(requests).__next__
+        self._next_request = itertools.cycle([
+            (request, request.start if isinstance(request, StartedSend) else None) for request in requests]).__next__
         self._timeout = timeout
 
-    def send(self, due: float, group: asyncio.TaskGroup, ended: Callable[[], None]) -> None:
-        """Send the next request, in a task of the group if it needs one; `ended` is called when it has ended."""
-        send, sent = self._next_request(), time.monotonic()
+    def send(self, due: float | None, group: asyncio.TaskGroup, ended: Callable[[], None]) -> None:
+        """Send the next request, in a task of the group if it needs one; `ended` is called when it has ended.
+
+        due: on time.monotonic(); None for now.
+        """
+        (send, start), sent = self._next_request(), time.monotonic()
+        due_at = sent if due is None else due
 
         def done(error: StatusError | None) -> None:
             if error:
                 self.messages.setdefault(error.status, error.details)
-            self.recorder.add(due, sent, time.monotonic(), error.status if error else OK)
+            self.recorder.add(due_at, sent, time.monotonic(), error.status if error else OK)
             ended()
 
-        if not (isinstance(send, StartedSend) and send.start(self._timeout, done)):
+        if not (start and start(self._timeout, done)):
             group.create_task(self._await(send, done))
 
     async def _await(self, send: Send, done: Callable[[StatusError | None], None]) -> None:
@@ -124,7 +129,7 @@ async def send_closed(sender: Sender, load: Closed, stop: asyncio.Event) -> None
             if stop.is_set():
                 slots.release()
             else:
-                sender.send(time.monotonic(), group, next_request)
+                sender.send(None, group, next_request)
 
         for _ in range(load.concurrency):
             next_request()

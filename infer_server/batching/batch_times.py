@@ -17,6 +17,8 @@ _FRESH_NS = 5_000_000_000               # validity of an estimate after the last
 _FRESH_BATCHES = 10                     # ... the time of this many batches, if that is longer
 _SHORT_NS = 50_000                      # limit of the compute time of a short batch: about two thread switches
 _HELD_NS = 500_000                      # limit of the total time of a short batch, which blocks the event loop
+_FEW_CORES = 2                          # cores up to which _SHORT_NS is the limit of an item, and the total's is ...
+_HELD_ON_FEW_NS = 1_000_000             # ... this
 _MOST = 4                               # a sample counts as at most this many limits, against outliers
 _WEIGHT = 1 / 8                         # weight of a new sample in a moving mean
 _MOST_SIZES = 1024                      # batch sizes that are tracked separately
@@ -206,10 +208,16 @@ class ShortBatches:
     These are batches that an engine computes in less time than it takes to hand them to another thread. Copying inputs
     and encoding outputs hold the interpreter lock on any thread, so that the event loop waits for them anyway; but the
     total must not block it for long.
+
+    On few cores, the event loop and the clients or the network keep them busy. A thread that executes small items then
+    gains less than it costs by switches and by waiting for the interpreter lock, so that longer batches are short.
     """
 
-    def __init__(self, max_batch: int) -> None:
-        self._computing, self._whole = _Means(max_batch, _SHORT_NS), _Means(max_batch, _HELD_NS)
+    def __init__(self, max_batch: int, cores: int = _FEW_CORES + 1) -> None:
+        """Record batches of up to `max_batch` items; `cores` is the number of cores that this process may use."""
+        is_few = cores <= _FEW_CORES
+        self._computing = _Means(max_batch, _SHORT_NS, by_item=is_few)
+        self._whole = _Means(max_batch, _HELD_ON_FEW_NS if is_few else _HELD_NS)
 
     def add(self, items: int, computing_ns: int, whole_ns: int) -> None:
         """Record the compute time and the total time of a batch of `items`."""
@@ -217,21 +225,34 @@ class ShortBatches:
         self._whole.add(items, whole_ns)
 
     def holds(self, items: int) -> bool:
-        """Return True if a batch of `items` is short. An unmeasured size counts as the largest size."""
+        """Return True if a batch of `items` is short. See `_Means` for sizes that were not measured."""
         return self._computing.are_within(items) and self._whole.are_within(items)
 
 
 class _Means:
-    """Moving means of times by batch size, compared with a limit."""
+    """Moving means of times by batch size, compared with a limit of a batch, or of an item of it (`by_item`).
 
-    def __init__(self, max_batch: int, limit_ns: int) -> None:
+    A size that was not measured is assumed to take no longer than the largest size does, and no longer for each item
+    than a measured size of at least half of it: a single slow measurement of the largest size must not count for ever.
+    """
+
+    def __init__(self, max_batch: int, limit_ns: int, by_item: bool = False) -> None:
         self._ns = [0.0] * (max_batch + 1)                  # mean by size; 0 if not measured
-        self._limit_ns = limit_ns
+        self._limits_ns = [limit_ns * (max(1, items) if by_item else 1) for items in range(max_batch + 1)]
 
     def add(self, items: int, ns: int) -> None:
         if items < len(self._ns):
             known = self._ns[items] or ns
-            self._ns[items] = known + _WEIGHT * (min(ns, _MOST * self._limit_ns) - known)
+            self._ns[items] = known + _WEIGHT * (min(ns, _MOST * self._limits_ns[items]) - known)
 
     def are_within(self, items: int) -> bool:
-        return items < len(self._ns) and 0 < (self._ns[items] or self._ns[-1]) <= self._limit_ns
+        return items < len(self._ns) and 0 < (self._ns[items] or self._bound_ns(items)) <= self._limits_ns[items]
+
+    def _bound_ns(self, items: int) -> float:
+        """Return an upper bound of the time of a size that was not measured; 0 if there is none."""
+        largest_ns = self._ns[-1]
+        if largest_ns > self._limits_ns[items]:
+            for size in range(items - 1, (items - 1) // 2, -1):
+                if self._ns[size]:
+                    return min(largest_ns, self._ns[size] * items / size)
+        return largest_ns

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from itertools import chain, islice
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from infer_server.batching.policy import (
     Wait,
     choose,
     decide,
+    gathered,
     is_hopeless,
 )
 from infer_server.batching.request import Request
@@ -70,9 +71,9 @@ class Batcher:
                  instances: int = 1, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._model = model
         self._batching = batching
-        self._holds_back = batching.max_queue_delay_us > 0
         self._priorities = Priorities((queueing,)) if isinstance(queueing, QueuePolicy) else queueing
         self._levels = [_Level(policy) for policy in self._priorities.policies]     # highest priority first
+        self._is_plain = len(self._levels) == 1 and batching.takes_what_waits
         self._refuse = refuse
         self._instances = instances
         self._clock_ns = clock_ns
@@ -116,9 +117,14 @@ class Batcher:
                 raise QueueFullError(f"Exceeds maximum queue size: {limit} requests wait for model '{self._model}'"
                                      " already; retry later, or raise max_queue_size")
             request.enqueued_ns = self._clock_ns()
-            if request.deadline_ns and is_hopeless(request, request.enqueued_ns, self._times):
-                raise self._too_late(request.enqueued_ns)
-            self._append(request)
+            if request.deadline_ns:
+                if is_hopeless(request, request.enqueued_ns, self._times):
+                    raise self._too_late(request.enqueued_ns)
+                self._deadlines.add(request, request.deadline_ns)
+            level.queue[request] = None
+            if timeout_us := level.policy.timeout_us(request.timeout_us):
+                request.expires_ns = request.enqueued_ns + timeout_us * 1000
+                self._timeouts.add(request, request.expires_ns)
 
     def wake(self) -> None:
         """Wake an idle instance. Separate from `submit`, so that requests that arrive together cost one wake-up."""
@@ -185,19 +191,26 @@ class Batcher:
         with self._lock:
             if self._closed:
                 return []
-            batch = self._single_request() or self._short_choice()
+            plain = self._is_plain and not (self._timeouts.at or self._deadlines.at or self._levels[0].delayed)
+            batch = self._plain_batch(is_short) if plain else self._short_choice()
             if not batch or not is_short(sum([request.items for request in batch])) or any(
                     [request.lengthy for request in batch]):
                 return []
             self._begin(batch)
             return batch
 
-    def _single_request(self) -> list[Request]:
-        """Return the only waiting request if it can be executed without a decision: no timeout, deadline or delay."""
+    def _plain_batch(self, is_short: Callable[[int], bool]) -> list[Request]:
+        """Return the next batch of a queue without priorities, delays, timeouts and deadlines; [] if it is not short.
+
+        A request has an item or more: most batches that are not short are not gathered.
+        """
         queue = self._levels[0].queue
-        if self._holds_back or len(queue) != 1 or len(self) != 1 or self._timeouts.at or self._deadlines.at:
-            return []
-        return list(queue)
+        count = len(queue) if self._batching.merges else min(len(queue), 1)
+        if count > 1:
+            if not is_short(min(count, self._paying.limit)):
+                return []
+            count = gathered(queue, self._batching.max_batch_size, 0, self._paying.most(self._clock_ns()))
+        return list(islice(queue, count))
 
     def _short_choice(self) -> list[Request]:
         now_ns = self._clock_ns()
@@ -248,16 +261,6 @@ class Batcher:
         self._refused -= 1
         return False
 
-    def _append(self, request: Request) -> None:
-        level = self._levels[request.level]
-        level.queue[request] = None
-        timeout_us = level.policy.timeout_us(request.timeout_us)
-        if timeout_us:
-            request.expires_ns = request.enqueued_ns + timeout_us * 1000
-            self._timeouts.add(request, request.expires_ns)
-        if request.deadline_ns:
-            self._deadlines.add(request, request.deadline_ns)
-
     def _waiting(self) -> Collection[Request]:
         first = self._levels[0]
         if len(self._levels) == 1 and not first.delayed:
@@ -282,7 +285,11 @@ class Batcher:
         self._paying.record_start(sum([request.items for request in batch]), self._clock_ns())
         self._remove(batch)
 
-    def _remove(self, requests: Iterable[Request]) -> None:
+    def _remove(self, requests: Collection[Request]) -> None:
+        first = self._levels[0].queue
+        if len(first) == len(requests) == len(self) and not (self._timeouts.at or self._deadlines.at):
+            first.clear()
+            requests = ()
         for request in requests:
             level = self._levels[request.level]
             if level.queue.pop(request, _GONE) is _GONE:

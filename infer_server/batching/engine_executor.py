@@ -22,6 +22,7 @@ from infer_server.gpu_tensors import GpuTensor
 
 _NOWHERE: Mapping[str, Any] = MappingProxyType({})
 _FEW = 500                  # number of elements up to which numpy keeps the interpreter lock
+_JOINED_BYTES = 256 << 10   # size of a batch's input up to which copying it twice is cheaper than a copy a request
 
 
 def copy_into(slots: NDArray[Any], items: NDArray[Any]) -> None:
@@ -40,17 +41,26 @@ def copy_into(slots: NDArray[Any], items: NDArray[Any]) -> None:
         slots[...] = items.reshape(slots.shape)
 
 
-def _concatenated(batch: list[Request], name: str, slots: NDArray[Any]) -> bool:
-    """Copy the small inputs of a batch into their slots with one call; return False if they need separate copies."""
-    if slots.size > _FEW * len(batch):
+def _joined(batch: list[Request], name: str, slots: NDArray[Any]) -> bool:
+    """Copy an input of a batch into its slots at once; return False if it needs a copy for each request."""
+    if slots.nbytes > _JOINED_BYTES or slots.dtype.hasobject or not slots.flags.c_contiguous:
         return False
     tensors = [request.inputs[name] for request in batch]
     first = tensors[0]
-    if isinstance(first, GpuTensor) or first.dtype != slots.dtype or any([
-            type(tensor) is not np.ndarray or tensor.shape != first.shape for tensor in tensors]) or (
-            first.shape[1:] != slots.shape[1:]):
+    if isinstance(first, GpuTensor) or first.dtype != slots.dtype or first.shape[1:] != slots.shape[1:]:
         return False
-    np.concatenate(tensors, out=slots)
+    shape, dtype = first.shape, first.dtype
+    if any([type(tensor) is not np.ndarray or tensor.shape != shape or tensor.dtype is not dtype
+            for tensor in tensors]):
+        return False
+    if first.size <= _FEW:
+        np.concatenate(tensors, out=slots)
+        return True
+    try:
+        contents = b"".join(tensors)            # type: ignore[arg-type]        # arrays are buffers
+    except (BufferError, ValueError):           # not contiguous, or a dtype that the struct module lacks
+        return False
+    slots.reshape(-1).view(np.uint8).data[:] = contents
     return True
 
 
@@ -168,7 +178,7 @@ class EngineExecutor:
             slots = context.input(name, items)
             reader = zero_copy if zero_copy and name in zero_copy.zero_copy_inputs else None
             pieces: list[Any] = []
-            if reader is None and self._batched and len(batch) > 1 and _concatenated(batch, name, slots):
+            if reader is None and self._batched and len(batch) > 1 and _joined(batch, name, slots):
                 continue
             first, is_there = 0, False
             for request in batch:

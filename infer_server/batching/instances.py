@@ -4,6 +4,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -69,6 +70,11 @@ class Instance:
     def join(self) -> None:
         self._thread.join()
 
+    @property
+    def may_execute_short(self) -> bool:
+        """True if the instance is free and may execute short batches."""
+        return self._short is not None and not self._executing.locked()
+
     def execute_short(self) -> tuple[list[Outcome], BatchExecution | None] | None:
         """Execute a waiting short batch on the calling thread; return None if the instance is busy or there is none."""
         if self._short is None or not self._executing.acquire(blocking=False):
@@ -100,7 +106,7 @@ class Instance:
             return False
         try:
             with self._executing:
-                outcomes, execution = self._execute(batch)
+                outcomes, execution = self._execute(batch, time.thread_time_ns())
             self._deliver(outcomes, execution)
         except Exception:                   # an internal error of an endpoint must not end the thread
             log.exception("%s could not deliver the responses of a batch", self._thread.name)
@@ -109,7 +115,12 @@ class Instance:
                 self._gate.leave()
         return True
 
-    def _execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
+    def _execute(self, batch: list[Request], thread_ns: int = 0) -> tuple[list[Outcome], BatchExecution | None]:
+        """Execute a batch.
+
+        thread_ns: time.thread_time_ns() on an instance's own thread. Its waits for the interpreter lock, which the
+        event loop would not have, do not count as time of the batch.
+        """
         try:
             outcomes, execution = self._executor.execute(batch)
         except Exception as error:          # an engine may raise anything, which must not end the thread
@@ -117,6 +128,10 @@ class Instance:
             reason = f"the engine failed: {error}"
             return [(request, ExecutionError(reason)) for request in batch], None
         if self._short is not None and execution and not any([request.lengthy for request in batch]):
-            self._short.add(execution.items, execution.computed_ns - execution.copied_ns,
-                            execution.encoded_ns - execution.started_ns)
+            computing_ns = execution.computed_ns - execution.copied_ns
+            whole_ns = execution.encoded_ns - execution.started_ns
+            if thread_ns:
+                used_ns = time.thread_time_ns() - thread_ns
+                computing_ns, whole_ns = min(computing_ns, used_ns), min(whole_ns, used_ns)
+            self._short.add(execution.items, computing_ns, whole_ns)
         return outcomes, execution

@@ -121,10 +121,11 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy, idle: int 
     """
     if not policy.merges:
         return Send(1)
+    if policy.takes_what_waits:
+        return Send(gathered(queue, policy.max_batch_size, idle, most))
     largest = policy.largest_preferred
     items = count = 0
     preferred = 0                               # number of requests at the largest preferred size reached
-    paying = 0                                  # number of requests within `most` items
     full = False
     oldest_ns = now_ns
     first_key: Hashable = None
@@ -144,17 +145,40 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy, idle: int 
         count += 1
         if items in policy.preferred_batch_sizes:
             preferred = count
-        if items <= most:
-            paying = count
 
-    if policy.takes_what_waits:
-        return Send(max(1, min(share(count, idle), paying)))
     window_ends_ns = oldest_ns + policy.max_queue_delay_us * 1000
     if policy.max_queue_delay_us and now_ns >= window_ends_ns:
         return Send(count)
     if preferred or full or items >= largest or not policy.max_queue_delay_us:
         return Send(preferred or count)
     return Wait(window_ends_ns)
+
+
+def gathered(queue: Iterable[Queued], largest: int, idle: int, most: int) -> int:
+    """Return how many requests an instance takes that waits for no fuller batch.
+
+    Parameters
+    ----------
+    queue : iterable of Queued
+        Waiting requests, oldest first; not empty.
+    largest : int
+        Maximum batch size in items.
+    idle, most : int
+        See `decide`.
+    """
+    items = count = 0
+    paying = 0                                  # number of requests within `most` items
+    first_key: Hashable = None
+    for request in queue:
+        items += request.items
+        if not count:
+            first_key = request.shape_key
+        elif items > largest or request.shape_key != first_key:
+            break
+        count += 1
+        if items <= most:
+            paying = count
+    return max(1, min(share(count, idle), paying))
 
 
 def share(count: int, idle: int) -> int:

@@ -31,8 +31,10 @@ from infer_server.errors import (
     RepositoryError,
     ServeError,
     UnavailableError,
+    UnknownModelError,
 )
 from infer_server.observing.closing import closing_reason
+from infer_server.protocol.parameters import digits
 from infer_server.protos import model_config
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Fingerprint
@@ -62,6 +64,11 @@ class Status:
     replaces: bool = False              # True if an older version is served meanwhile, so that this is not a failure
     fingerprint: Fingerprint = field(default_factory=dict, compare=False)      # fingerprint of the loaded files
 
+    @property
+    def why(self) -> str:
+        """Reason why the version is not ready, or its state."""
+        return self.reason or self.state.value.lower()
+
     def matches(self, fingerprint: Fingerprint) -> bool:
         """Return True if loading a version with this fingerprint would give the loaded model again."""
         return self.model is not None and self.model.is_current and self.fingerprint == fingerprint
@@ -72,6 +79,25 @@ class Status:
             self.model.config_message.version_policy.CopyFrom(message.version_policy)
             complete_policy(self.model.config_message)
         return replace(self, reason="")
+
+
+def given_version(name: str, version: str, statuses: Mapping[int, Status]) -> Model:
+    """Return the version of a model that a request names.
+
+    Raises InvalidRequestError; UnknownModelError; UnavailableError if the version is not ready.
+    """
+    number = digits(version)
+    if number is None:
+        raise InvalidRequestError(f"failed to get model version from specified version string '{version}', "
+                                  "version should be an integral value > 0")
+    status = statuses.get(number)
+    if status is None:
+        known = ", ".join(map(str, sorted(statuses)))
+        raise UnknownModelError(f"Request for unknown model: '{name}' version {version} is not found; it has {known}")
+    if status.model is None:
+        raise UnavailableError(f"Request for unknown model: '{name}' version {version} is not at ready state: "
+                               f"{status.why}")
+    return status.model
 
 
 class Model(ABC):
@@ -290,9 +316,11 @@ class QueuedModel(Model):
     def _execute_short(self) -> bool:
         """Execute a short batch on the event loop if an instance is free and such a batch waits."""
         for instance in self._instances:
-            if (done := instance.execute_short()) is not None:
+            if done := instance.execute_short():
                 self._finish(*done)
                 return True
+            if instance.may_execute_short:          # no batch is short: all instances have one queue
+                return False
         return False
 
     def _reschedules(self, request: Request, result: Any, execution: BatchExecution | None) -> bool:

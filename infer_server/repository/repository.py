@@ -17,17 +17,15 @@ from infer_server.config.kinds import ModelKind
 from infer_server.config.steps import EnsembleStep, called_models
 from infer_server.errors import (
     FetchError,
-    InvalidRequestError,
     RepositoryError,
     ServeError,
     UnavailableError,
     UnknownModelError,
 )
-from infer_server.protocol.parameters import digits
 from infer_server.protocol.redaction import redacted
 from infer_server.protos import model_config
 from infer_server.repository.folders import Fingerprint, Source, after_load, checked_read, fingerprints, read_model
-from infer_server.repository.model import Model, Status, VersionState
+from infer_server.repository.model import Model, Status, VersionState, given_version
 from infer_server.repository.overrides import read_temporary, temporary_repository
 from infer_server.repository.roots import AMBIGUOUS, RepositoryRoot, model_names, root_of
 from infer_server.workers import AdjustableSemaphore, WaitGraph, in_daemon_thread
@@ -69,6 +67,7 @@ class Repository:
         self._users = Counter[str]()                        # holders and waiters of each lock
         self._drains = set[asyncio.Future[None]]()          # in progress
         self._closed = False
+        self.is_listed = True                               # False until load_all() knows what it loads
         self._starting: dict[str, asyncio.Future[None]] = {}    # loads of load_all
         self._needed = Counter[str]()                       # models called by ensembles that are being loaded
         self.waiting = WaitGraph().waiting
@@ -91,34 +90,30 @@ class Repository:
         UnknownModelError
             The model or version does not exist, or no version could be loaded; the message has the reason.
         UnavailableError
-            The version is not ready.
+            The version is not ready, or the server is starting and may load the model yet.
         InvalidRequestError
             The version is not a positive integer.
         """
         statuses = self._versions.get(name)
         if statuses is None:
-            why = f"has no available versions: {self._reasons[name]}" if name in self._reasons else "is not found"
-            raise UnknownModelError(f"Request for unknown model: '{name}' {why}")
+            raise self._without_versions(name)
         if version:
-            number = digits(version)
-            if number is None:
-                raise InvalidRequestError(f"failed to get model version from specified version string '{version}', "
-                                          "version should be an integral value > 0")
-            status = statuses.get(number)
-            if status is None:
-                known = ", ".join(map(str, sorted(statuses)))
-                raise UnknownModelError(
-                    f"Request for unknown model: '{name}' version {version} is not found; it has {known}")
-            if status.model is None:
-                raise UnavailableError(f"Request for unknown model: '{name}' version {version} is not at ready state: "
-                                       f"{_why(status)}")
-            return status.model
+            return given_version(name, version, statuses)
         for status in statuses.values():        # highest first
             if status.model is not None:
                 return status.model
         highest = next(iter(statuses.values()))
         error = UnknownModelError if highest.state is VersionState.UNAVAILABLE else UnavailableError
-        raise error(f"Request for unknown model: '{name}' has no available versions: {_why(highest)}")
+        raise error(f"Request for unknown model: '{name}' has no available versions: {highest.why}")
+
+    def _without_versions(self, name: str) -> ServeError:
+        """Return the error of requests for a model that has no versions, perhaps because it waits to be loaded."""
+        loading = self._starting.get(name)
+        if not self.is_listed or (loading and not loading.done()):
+            return UnavailableError(f"Request for unknown model: '{name}' is not at ready state: the server is "
+                                    "starting; retry later")
+        why = f"has no available versions: {self._reasons[name]}" if name in self._reasons else "is not found"
+        return UnknownModelError(f"Request for unknown model: '{name}' {why}")
 
     def versions(self, name: str) -> list[int]:
         """Return the ready versions of a model, lowest first."""
@@ -168,7 +163,7 @@ class Repository:
             if not names:
                 log.warning("there is no model in %s; a model is a folder with a folder for each version",
                             ", ".join(map(str, self.roots)))
-        names = list(dict.fromkeys(names))
+        names, self.is_listed = list(dict.fromkeys(names)), True
         self._starting = {name: asyncio.ensure_future(self.load(name)) for name in names}
         results = await asyncio.gather(*self._starting.values(), return_exceptions=True)
         self._starting = {}
@@ -394,7 +389,3 @@ class Repository:
     async def _drain(self, models: Iterable[Model]) -> None:
         if drains := self._begin_drains(models):
             await asyncio.wait(drains)
-
-
-def _why(status: Status) -> str:
-    return status.reason or status.state.value.lower()

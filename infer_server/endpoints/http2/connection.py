@@ -261,7 +261,8 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def sending(self) -> None:
         self._limits.sent()
-        self.flush_soon()
+        if not self._flushing:
+            self.flush_soon()
 
     def flush_soon(self) -> None:
         """Send at the end of this iteration of the event loop."""

@@ -30,6 +30,7 @@ from infer_server.config.autocomplete import complete, takes_whole
 from infer_server.config.config import ModelConfig, from_message
 from infer_server.config.signature import ANY_ITEMS, Items, ModelSignature
 from infer_server.engines.errors import EngineError
+from infer_server.engines.machine.cpu import allowed_cpus
 from infer_server.errors import ModelConfigError
 from infer_server.protos import model_config
 from infer_server.rate_limiter import RateLimiter
@@ -198,7 +199,7 @@ def _short(engines: Engines, config: ModelConfig, message: model_config.ModelCon
     in_turn = config.sequences or config.ragged or message.dynamic_batching.preserve_ordering
     if cpu is None or not cpu.engine.is_steady or in_turn:
         return None
-    return ShortBatches(cpu.engine.max_batch or 1)
+    return ShortBatches(cpu.engine.max_batch or 1, len(allowed_cpus()))
 
 
 def _check(engine: Engine, config: ModelConfig) -> Callable[[Shapes], None]:

@@ -19,6 +19,8 @@ import pytest
 import tritonclient.grpc as triton
 
 from infer_server.clients import AsyncInferenceClient, InferenceClient, Tls, channels
+from infer_server.clients.channels.call import CallRequest, PendingCall
+from infer_server.clients.channels.connection import ClientConnection, Keepalive
 from infer_server.clients.errors import (
     ClientError,
     DeadlineExceededError,
@@ -316,3 +318,35 @@ def test_grpcio_is_the_transport_where_ngh2_is_not_installed(
         assert client.is_server_live()
     assert [record.message for record in caplog.records if "ngh2" in record.message] == [
         "ngh2 is not installed: gRPC goes over grpcio"]
+
+
+def test_each_answer_is_read_by_its_own_headers_on_a_connection_of_many() -> None:
+    """Headers that say only that a response begins are not processed again, but all others are."""
+    plain, gzipped = ((b":status", b"200"),), ((b":status", b"200"), (b"grpc-encoding", b"gzip"))
+    packed = gzip.compress(b"answer")
+    answers = [(plain, prefix_of(6) + b"answer"), (plain, prefix_of(6) + b"answer"),
+               (gzipped, prefix_of(len(packed), True) + packed), (gzipped, prefix_of(len(packed), True) + packed),
+               (plain, prefix_of(len(packed), True) + packed), (((b":status", b"503"),), b""),
+               (plain, prefix_of(6) + b"answer")]
+    client, server = ClientConnection(Keepalive(60.0, 60.0)), http2.server_connection(100, 1 << 20)
+
+    def exchange() -> None:
+        server.receive_data(client.data_to_send())
+        client.receive(memoryview(server.data_to_send()))
+
+    exchange()
+    found = []
+    for headers, data in answers:
+        call = PendingCall(1 << 20)
+        client.open(CallRequest(((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/m"),
+                                 (b":authority", b"server")), (b"x",)), call)
+        exchange()
+        server.events()
+        server.send_response(call.stream, headers)
+        server.send_data(call.stream, data)
+        server.send_trailers(call.stream, ((b"grpc-status", b"0"),))
+        exchange()
+        assert call.is_ended
+        error = call.failure()
+        found.append(error.status if error else bytes(call.result()))
+    assert found == [b"answer"] * 4 + ["INTERNAL", "UNAVAILABLE", b"answer"]

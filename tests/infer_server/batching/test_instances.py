@@ -1,15 +1,18 @@
 """Tests of the execution of a batch by an instance."""
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from typing import Any
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
 from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.batcher import Batcher
-from infer_server.batching.engine_executor import copy_into
+from infer_server.batching.engine_executor import EngineExecutor, copy_into
 from infer_server.batching.instances import Instance
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
 from infer_server.batching.request import Outcome, Request
@@ -129,5 +132,68 @@ def test_a_batch_that_takes_long_again_and_again_counts_as_short_no_more(executo
 def test_sizes_that_were_not_measured_take_no_longer_than_the_largest() -> None:
     short = known(8)
     assert [size for size in range(1, 12) if short.holds(size)] == list(range(1, 9))
-    assert not any(known(8, most=LONG_NS).holds(size) for size in range(2, 12))
     assert not ShortBatches(8).holds(1)
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, [1, 8]), (2, [1, 8]), (3, [1])])
+def test_on_few_cores_the_time_of_each_item_decides_within_a_limit_of_the_batch(
+        cores: int, expected: list[int]) -> None:
+    short = ShortBatches(64, cores)
+    for items in (1, 8, 64):
+        short.add(items, 40_000 * items, 45_000 * items)
+    assert [items for items in (1, 8, 64) if short.holds(items)] == expected
+    short.add(4, 60_000 * 4, 60_000 * 4)
+    assert not short.holds(4), "an item takes long"
+
+
+def test_one_slow_measurement_of_the_largest_size_does_not_count_for_all_others() -> None:
+    short = known(32, most=LONG_NS)
+    assert [size for size in range(1, 33) if short.holds(size)] == [1, 2], "at most twice a measured size"
+    short.add(2, SHORT_NS, SHORT_NS)
+    short.add(4, LONG_NS, LONG_NS)
+    assert [size for size in range(1, 33) if short.holds(size)] == [1, 2, 3], "which was measured is not estimated"
+
+
+def test_the_time_that_an_instances_thread_waits_does_not_make_a_batch_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread waits for the interpreter lock after the execution, for as long as the event loop holds it."""
+    monkeypatch.setattr(time, "thread_time_ns", itertools.count(1, SHORT_NS).__next__)
+    executor, short = RecordingExecutor(LONG_NS), known(most=LONG_NS)
+    instance, batcher = instance_of(executor, *[4] * 100, short=short)
+    assert not short.holds(4)
+    batcher.close()
+    instance.start()
+    instance.join()
+    assert len(executor.threads) == 100 and short.holds(4)
+
+
+@pytest.mark.parametrize("layout", ["small", "large", "strided", "halves", "bfloat16"])
+def test_inputs_of_a_batch_are_joined_in_the_order_of_its_requests(layout: str) -> None:
+    size = 4 if layout == "small" else 600
+    dtype = {"halves": np.dtype(np.float16), "bfloat16": np.dtype(bfloat16)}.get(layout, np.dtype(np.float32))
+    tensors = [np.full((items, size), first, dtype) for items, first in ((1, 1), (2, 2), (1, 3))]
+    if layout == "strided":
+        tensors = [np.repeat(tensor, 2, axis=1)[:, ::2] for tensor in tensors]
+    context = NumpyBatch(np.zeros((4, size), dtype))
+    batch = [Request({"x": tensor}, len(tensor), (), dict, reply=None) for tensor in tensors]
+    outcomes, _ = EngineExecutor(context, ["x"], max_batch=4).execute(batch)
+    assert context.slots[:, 0].tolist() == [1, 2, 2, 3] and (context.slots == context.slots[:, :1]).all()
+    assert [computed["x"].shape for _, computed in outcomes] == [(1, size), (2, size), (1, size)]
+
+
+class NumpyBatch:
+    """Context whose output is its input."""
+
+    def __init__(self, slots: np.ndarray[Any, Any]) -> None:
+        self.slots = slots
+
+    def at(self, shapes: Any) -> NumpyBatch:
+        return self
+
+    def input(self, name: str, batch: int) -> np.ndarray[Any, Any]:
+        return self.slots[:batch]
+
+    output = input
+
+    def execute(self, batch: int) -> None: ...
+
+    def close(self) -> None: ...

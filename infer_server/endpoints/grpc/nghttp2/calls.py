@@ -91,7 +91,11 @@ class InferCall(InferReply):
         elif self._reader is None and size > 0 and (
                 int.from_bytes(data[1:PREFIX_BYTES]) == size <= self._connection.max_message_bytes):
             self._connection.acknowledge(self._stream, len(data))
-            self._take(data[PREFIX_BYTES:], data[0] != 0)
+            if data[0] or self._timer:
+                self._take(data[PREFIX_BYTES:], data[0] != 0)
+            else:
+                self._taken = True
+                self._calls.take(self, data[PREFIX_BYTES:], time.monotonic_ns(), None)
         else:
             self._receive_piece(data)
             if is_last and not (self._taken or self.gone):
@@ -180,12 +184,13 @@ class InferCall(InferReply):
         self._connection.abort()
 
     def respond(self, response: bytes) -> None:
+        connection = self._connection
         if self.held:
-            self._connection.inflight.keep(self.held, len(response))
-        self.answered_at = self._connection.loop.time()
-        self._connection.answer(self._stream, response, self._head)
+            connection.inflight.keep(self.held, len(response))
+        self.answered_at = connection.loop.time()
+        connection.answer(self._stream, response, self._head)
         if not self._ended:
-            self._connection.reset_when_sent(self._stream)
+            connection.reset_when_sent(self._stream)
 
     def refuse(self, code: int, details: str) -> None:
         self.gone = True

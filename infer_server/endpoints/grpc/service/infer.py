@@ -112,9 +112,10 @@ class GrpcEncoder:
         if len(served.outputs) != 1 or self._id:
             return None
         spec, array = served.outputs[0], computed[served.outputs[0].name]
-        if array.nbytes > _FEW_BYTES or array.dtype != spec.datatype.array or spec.datatype.name == "BYTES":
+        datatype, total = spec.datatype, array.nbytes
+        if total > _FEW_BYTES or array.dtype is not datatype.array or datatype.name == "BYTES":
             return None
-        raw, size = array.tobytes(), array.nbytes // count
+        raw, size = array.tobytes(), total // count
         prefix = response_prefix(_response_header(served, ((len(array) // count, *array.shape[1:]),)), size)
         return [prefix + raw] if count == 1 else [prefix + raw[at:at + size] for at in range(0, len(raw), size)]
 
