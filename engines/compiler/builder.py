@@ -105,10 +105,9 @@ class BuildConfig:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise ConfigError(f"unknown precision '{self.precision}'{did_you_mean(str(self.precision), PRECISIONS)}")
-        if self.float_type not in FLOAT_PRECISIONS:
-            raise ConfigError(f"unknown float_type '{self.float_type}'{did_you_mean(self.float_type, FLOAT_PRECISIONS)}")
+        for name, known in (("precision", PRECISIONS), ("float_type", FLOAT_PRECISIONS)):
+            if (chosen := getattr(self, name)) not in known:
+                raise ConfigError(f"unknown {name} '{chosen}'{did_you_mean(str(chosen), known)}")
         for name in ("max_batch", "opt_batch", "threads"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value > 0):
