@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from infer_server.calibration.growth import Growth
 from infer_server.calibration.histogram import Histogram
 from infer_server.calibration.open_data import CalibrationData, Feed
 from infer_server.engines.backends.device import Show
@@ -16,7 +17,8 @@ Run = Callable[[Feed, Show], None]      # runs a feed and calls Show with (at le
 
 
 def collect(run: Run, data: CalibrationData, tensors: Iterable[str], *, batch: int = 1,
-            progress: Callable[[int, int], None] = lambda done, of: None) -> dict[str, Histogram]:
+            progress: Callable[[int, int], None] = lambda done, of: None,
+            growth: Growth | None = None) -> dict[str, Histogram]:
     """Return a histogram of each tensor from one pass over the data.
 
     Parameters
@@ -30,6 +32,8 @@ def collect(run: Run, data: CalibrationData, tensors: Iterable[str], *, batch: i
         Maximum number of items of a batch; the histograms do not depend on it, provided that `run` does not.
     progress : callable
         Called with (done, of) in items; `of` is 0 if unknown.
+    growth : Growth, optional
+        Records the extremes of the tensors as items are added.
 
     Raises
     ------
@@ -53,6 +57,8 @@ def collect(run: Run, data: CalibrationData, tensors: Iterable[str], *, batch: i
     for feed in data.batches(batch):
         run(feed, observe)
         done += data.items_in(feed)
+        if growth:
+            growth.record(done, histograms)
         progress(done, data.count or 0)
     if never := next((tensor for tensor in histograms if tensor not in seen), ""):
         raise CalibrationError(f"the float graph did not show '{never}', which is to be calibrated")

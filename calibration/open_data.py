@@ -32,7 +32,8 @@ Source = str | Path | Feeds
 
 
 def open_calibration_data(source: Source, inputs: Sequence[IoTensor], preprocess: Preprocess | None = None,
-                          usual: Mapping[str, Any] = {}) -> CalibrationData:      # noqa: B006
+                          usual: Mapping[str, Any] = {}, allow_corrupt: bool = False      # noqa: B006
+                          ) -> CalibrationData:
     """Open calibration data, and check it against the model's inputs as far as possible without reading it all.
 
     Parameters
@@ -45,6 +46,8 @@ def open_calibration_data(source: Source, inputs: Sequence[IoTensor], preprocess
         For images. None chooses a preset by the input's channels, which the result's `note` names.
     usual : mapping
         Numbers of open extents for which the model is built first: the size of images unless preprocess has one.
+    allow_corrupt : bool
+        Leave out files that cannot be read, and count them in the result's `corrupt`.
 
     Raises
     ------
@@ -66,20 +69,24 @@ def open_calibration_data(source: Source, inputs: Sequence[IoTensor], preprocess
     if path.is_file():
         if path.suffix not in SUFFIXES:
             raise CalibrationError(f"calibration data {path} is neither a folder nor an .npz or .npy file")
-        return from_arrays(text, [path], inputs)
-
+        return from_arrays(text, [path], inputs, allow_corrupt)
     files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
     arrays = [file for file in files if file.suffix in SUFFIXES]
     images = [file for file in files if is_image(file)]
+    _check_folder(path, len(files), images, arrays)
+    if arrays:
+        return from_arrays(text, arrays, inputs, allow_corrupt)
+    return from_images(text, images, inputs, preprocess, usual, allow_corrupt)
+
+
+def _check_folder(path: Path, count: int, images: Sequence[Path], arrays: Sequence[Path]) -> None:
+    """Raise CalibrationError if a folder of so many files holds no data, or both images and arrays."""
     if arrays and images:
         raise CalibrationError(f"calibration data {path} holds both images ({images[0].name}, ...) and arrays "
                                f"({arrays[0].name}, ...); keep them in different folders")
-    if arrays:
-        return from_arrays(text, arrays, inputs)
-    if images:
-        return from_images(text, images, inputs, preprocess, usual)
-    raise CalibrationError(f"calibration data {path} holds neither images nor .npz or .npy files "
-                           f"({len(files)} other files)")
+    if not arrays and not images:
+        raise CalibrationError(f"calibration data {path} holds neither images nor .npz or .npy files "
+                               f"({count} other files)")
 
 
 def digest_of_data(source: Source) -> object:

@@ -10,9 +10,10 @@ from typing import Any
 from infer_server.calibration.accuracy.comparison import Errors
 from infer_server.calibration.bias_correction import ChannelMeans
 from infer_server.calibration.collect import collect
-from infer_server.calibration.data.checks import DataCheck
+from infer_server.calibration.data.checks import DataCheck, dead_channels
 from infer_server.calibration.data.items import CalibrationData, Feed
 from infer_server.calibration.data.padding import Padding
+from infer_server.calibration.growth import Growth
 from infer_server.calibration.histogram import Histogram
 from infer_server.calibration.rounding import MOST_ITEMS as MOMENT_ITEMS
 from infer_server.calibration.rounding import SecondMoments, roundings
@@ -27,6 +28,7 @@ from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.errors import CalibrationError
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.ir.recipe import Recipe
+from infer_server.engines.passes.quantization.quantize import contractions
 from infer_server.engines.passes.quantization.recipe import prepared
 from infer_server.engines.passes.quantization.smoothing import smoothable
 
@@ -66,6 +68,7 @@ class _Watched:
     means: dict[str, Any] = field(default_factory=dict)
     peaks: dict[str, Any] = field(default_factory=dict)
     moments: SecondMoments | None = None
+    growth: Growth = field(default_factory=Growth)
 
     def watch(self, edges: tuple[str, ...], kept: FloatRuns, peaking: tuple[str, ...] = (),
               check: DataCheck | None = None, moments: SecondMoments | None = None) -> None:
@@ -85,7 +88,7 @@ class _Watched:
             Collects second moments of the first items.
         """
         means, peaks = ChannelMeans(edges), ChannelPeaks(peaking)
-        self.items = 0
+        self.items, self.growth = 0, Growth()
 
         def run(feed: Feed, count: Show) -> None:
             items, padding = self.data.items_in(feed), Padding(feed)
@@ -102,7 +105,8 @@ class _Watched:
             kept.run(self.engines, feed, items, observe)
             self.items += items
 
-        self.histograms = collect(run, self.data, edges, batch=self.batch, progress=self.progress)
+        self.histograms = collect(run, self.data, edges, batch=self.batch, progress=self.progress,
+                                  growth=self.growth)
         self.means, self.peaks = means.result(), peaks.result()
         self.moments = moments or self.moments
 
@@ -134,7 +138,7 @@ class CalibrationRun:
         spare = not self._calibrator and self._spare(trials) >= 0
         watched.watch(self._edges, floats, self._uneven, check, SecondMoments(self._subject.graph) if spare else None)
         judge = Judge(self._subject, floats, self._tick)
-        notes = (*self._data.doubts, *check.doubts()) if check else ()
+        notes = self._notes(watched, check) if check else ()
         preprocess = self._data.preprocess
         report: dict[str, Any] = {"preprocess": preprocess.to_json()} if preprocess is not None else {}
         if self._calibrator:
@@ -144,6 +148,13 @@ class CalibrationRun:
         else:
             table, errors = self._searched(judge, trials, watched, report)
         return replace(table, notes=notes, fault=errors.fault if errors else ""), report
+
+    def _notes(self, watched: _Watched, check: DataCheck) -> tuple[str, ...]:
+        """Return warnings about the data and about what the float model makes of them."""
+        read = [node.anchor.inputs[0] for node in contractions(self._subject.graph, ())]
+        found = (self._data.corrupt.note, watched.growth.doubt(watched.items, watched.histograms),
+                 dead_channels({name: watched.means[name] for name in read if name in watched.means}))
+        return (*self._data.doubts, *check.doubts(), *filter(None, found))
 
     def _trial_budget(self, watched: _Watched) -> tuple[int, int]:
         """Return (number of items on which ranges are evaluated, number of trials)."""

@@ -41,6 +41,8 @@ class Calibration:
         How images become inputs: a preset's name, a TOML file, or a Preprocess; "" chooses a preset by the input.
     target
         Accuracy to keep: layers move to float until it is reached. None: all that can be is INT8.
+    allow_corrupt
+        Leave out files of the data that cannot be read, with a warning. False: they are an error.
 
     Raises
     ------
@@ -52,6 +54,7 @@ class Calibration:
     cache: str | Path = ""
     preprocess: str | Path | Preprocess = ""
     target: AccuracyTarget | None = None
+    allow_corrupt: bool = False
 
     def __post_init__(self) -> None:
         if self.data is None and not self.cache:
@@ -80,6 +83,11 @@ class Calibration:
         """Evaluation data of the target as a path or a function; None if there are none."""
         return None if self.target is None or self.target.data is None else _source_of(self.target.data)
 
+    @cached_property
+    def _test_source(self) -> Source | None:
+        """Test data of the target as a path or a function; None if there are none."""
+        return None if self.target is None or self.target.test is None else _source_of(self.target.test)
+
     def open(self, inputs: Sequence[IoTensor], pixels: bool = False,
              usual: Mapping[str, Any] = {}) -> CalibrationData:      # noqa: B006
         """Open the items. Raises EngineErrors about the data.
@@ -87,16 +95,18 @@ class Calibration:
         pixels: the engine takes uint8 images and normalises them itself. usual: numbers of open extents, for images
         whose size is not declared otherwise.
         """
-        return self._opened(self._source, inputs, pixels, usual)
+        return self._opened(self._source, inputs, pixels, usual, self.allow_corrupt)
 
     def _opened(self, source: Source, inputs: Sequence[IoTensor], pixels: bool,
-                usual: Mapping[str, Any]) -> CalibrationData:
+                usual: Mapping[str, Any], allow_corrupt: bool) -> CalibrationData:
         declared = self._declared
-        return open_calibration_data(source, inputs, declared.of_pixels if declared and pixels else declared, usual)
+        return open_calibration_data(source, inputs, declared.of_pixels if declared and pixels else declared, usual,
+                                     allow_corrupt)
 
     def facts(self) -> dict[str, Any]:
         """Return all that affects the ranges, except the model and the content of the cache."""
         return {"calibrator": self.calibrator, "preprocess": self._declared, "cached": bool(self.cache),
+                "allow_corrupt": self.allow_corrupt,
                 "data": None if self.data is None else digest_of_data(self._source),
                 "target": self._facts_of_target(),
                 "code": sources_digest(Path(__file__).parent)}
@@ -104,7 +114,8 @@ class Calibration:
     def _facts_of_target(self) -> Mapping[str, Any] | None:
         if self.target is None:
             return None
-        return {**self.target.facts(), "data": self._evaluation_source and digest_of_data(self._evaluation_source)}
+        sources = self._evaluation_source, self._test_source
+        return {**self.target.facts(), "data": [source and digest_of_data(source) for source in sources]}
 
     def first(self, inputs: Sequence[IoTensor], pixels: bool) -> Feed | None:
         """Return the first item, or None if there is only a cache."""
@@ -183,7 +194,9 @@ class Calibration:
 
     def _items_of(self, source: Source, subject: Subject) -> CalibrationData:
         pixels = subject.builder.config.pixels is not None
-        return self._opened(source, subject.inputs, pixels, _extents(subject.inputs, subject.graph))
+        is_calibration = self.data is not None and source is self._source     # evaluation items have labels
+        return self._opened(source, subject.inputs, pixels, _extents(subject.inputs, subject.graph),
+                            self.allow_corrupt and is_calibration)
 
     def _calibration_items(self, subject: Subject) -> CalibrationData:
         """Open the items that ranges are chosen on."""
@@ -205,8 +218,9 @@ class Calibration:
         else:
             held_out = target.held_out(self._items_of(self._source, subject))
         search = TargetSearch(target, subject, held_out, notify, progress)
+        test = None if self._test_source is None else self._items_of(self._test_source, subject)
         outcome = search.run(table.recipe, lambda trials: judge_of(
-            subject, held_out if self.data is None else self._calibration_items(subject), trials))
+            subject, held_out if self.data is None else self._calibration_items(subject), trials), test)
         report["target"] = outcome.report
         return outcome.kept, outcome.float_type
 

@@ -40,6 +40,10 @@ COMMANDS = {
         "infer_server.comparing.cli:main", "infer_server.comparing.cli:make_parser",
         "compare a plan or an ONNX file with another, output by output and layer by layer",
         "compare-engine int8.plan fp32.plan --data photos/"),
+    "reduce-model": Command(
+        "infer_server.reducing.cli:main", "infer_server.reducing.cli:make_parser",
+        "cut a failing model to the smallest part that still fails",
+        "reduce-model model.onnx -o reduced.onnx --precision fp16"),
     "infer-server": Command(
         "infer_server.cli.serve:main", "infer_server.cli.serve:_parser",
         "serve a folder of models over gRPC and HTTP",

@@ -57,20 +57,20 @@ class ExecutionContext(Protocol):
 
 
 @runtime_checkable
-class InPlaceContext(Protocol):
+class ZeroCopyContext(Protocol):
     """Context that can read inputs and write outputs in memory of requests, on its own GPU or on the host."""
     @property
     def binds_arrays(self) -> bool:
         """True if it takes arrays on a GPU."""
 
     @property
-    def in_place(self) -> Collection[str]:
+    def zero_copy_inputs(self) -> Collection[str]:
         """Inputs that can be read from arrays in host memory."""
 
-    def takes(self, name: str, array: NDArray[Any]) -> bool:
+    def accepts(self, name: str, array: NDArray[Any]) -> bool:
         """Return True if an array for one of these inputs needs no copy."""
 
-    def execute_with(self, batch: int, placed: Mapping[str, Sequence[Any]]) -> None:
+    def execute_with(self, batch: int, arrays: Mapping[str, Sequence[Any]]) -> None:
         """Run the network with inputs read from, and outputs written to, the given arrays.
 
         For each name there is a list of arrays whose items are concatenated; a number n stands for n items in their

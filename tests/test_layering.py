@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 # Package -> the packages of ours that it may import. The tools of infer_server, which serve nothing, may also import
-# calibration and compilers: infer_server.cli, .batch and .comparing.
+# calibration and compilers: infer_server.cli, .batch, .comparing and .reducing.
 # Packages and rooms are named by their folders: engines.ir is imported as infer_server.engines.ir.
 PACKAGES = {
     "engines": {"engines"},
@@ -39,9 +39,10 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.machine": ("engines.errors", "engines.version", "engines.files", "engines.remote"),
     # the plan, and serving it
     "engines.plan": ("engines.ir", "engines.machine", "engines.capacity"),
+    "engines.plan.symbolic": ("engines.plan", "engines.version"),
     "engines.summary": ("engines.plan",),
     "engines.backends.fallback": ("engines.plan",),
-    "engines.backends.base": ("engines.backends.device",), "engines.backends.device": ("engines.plan",),
+    "engines.backends.base": ("engines.backends.device",), "engines.backends.device": ("engines.plan.symbolic",),
     "engines.backends": ("engines.backends.base", "engines.backends.device"),       # it imports the others by name
     "engines.backends.llvm.runtime": ("engines.backends.device", "engines.backends.fallback"),
     "engines.runtime.host": ("engines.plan",),
@@ -176,7 +177,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "infer_server.ray": ("infer_server.cli",),
     "infer_server.cli": ("infer_server.server", "infer_server.repository.checking"),
     "infer_server.fleet": ("infer_server.batching", "infer_server.cli"),
-    "infer_server.comparing": ("infer_server.cli",),
+    "infer_server.comparing": ("infer_server.cli",), "infer_server.reducing": ("infer_server.comparing",),
     "infer_server.batch": (),
     "infer_server.batch.cli": ("infer_server.batch", "infer_server.cli"),
     "infer_server": (),
@@ -194,13 +195,13 @@ SERVING = ("engines", "engines.loading", "engines.preprocess", "engines.runtime"
 DEFERRED = {"engines.backends.fallback": {"engines.ops"}, "engines.runtime.host": {"engines.ops"},
             "engines.runtime.load": {"engines.compiler"}}
 
-TOOLS = ("infer_server.cli", "infer_server.batch.", "infer_server.comparing")
+TOOLS = ("infer_server.cli", "infer_server.batch.", "infer_server.comparing", "infer_server.reducing")
 
 # Third-party modules that few may import; everybody else goes through those.
 HOMES = {
     "llvmlite": ("engines.backends.llvm", "engines.backends.cuda.codegen"),
     "onnx": ("engines.frontend", "engines.ops.fallback", "engines.onnx_backend", "engines.backends.tensorrt.model",
-             "infer_server.cli.build_engine"),
+             "infer_server.cli.build_engine", "infer_server.reducing.fragments"),
 }
 
 

@@ -1,7 +1,7 @@
 """Benchmark of a server's CPU time per request, engine included: all its processes, by transport and size.
 
     python -m benchmarks.transport --rounds 5 --write
-    python -m benchmarks.transport --ours grpcio= --ours 'fast=--grpc-front fast' --peer 'triton=start {grpc} {http}'
+    python -m benchmarks.transport --ours nghttp2= --ours 'grpcio=--grpc-front grpcio' --peer 'triton=s {grpc} {http}'
 
 All servers run on one core; the client, a bare socket (http2.py, http1.py), has another. In each round every server
 runs each case in turn, so that other load affects all of them. A peer is a command that serves the same two models:

@@ -19,7 +19,7 @@ from infer_server.calibration.accuracy.overflow import overflow
 from infer_server.calibration.accuracy.runs import ComparedRuns
 from infer_server.calibration.accuracy.structure import Structure, structure_of, structure_of_program, tensor_names
 from infer_server.calibration.data.checks import DataCheck
-from infer_server.calibration.data.generated import generated
+from infer_server.calibration.data.generated import SEED, generated
 from infer_server.calibration.data.items import CalibrationData, Feed
 from infer_server.engines.compiler.specialise import graph_at
 from infer_server.engines.errors import EngineError, InputError, PlanError
@@ -168,17 +168,35 @@ def _takes(engine: Engine, extents: Extents) -> bool:
 
 
 def _verify_program(engine: Engine, model: Path, oracle: Oracle, data: CalibrationData | None) -> Verification:
-    """Verify a program, on likely inputs if there are no data."""
+    """Verify a program, on likely inputs and on random ones like them if there are no data."""
     context = engine.create_context()
-    feed = {tensor.name: context.input(tensor.name) for tensor in engine.inputs}
+    likely = {tensor.name: np.array(context.input(tensor.name)) for tensor in engine.inputs}
+    feeds = list(data.limit(BATCHES)) if data else [likely, *_random(engine, likely)]
     try:
-        return verify_engine(engine, oracle, list(data.limit(BATCHES)) if data else [feed],
-                             _precision_of_program(engine.plan), structure_of_program(model))
+        found = verify_engine(engine, oracle, feeds, _precision_of_program(engine.plan), structure_of_program(model))
+        is_empty = all(errors.rows == 0 for errors in found.outputs)
+        return replace(found, notes=("no output has a row on these items, so nothing is compared; give some on which "
+                                     "it has, --calib",) * is_empty)
     except PlanError as error:
         if data:
             raise
         raise InputError("the model takes none of the inputs that could be generated, so nothing is verified; give "
                          f"some, --calib: {error}") from error
+
+
+def _random(engine: Engine, likely: Feed) -> Iterator[Feed]:
+    """Yield inputs with normal numbers in place of constant floats, as far as the program takes them."""
+    random = np.random.default_rng(SEED)
+    constant = {name for name, array in likely.items()
+                if array.dtype.kind == "f" and array.size and (array == array.flat[0]).all()}
+    for _ in range(BATCHES - 1 if constant else 0):
+        feed = {name: random.standard_normal(array.shape).astype(array.dtype) if name in constant else array
+                for name, array in likely.items()}
+        try:
+            engine.run(feed)
+        except EngineError:
+            return
+        yield feed
 
 
 def verify_engine(engine: Engine, oracle: Oracle, feeds: Iterable[Feed], precision: str,

@@ -3,11 +3,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from infer_server.calibration.data.corrupt import CorruptFiles
 from infer_server.engines.errors import CalibrationError
 from infer_server.engines.ir.dtypes import BITS
 from infer_server.engines.ir.graph import BATCH, Array
@@ -28,6 +29,7 @@ class CalibrationData:
     preprocess  preprocessing of images, resolved for the input; None for arrays
     note        default that was chosen, to be shown to the user; "" if none
     doubts      warnings about the data that are known before they are read
+    corrupt     files that cannot be read, as far as the data were read
     """
     source: str
     items: Callable[[], Iterator[Feed]]
@@ -36,6 +38,7 @@ class CalibrationData:
     preprocess: Preprocess | None = None
     note: str = ""
     doubts: tuple[str, ...] = ()
+    corrupt: CorruptFiles = field(default_factory=CorruptFiles)
 
     def __iter__(self) -> Iterator[Feed]:
         """Yield the items in order. Raises CalibrationError if there is none."""

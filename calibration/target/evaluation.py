@@ -1,16 +1,18 @@
 """Scores of a model on evaluation items, in float32 and quantised with some layers kept in float."""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 from infer_server.calibration.data.items import CalibrationData
-from infer_server.calibration.target.metrics import Items, Metric, Outputs, metric_of
+from infer_server.calibration.target.metrics import Items, Metric, Outputs, bytes_of, check_bytes, metric_of
 from infer_server.calibration.trials.judge import GraphEngines, Tick, watching
 from infer_server.engines.backends.fallback import to_real
 from infer_server.engines.compiler.builder import Builder
 from infer_server.engines.compiler.subject import Subject
+from infer_server.engines.errors import CalibrationError
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.passes.quantization.recipe import prepared
@@ -38,18 +40,20 @@ class Evaluation:
         Score of the float model.
     """
 
-    def __init__(self, subject: Subject, data: CalibrationData, labels: Callable[[int], Sequence[int] | None],
-                 metric: str, tick: Tick) -> None:
+    def __init__(self, subject: Subject, data: CalibrationData, labels: Sequence[int] | None, metric: str,
+                 tick: Tick) -> None:
         """Run the float model on the items.
 
-        labels: returns the labels of so many items, or None. tick: called after each item. Raises ConfigError,
-        CalibrationError.
+        labels: class of each item. tick: called after each item. Raises ConfigError, CalibrationError.
         """
         self._subject, self._data, self._tick = subject, data, tick
-        expected = self._outputs(watching(subject, ()))
-        self._items = Items(data, expected, labels(len(expected)))
-        self.metric: Metric = metric_of(metric, self._items)
-        self.reference = self.metric.score(self._items, expected)
+        self._items = Items(data, labels)
+        outputs = self._outputs(watching(subject, ()))
+        first = next(outputs)
+        self.metric: Metric = metric_of(metric, first, labels is not None)
+        self.reference = self.metric.score(self._items, self._kept(chain([first], outputs)))
+        if labels is not None and len(labels) != len(self):
+            raise CalibrationError(f"{len(labels)} labels for {len(self)} evaluation items")
 
     def __len__(self) -> int:
         return len(self._items.expected)
@@ -62,9 +66,17 @@ class Evaluation:
                 prepared(graph, recipe, builder.config.keep_float), recipe.ranges), self._tick)
             return self.metric.score(self._items, self._outputs(engines))
 
-    def _outputs(self, engines: GraphEngines) -> list[Outputs]:
-        """Run all items, one at a time, and return the outputs of each."""
-        found: list[Outputs] = []
+    def _kept(self, outputs: Iterator[Outputs]) -> Iterator[Outputs]:
+        """Yield the float model's outputs, after what the metric needs of them was kept."""
+        size = 0
+        for found in outputs:
+            self._items.expected.append(self.metric.keep(found))
+            size += bytes_of(self._items.expected[-1])
+            check_bytes(size, len(self))
+            yield found
+
+    def _outputs(self, engines: GraphEngines) -> Iterator[Outputs]:
+        """Run all items, one at a time, and yield the outputs of each."""
         names = {io.name: io.dtype for io in engines.usual.outputs}
         for feed in self._data.batches(1):
             values: dict[str, Array] = {}
@@ -74,6 +86,5 @@ class Evaluation:
                     values[name] = to_real(array, None, names[name])
 
             engines.show(feed, keep)
-            found.append(values)
+            yield values
             self._tick()
-        return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,23 +23,42 @@ from infer_server.engines.ir.graph import Array
 AGREEMENT, TOP1, COSINE = "agreement", "top1", "cosine"
 NAMES = (AGREEMENT, TOP1, COSINE)
 MIN_CLASSES = 3         # an output [items, classes] with at least so many classes is taken for a classifier's
+MOST_BYTES = 2 << 30    # outputs and inputs of evaluation items that are held at a time
 
 Outputs = Mapping[str, Array]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Items:
-    """Evaluation items with the float model's outputs of each, and the labels if there are any."""
+    """Evaluation items.
+
+    Attributes
+    ----------
+    data : CalibrationData
+    labels : sequence of int, optional
+    expected : list
+        What the metric keeps of the float model's outputs of each item.
+    """
     data: CalibrationData
-    expected: Sequence[Outputs]
     labels: Sequence[int] | None = None
+    expected: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A named function from the items and a model's outputs of each to a score."""
+    """Named metric.
+
+    Attributes
+    ----------
+    name : str
+    keep : callable
+        Returns what is kept of the float model's outputs of an item.
+    score : callable
+        Returns the score of a model's outputs of all items, over which it iterates once.
+    """
     name: str
-    score: Callable[[Items, Sequence[Outputs]], float]
+    keep: Callable[[Outputs], Any]
+    score: Callable[[Items, Iterable[Outputs]], float]
 
 
 def check_metric(name: str, has_labels: bool) -> None:
@@ -51,20 +70,29 @@ def check_metric(name: str, has_labels: bool) -> None:
         raise ConfigError("metric 'top1' needs labels: give a file of them, or 'folders' for a folder per class")
 
 
-def metric_of(name: str, items: Items) -> Metric:
-    """Return the metric of a name; "" chooses by the labels and the outputs. Raises ConfigError, CalibrationError."""
+def metric_of(name: str, first: Outputs, has_labels: bool) -> Metric:
+    """Return the metric of a name; "" chooses by the labels and the outputs of the first item.
+
+    Raises ConfigError, CalibrationError.
+    """
     if is_script(name):
-        return Metric(name, _user_function(name))
+        return Metric(name, lambda outputs: None, _user_function(name))
+    output = _class_output(first)
     if not name:
-        classified = _class_output(items.expected[0]) is not None
-        name = (TOP1 if items.labels is not None else AGREEMENT) if classified else COSINE
+        name = COSINE if output is None else TOP1 if has_labels else AGREEMENT
     if name == COSINE:
-        return Metric(COSINE, _cosine)
-    output = _class_output(items.expected[0])
+        return Metric(COSINE, lambda outputs: {key: array for key, array in outputs.items() if array.dtype.kind == "f"},
+                      _mean_of(_worst_cosine))
     if output is None:
         raise ConfigError(f"metric '{name}' is for classifiers: no output has the shape [items, classes]; choose "
                           f"'{COSINE}', or give a function, script.py:function")
-    return Metric(name, _top1(output) if name == TOP1 else _agreement(output))
+
+    def largest(outputs: Outputs) -> int:
+        return int(np.argmax(outputs[output]))
+
+    if name == TOP1:
+        return Metric(name, lambda outputs: None, _mean_of(lambda outputs, _, label: largest(outputs) == label))
+    return Metric(name, largest, _mean_of(lambda outputs, expected, _: largest(outputs) == expected))
 
 
 def _class_output(outputs: Outputs) -> str | None:
@@ -73,39 +101,51 @@ def _class_output(outputs: Outputs) -> str | None:
                  if array.dtype.kind == "f" and array.ndim == 2 and array.shape[1] >= MIN_CLASSES), None)
 
 
-def _agreement(output: str) -> Callable[[Items, Sequence[Outputs]], float]:
-    def score(items: Items, outputs: Sequence[Outputs]) -> float:
-        return _share(np.argmax(expected[output]) == np.argmax(came[output])
-                      for expected, came in zip(items.expected, outputs, strict=True))
-    return score
+def _mean_of(score: Callable[[Outputs, Any, int | None], float]) -> Callable[[Items, Iterable[Outputs]], float]:
+    """Return a metric that is the mean of a score of each item's outputs, so that none are held."""
+    def mean(items: Items, outputs: Iterable[Outputs]) -> float:
+        total, count = 0.0, 0
+        for number, found in enumerate(outputs):
+            label = items.labels[number] if items.labels is not None and number < len(items.labels) else None
+            total += float(score(found, items.expected[number], label))
+            count = number + 1
+        return total / count
+    return mean
 
 
-def _top1(output: str) -> Callable[[Items, Sequence[Outputs]], float]:
-    def score(items: Items, outputs: Sequence[Outputs]) -> float:
-        assert items.labels is not None
-        return _share(np.argmax(came[output]) == label for label, came in zip(items.labels, outputs, strict=True))
-    return score
+def _worst_cosine(outputs: Outputs, expected: Outputs, label: int | None) -> float:
+    return min((cosine(expected[name], outputs[name]) for name in expected), default=1.0)
 
 
-def _share(hits: Iterable[Any]) -> float:
-    return float(np.mean([bool(hit) for hit in hits]))
-
-
-def _cosine(items: Items, outputs: Sequence[Outputs]) -> float:
-    values = [min((cosine(expected[name], came[name]) for name in expected if expected[name].dtype.kind == "f"),
-                  default=1.0) for expected, came in zip(items.expected, outputs, strict=True)]
-    return float(np.mean(values))
-
-
-def _user_function(source: str) -> Callable[[Items, Sequence[Outputs]], float]:
+def _user_function(source: str) -> Callable[[Items, Iterable[Outputs]], float]:
     function = function_of(source)
 
-    def score(items: Items, outputs: Sequence[Outputs]) -> float:
+    def score(items: Items, outputs: Iterable[Outputs]) -> float:
+        held: list[Outputs] = []
+        inputs: list[Outputs] = []
+        size = 0
+        for feed, found in zip(items.data.batches(1), outputs, strict=True):
+            size += bytes_of(feed) + bytes_of(found)
+            check_bytes(size, len(held))
+            inputs.append(feed)
+            held.append(found)
         try:
-            value = float(function(list(items.data.batches(1)), list(outputs), items.labels))
+            value = float(function(inputs, held, items.labels))
         except Exception as error:      # whatever the user's code raises
             raise CalibrationError(f"metric {source} failed: {type(error).__name__}: {error}") from error
         if not math.isfinite(value):
             raise CalibrationError(f"metric {source} returned {value}; it must be a finite number")
         return value
     return score
+
+
+def bytes_of(arrays: Any) -> int:
+    """Return the bytes of the arrays of an item."""
+    return sum(array.nbytes for array in arrays.values()) if isinstance(arrays, Mapping) else 0
+
+
+def check_bytes(size: int, items: int) -> None:
+    """Raise CalibrationError if the items that are held exceed the limit."""
+    if size > MOST_BYTES:
+        raise CalibrationError(f"{items} evaluation items take more than {MOST_BYTES >> 20} MiB in memory, which this "
+                               "metric holds at a time: give fewer items, --eval")

@@ -1,9 +1,10 @@
 """Search for the layers to keep in float so that a metric drops no more than allowed, at the least cost in time.
 
 1. The metric of the all-INT8 model is measured on evaluation items, which no range was chosen on.
-2. If it drops too far, each layer is kept in float in turn, and the noise of the outputs measured on calibration items.
-3. Layers move to the fastest float precision that meets the target, in the order of the noise removed per microsecond
-   lost; a bisection finds how many are needed.
+2. If it drops too far, the fastest float precision that meets the target with all layers in it is taken.
+3. Each layer is kept in float in turn, and the noise of the outputs measured on calibration items.
+4. A set of layers is selected by these measurements (infer_server.calibration.target.selection).
+5. The chosen set is scored on test items, if there are any.
 """
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from typing import Any
 
 from infer_server.calibration.data.items import CalibrationData
 from infer_server.calibration.target.evaluation import Evaluation
-from infer_server.calibration.target.labels import read_labels
-from infer_server.calibration.target.metrics import check_metric
+from infer_server.calibration.target.labels import FOLDERS, read_labels
+from infer_server.calibration.target.metrics import AGREEMENT, TOP1, check_metric
+from infer_server.calibration.target.selection import MOST_GROWING, Selection
 from infer_server.calibration.target.sensitivity import Layer, Sensitivity, costs_of, layers_of, sensitivities
+from infer_server.calibration.target.sets import Kept, LayerSets, nodes_of
 from infer_server.calibration.trials.judge import Judge
 from infer_server.engines.compiler.ranges import Notify, Progress
 from infer_server.engines.compiler.subject import Subject
-from infer_server.engines.errors import CalibrationError, ConfigError
+from infer_server.engines.errors import ConfigError
 from infer_server.engines.ir.recipe import Recipe
 
 HELD_OUT = 4            # without evaluation data, every fourth calibration item is for evaluation
@@ -42,6 +45,10 @@ class AccuracyTarget:
         Evaluation items, as Calibration.data. None: every fourth calibration item, which ranges then do not see.
     labels : str, path or sequence of int
         Class of each evaluation item, for "top1" and functions (infer_server.calibration.target.labels).
+    test : path, feeds or function
+        Items for a last score of the chosen plan; nothing is chosen on them. None: there is none.
+    test_labels : str, path or sequence of int
+        Class of each test item. "": `labels`, if these are "folders" or a .csv file.
 
     Raises
     ------
@@ -52,6 +59,8 @@ class AccuracyTarget:
     metric: str = ""
     data: Any = None
     labels: str | Path | Sequence[int] = ""
+    test: Any = None
+    test_labels: str | Path | Sequence[int] = ""
 
     def __post_init__(self) -> None:
         if not self.max_drop >= 0.0:
@@ -59,14 +68,19 @@ class AccuracyTarget:
         check_metric(self.metric, bool(self.labels))
         if self.labels and self.data is None:
             raise ConfigError("labels are of evaluation items: give evaluation data, too")
+        if self.test_labels and self.test is None:
+            raise ConfigError("test labels are of test items: give test data, too")
+        if self.test is not None and self.labels and not self._labels_of_test:
+            raise ConfigError("the labels are those of the evaluation items: give labels of the test items, too")
 
     def facts(self) -> dict[str, Any]:
         """Return all that affects the choice of layers except the items, as JSON values."""
         script = self.metric.rpartition(":")[0]
-        labels = self.labels
-        return {"max_drop": self.max_drop, "metric": self.metric,
-                "labels": str(labels) if isinstance(labels, str | Path) else [int(label) for label in labels],
-                "files": [Path(file).read_bytes().hex() for file in (script, str(labels)) if Path(file).is_file()]}
+        labels = [str(each) if isinstance(each, str | Path) else list(map(int, each))
+                  for each in (self.labels, self.test_labels)]
+        return {"max_drop": self.max_drop, "metric": self.metric, "labels": labels,
+                "files": [Path(file).read_bytes().hex() for file in (script, *labels)
+                          if isinstance(file, str) and Path(file).is_file()]}
 
     def without_held_out(self, data: CalibrationData) -> CalibrationData:
         """Return the items for calibration out of all calibration items."""
@@ -76,14 +90,20 @@ class AccuracyTarget:
         """Return the items for evaluation out of all calibration items."""
         return data.every(HELD_OUT, HELD_OUT - 1)
 
-    def labels_of(self, count: int) -> list[int] | None:
-        """Return the labels of so many items. Raises CalibrationError."""
-        if not self.labels:
-            return None
-        found = read_labels(self.labels, self.data)
-        if len(found) != count:
-            raise CalibrationError(f"{len(found)} labels for {count} evaluation items")
-        return found
+    def labels_of(self) -> list[int] | None:
+        """Return the labels of the evaluation items. Raises CalibrationError."""
+        return read_labels(self.labels, self.data) if self.labels else None
+
+    def test_labels_of(self) -> list[int] | None:
+        """Return the labels of the test items. Raises CalibrationError."""
+        return read_labels(self._labels_of_test, self.test) if self._labels_of_test else None
+
+    @property
+    def _labels_of_test(self) -> str | Path | Sequence[int]:
+        """Labels of the test items: a file of paths, or folders, may serve both sets."""
+        serves_both = isinstance(self.labels, str | Path) and (
+            str(self.labels) == FOLDERS or Path(self.labels).suffix == ".csv")
+        return self.test_labels or (self.labels if serves_both else "")
 
 
 @dataclass(frozen=True)
@@ -112,17 +132,16 @@ class TargetSearch:
         """Run the float model on the evaluation items. Raises ConfigError, CalibrationError."""
         self._target, self._subject, self._notify, self._progress = target, subject, notify, progress
         self._ran, self._runs = 0, 0
-        self._evaluation = Evaluation(subject, data, target.labels_of, target.metric, self._tick)
-        self._scores: dict[int, float] = {}         # by the number of layers in float
-        self._float_type = "fp32"
+        self._stage: tuple[str, int, int, str] | None = None        # of the selection, while it runs
+        self._evaluation = Evaluation(subject, data, target.labels_of(), target.metric, self._tick)
         count = len(self._evaluation)
         self._runs = 2 * count
         least = 1.0 / count
-        if self._evaluation.metric.name in ("agreement", "top1") and target.max_drop < least:
+        if self._evaluation.metric.name in (AGREEMENT, TOP1) and target.max_drop < least:
             notify(f"{count} evaluation items resolve {self._evaluation.metric.name} to {100 * least:.1f} %; a "
                    f"target of {100 * target.max_drop:g} % needs {round(1 / max(target.max_drop, 1e-4))} items or more")
 
-    def run(self, recipe: Recipe, judge: Callable[[int], Judge]) -> Outcome:
+    def run(self, recipe: Recipe, judge: Callable[[int], Judge], test: CalibrationData | None = None) -> Outcome:
         """Return the layers to keep in float.
 
         Parameters
@@ -132,67 +151,85 @@ class TargetSearch:
         judge : callable
             Returns the evaluator of recipes on calibration items for so many trials; called if INT8 alone misses the
             target.
+        test : CalibrationData, optional
+            Items on which the chosen layers are scored at the end.
         """
-        if self._meets(recipe, [], 0):
-            return self._outcome([], 0)
-        layers = layers_of(self._subject.graph, self._subject.builder.config.keep_float)
-        costs = costs_of(self._subject, recipe)
-        self._runs += len(self._evaluation) * (len(costs) + len(layers).bit_length())
-        self._float_type = self._precision(recipe, layers, costs)
-        ranked = sensitivities(self._subject, judge(len(layers)), recipe, layers, costs[self._float_type],
-                               self._float_type, lambda done, of, layer: self._progress("ranking", done, of, layer))
-        low, high = 0, len(ranked)          # low misses the target, high meets it or is all there is
-        if self._drop(high) <= self._target.max_drop:
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (low, middle) if self._meets(recipe, ranked, middle) else (middle, high)
-        else:
-            high = max(self._scores, key=lambda count: (self._scores[count], -count))
-        return self._outcome(ranked, high)
+        graph, config = self._subject.graph, self._subject.builder.config
+        sets = LayerSets(self._subject, recipe, layers_of(graph, config.keep_float), self._evaluation)
+        kept, ranked = self._selected(sets, recipe, judge)
+        outcome = self._outcome(sets, ranked, kept)
+        if test is not None:
+            outcome.report["test"] = self._tested(test, recipe, outcome)
+        return outcome
 
-    def _precision(self, recipe: Recipe, layers: Sequence[Layer], costs: Mapping[str, Mapping[str, float]]) -> str:
+    def _selected(self, sets: LayerSets, recipe: Recipe, judge: Callable[[int], Judge]
+                  ) -> tuple[Kept, Sequence[Sensitivity]]:
+        """Return the layers to keep in float, and all layers by efficiency if they were measured."""
+        none, every = frozenset[Layer](), frozenset(sets.layers)
+        if sets.drop(none) <= self._target.max_drop:
+            return none, ()
+        costs = costs_of(self._subject, recipe)
+        self._runs += len(self._evaluation) * len(costs)
+        sets.float_type = self._precision(recipe, sets, costs)
+        judged = judge(len(sets.layers) + MOST_GROWING)
+        ranked = sensitivities(self._subject, judged, recipe, sets.layers, costs[sets.float_type], sets.float_type,
+                               lambda done, of, layer: self._progress("ranking", done, of, layer))
+        if sets.drop(every) > self._target.max_drop:
+            return max((none, every), key=lambda kept: sets.scores[kept]), ranked
+        kept = Selection(sets, judged, ranked, self._target.max_drop, self._selecting).kept()
+        self._stage = None
+        return kept, ranked
+
+    def _precision(self, recipe: Recipe, sets: LayerSets, costs: Mapping[str, Mapping[str, float]]) -> str:
         """Return the fastest float precision that meets the target with all layers in it, or the most accurate."""
-        every = tuple(dict.fromkeys(name for layer in layers for name in layer.nodes))
+        every = nodes_of(sets.layers)
         scores: dict[str, float] = {}
         for precision in sorted(costs, key=lambda name: sum(costs[name].values())):
             scores[precision] = self._evaluation.score(recipe, every, precision)
             if self._evaluation.reference - scores[precision] <= self._target.max_drop:
                 break
         best = max(scores, key=lambda name: scores[name])
-        self._scores[len(layers)] = scores[best]
+        sets.scores[frozenset(sets.layers)] = scores[best]
         return best
 
     def _tick(self) -> None:
+        """Report an evaluated item, or again the stage of the selection for which it was evaluated."""
         self._ran += 1
-        self._progress("evaluating", min(self._ran, self._runs), self._runs, "")
+        self._progress(*self._stage or ("evaluating", min(self._ran, self._runs), self._runs, ""))
 
-    def _meets(self, recipe: Recipe, ranked: Sequence[Sensitivity], count: int) -> bool:
-        """Return True if the first `count` layers in float suffice."""
-        self._scores[count] = self._evaluation.score(recipe, _nodes(ranked[:count]), self._float_type)
-        return self._drop(count) <= self._target.max_drop
+    def _selecting(self, stage: str, done: int, of: int, layer: str) -> None:
+        self._stage = stage, done, of, layer
+        self._progress(*self._stage)
 
-    def _drop(self, count: int) -> float:
-        return round(self._evaluation.reference - self._scores[count], 9)
-
-    def _outcome(self, ranked: Sequence[Sensitivity], count: int) -> Outcome:
+    def _outcome(self, sets: LayerSets, ranked: Sequence[Sensitivity], chosen: Kept) -> Outcome:
         """Tell the user the result, and return it."""
-        evaluation, drop = self._evaluation, self._drop(count)
-        met = drop <= self._target.max_drop
-        kept = [one.layer.name for one in ranked[:count]]
-        said = f"{evaluation.metric.name} {evaluation.reference:.4f} in float, {self._scores[0]:.4f} in INT8"
+        evaluation, none, every = self._evaluation, frozenset[Layer](), frozenset(sets.layers)
+        met = sets.drop(chosen) <= self._target.max_drop
+        kept = [layer.name for layer in sets.in_order(chosen)]
+        said = f"{evaluation.metric.name} {evaluation.reference:.4f} in float, {sets.scores[none]:.4f} in INT8"
+        timed = (("int8", none), ("chosen", chosen), ("float", every)) if kept else ()
+        us = {name: sets.us(one) for name, one in timed}
         if kept:
-            said += (f", {self._scores[count]:.4f} with {len(kept)} of {len(ranked)} layers in {self._float_type} "
+            said += (f", {sets.scores[chosen]:.4f} with {len(kept)} of {len(sets.layers)} layers in {sets.float_type} "
                      f"({', '.join(kept[:SHOWN])}{', ...' * (len(kept) > SHOWN)})")
+        if us.get("int8"):
+            said += f", at {us['chosen'] / us['int8']:.2f} times the time of INT8"
         verdict = "met" if met else "NOT met, the closest is taken"
         self._notify(f"target of a drop of at most {self._target.max_drop:g} {verdict}: {said}; "
                      f"{len(evaluation)} evaluation items")
         report = {"metric": evaluation.metric.name, "max_drop": self._target.max_drop, "met": met,
-                  "items": len(evaluation), "float": evaluation.reference, "int8": self._scores[0],
-                  "score": self._scores[count], "kept": kept, "float_type": self._float_type,
-                  "scores": {str(number): score for number, score in sorted(self._scores.items())},
+                  "items": len(evaluation), "float": evaluation.reference, "int8": sets.scores[none],
+                  "score": sets.scores[chosen], "kept": kept, "float_type": sets.float_type, "us": us,
+                  "tried": [{"kept": len(one), "score": score} for one, score in sets.scores.items()],
                   "layers": [{**asdict(one), "layer": one.layer.name} for one in ranked]}
-        return Outcome(_nodes(ranked[:count]), self._float_type if kept else "", report)
+        return Outcome(nodes_of(sets.in_order(chosen)), sets.float_type if kept else "", report)
 
-
-def _nodes(ranked: Sequence[Sensitivity]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for one in ranked for name in one.layer.nodes))
+    def _tested(self, data: CalibrationData, recipe: Recipe, outcome: Outcome) -> dict[str, Any]:
+        """Score the float model and the chosen layers on the test items; tell the user, and return the scores."""
+        self._ran, self._runs = 0, 2 * (data.count or 0)
+        evaluation = Evaluation(self._subject, data, self._target.test_labels_of(), self._evaluation.metric.name,
+                                self._tick)
+        score = evaluation.score(recipe, outcome.kept, outcome.float_type or "fp32")
+        self._notify(f"test: {evaluation.metric.name} {evaluation.reference:.4f} in float, {score:.4f} as built; "
+                     f"{len(evaluation)} items that nothing was chosen on")
+        return {"items": len(evaluation), "float": evaluation.reference, "score": score}

@@ -94,18 +94,18 @@ def sensitivities(subject: Subject, judge: Judge, recipe: Recipe, layers: Sequen
     progress : callable
         Called with (done, of, layer).
     """
-    whole = _noise(judge.errors(recipe).sqnr_db)
+    whole = noise_power(judge.errors(recipe).sqnr_db)
     found = []
     for number, layer in enumerate(layers):
         progress(number, len(layers), layer.name)
         with keeping(subject.builder, layer.nodes, float_type):
             sqnr = judge.errors(recipe).sqnr_db
         us = sum(costs.get(name, 0.0) for name in layer.nodes)
-        found.append(Sensitivity(layer, sqnr, (whole - _noise(sqnr)) / whole if whole else 0.0, us))
+        found.append(Sensitivity(layer, sqnr, (whole - noise_power(sqnr)) / whole if whole else 0.0, us))
     progress(len(layers), len(layers), "")
     return sorted(found, key=lambda one: -one.efficiency)
 
 
-def _noise(sqnr_db: float) -> float:
+def noise_power(sqnr_db: float) -> float:
     """Return the noise power relative to the signal."""
     return float(10.0 ** (-sqnr_db / 10.0))

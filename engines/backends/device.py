@@ -85,7 +85,7 @@ class BindsArrays(Protocol):
         ----------
         batch : int
             Number of items.
-        placed : mapping from TensorView to sequence
+        arrays : mapping from TensorView to sequence
             Pieces of each tensor in order of its items: an array on the device, or the number of items that stay in the
             host's slots. Items after the last piece are in the slots, too.
 
@@ -97,16 +97,16 @@ class BindsArrays(Protocol):
 
 
 @runtime_checkable
-class WorksInArrays(Protocol):
+class SupportsZeroCopy(Protocol):
     """Execution that can read inputs from, and write outputs to, arrays of the caller without a copy."""
 
-    def lend(self, view: TensorView, array: Array) -> bool:
-        """Use the caller's array as the buffer of an input or output until `take_back`.
+    def set_buffer(self, view: TensorView, array: Array) -> bool:
+        """Use the caller's array as the buffer of an input or output until `release_buffers`.
 
         Returns False if the array cannot be used and has to be copied.
         """
 
-    def take_back(self) -> bool:
+    def release_buffers(self) -> bool:
         """Release all arrays of the caller, and return True if no thread can still access them.
 
         If False, a late thread may still write to the outputs: the caller has to copy them, and the arrays are kept
@@ -115,25 +115,25 @@ class WorksInArrays(Protocol):
 
 
 @runtime_checkable
-class WorksInPlace(WorksInArrays, Protocol):
+class SupportsInPlace(SupportsZeroCopy, Protocol):
     """Execution that can overwrite an array of the caller."""
 
-    def lend_in_place(self, view: TensorView, array: Array) -> bool:
-        """Use the caller's array as the buffer of an input and the output that overwrites it, until `take_back`.
+    def set_in_place_buffer(self, view: TensorView, array: Array) -> bool:
+        """Use the caller's array as the buffer of an input and the output that overwrites it, until `release_buffers`.
 
         Returns False if the array cannot be used and has to be copied.
         """
 
 
 @runtime_checkable
-class TakesItems(WorksInArrays, Protocol):
+class SupportsScatteredItems(SupportsZeroCopy, Protocol):
     """Execution that can read the items of an input from several arrays of the caller."""
 
-    def takes(self, view: TensorView, array: Array | None = None) -> bool:
+    def accepts(self, view: TensorView, array: Array | None = None) -> bool:
         """Return True if arrays can hold items of an input, and `array`, if it is not None, is one of them."""
 
-    def lend_items(self, view: TensorView, first: int, array: Array) -> bool:
-        """Use the caller's array for the items of an input from slot `first` on until `take_back`.
+    def set_item_buffer(self, view: TensorView, first: int, array: Array) -> bool:
+        """Use the caller's array for the items of an input from slot `first` on until `release_buffers`.
 
         Returns False if the array cannot be used and has to be copied.
         """
@@ -179,7 +179,7 @@ class Device(Protocol):
     def mismatch(self, plan: Plan) -> str:
         """Return why this machine cannot run the plan, or "" if it can."""
 
-    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> Loaded:
+    def load(self, plan: Plan, threads: int, base: Loaded | None = None) -> Loaded:
         """Load a plan.
 
         Parameters
@@ -188,7 +188,7 @@ class Device(Protocol):
             Plan for this backend.
         threads : int
             Threads that work on one execution.
-        beside : Loaded, optional
+        base : Loaded, optional
             Plan of the same model, loaded by this device, that holds the shared constants.
 
         Raises

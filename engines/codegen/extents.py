@@ -22,7 +22,7 @@ from typing import Any
 
 from infer_server.engines.ir.symint import SymInt
 
-TABLE = "told"                  # name of the register that holds the table's address, in each function
+TABLE = "parameters"            # name of the register that holds the table's address, in each function
 Term = int | list[Any]          # a number; ["n", i] is leaf i; [operator, term, term]
 
 _OPERATORS: dict[str, Callable[[int, int], Any]] = {

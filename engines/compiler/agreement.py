@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 # Tolerances, relative to the largest value of an output: plans may sum in different orders and round differently.
 CLOSE = 1e-3            # tolerance for plans that compute only in float32
 ROUNDED = 3e-2          # tolerance for all other plans
+PART = 1 << 20          # elements that are compared at once
 CHANGED = 0.01          # share of integer elements that may differ: an ArgMax of nearly equal values may change
 
 
@@ -34,7 +35,7 @@ def agree(plan: Plan, other: Plan, first: Specialisation) -> bool:
     random = np.random.default_rng(0)
     feeds = {io.name: _drawn(random, io, min(plan.max_batch, 2)) for io in plan.inputs}
     try:
-        ours, theirs = (Specialisation(one, beside=first if one.machine.shared else None).run(feeds)
+        ours, theirs = (Specialisation(one, base=first if one.machine.shared else None).run(feeds)
                         for one in (plan, other))
     except EngineError as error:        # the model may not take such numbers
         log.warning("%s: random numbers cannot be run: %s", plan.name, error)
@@ -69,8 +70,14 @@ def _alike(a: Array, b: Array, close: float) -> bool:
         return False
     if a.dtype.kind in "iub":
         return not a.size or float(np.mean(a != b)) <= CHANGED
-    x, y = a.astype(np.float64), b.astype(np.float64)
-    finite = np.isfinite(y)
-    if not np.array_equal(x[~finite], y[~finite], equal_nan=True):
-        return False
-    return bool(np.all(np.abs(x - y)[finite] <= close * np.max(np.abs(y), initial=0.0, where=finite)))
+    largest = difference = 0.0
+    for begin in range(0, b.size, PART):        # in parts, because logits of a prompt may be large
+        x, y = (array.reshape(-1)[begin:begin + PART].astype(np.float64) for array in (a, b))
+        finite = np.isfinite(y)
+        if not np.array_equal(x[~finite], y[~finite], equal_nan=True):
+            return False
+        difference = max(difference, float(np.max(np.abs(x - y), initial=0.0, where=finite)))
+        largest = max(largest, float(np.max(np.abs(y), initial=0.0, where=finite)))
+        if not np.isfinite(x[finite]).all():
+            return False
+    return difference <= close * largest

@@ -15,20 +15,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from infer_server.engines.capacity import trim
 from infer_server.engines.compiler.builder import BuildConfig, Builder
 from infer_server.engines.compiler.engine_cache import EngineCache, model_digest
 from infer_server.engines.compiler.programs import plan_of
 from infer_server.engines.compiler.ranges import Calibrated, Notify, Progress, RangeSource
 from infer_server.engines.compiler.segments import Watched
-from infer_server.engines.compiler.specialise import compiled
+from infer_server.engines.compiler.specialise import compiled, with_symbolic_plans
 from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.errors import ConfigError, ModelError
 from infer_server.engines.frontend.onnx_file import Model, read_model
 from infer_server.engines.ir.graph import Array, Graph
 from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.machine import object_cache
-from infer_server.engines.passes.quantization.given import is_quantised
 from infer_server.engines.passes.quantization.kept import check_kept
+from infer_server.engines.passes.quantization.qdq import is_quantised
 from infer_server.engines.plan.coverage import Coverage, coverage_of
 from infer_server.engines.plan.file import write_plan
 from infer_server.engines.plan.plan import DEFAULTS, IoTensor, Plan
@@ -105,8 +106,8 @@ def build_engine(model: Model, *, calibration: RangeSource | None = None,
     cache
         True: the user's engine cache. A path or an EngineCache: that one. False: build in any case.
     progress
-        Called with (stage, done, of, what). The stage is "calibrating", "searching", "evaluating", "ranking" or
-        "compiling"; `of` is 0 where the total is unknown.
+        Called with (stage, done, of, what). The stage is "calibrating", "searching", "evaluating", "ranking",
+        "growing", "closing", "pruning", "compiling" or "tracing"; `of` is 0 where the total is unknown.
     notify
         Called with each notice when it comes; the result has all of them.
     **options
@@ -170,7 +171,7 @@ class _Build:
     notify: Notify
     notices: list[str] = field(default_factory=list)
 
-    def say(self, notice: str) -> None:
+    def add_notice(self, notice: str) -> None:
         self.notices.append(notice)
         self.notify(notice)
 
@@ -178,34 +179,37 @@ class _Build:
         builder, calibration = self.builder, self.calibration
         pixels = builder.config.pixels is not None
         given = read_model(self.model).with_constants(builder.config.constants).with_ragged(builder.config.ragged)
+        trim()      # the file's content has been copied into arrays
         source = given.with_optional(builder.config.optional)
         plan = plan_of(builder, source, lambda inputs: calibration.first(inputs, pixels) if calibration else None,
-                       self.say, self._of_graph, self._watched())
+                       self.add_notice, self._of_graph, self._watched())
         name = Path(self.model).name if isinstance(self.model, str | os.PathLike) else source.name
-        said: dict[str, Any] = {} if "notices" in plan.metadata else {"notices": list(self.notices)}
+        extra: dict[str, Any] = {} if "notices" in plan.metadata else {"notices": list(self.notices)}
         if builder.config.optional:
-            said[DEFAULTS] = {name: _default_of(plan, name, given.weights[name]) for name in builder.config.optional}
-        return EngineBuild(replace(plan, metadata={"model": name, **plan.metadata, **said}), tuple(self.notices),
-                           tuple(builder.log))
+            extra[DEFAULTS] = {name: _default_of(plan, name, given.weights[name]) for name in builder.config.optional}
+        plan = replace(plan, metadata={"model": name, **plan.metadata, **extra})
+        if builder.config.symbolic_plans:
+            plan = with_symbolic_plans(plan, partial(self.progress, "tracing"))
+        return EngineBuild(plan, tuple(self.notices), tuple(builder.log))
 
     def _of_graph(self, subject: Subject) -> Plan:
         """Return the plan of a model that is one graph."""
         builder, calibration = self.builder, self.calibration
         for notice in (*dict.fromkeys(builder.notices), *filter(None, [builder.arithmetic_note])):
-            self.say(notice)
+            self.add_notice(notice)
         self._check_kept(subject.graph)
         metadata: dict[str, Any] = {"notices": list(self.notices)}
         recipe = None
         if calibration and is_quantised(subject.graph):
-            self.say("the model is quantised already: it is compiled as it is, and not calibrated")
+            self.add_notice("the model is quantised already: it is compiled as it is, and not calibrated")
         elif calibration and builder.config.precision == "fp16":
             doubts = calibration.float16_doubts(builder.stored(subject.graph), subject.inputs,
                                                 builder.config.pixels is not None)
             for doubt in doubts:
-                self.say(doubt)
+                self.add_notice(doubt)
             metadata = {"notices": [*metadata["notices"], *doubts]}
         elif calibration:
-            found = calibration.calibrate(subject, self.say, self.progress)
+            found = calibration.calibrate(subject, self.add_notice, self.progress)
             recipe = self._usable(found, subject)
             builder.config = replace(builder.config, float_type=found.float_type or builder.config.float_type,
                                      keep_float=(*builder.config.keep_float, *found.keep_float))
@@ -223,7 +227,7 @@ class _Build:
         """Return the recipe, or None if INT8 is too inexact for "best" to choose it."""
         if not calibrated.poor or subject.builder.config.precision != "best":
             return calibrated.recipe
-        self.say(f"{subject.source.name}: INT8 is too inexact, so the fastest float precision is taken")
+        self.add_notice(f"{subject.source.name}: INT8 is too inexact, so the fastest float precision is taken")
         return None
 
     def _watched(self) -> Watched | None:
@@ -234,13 +238,14 @@ class _Build:
 
         def plan(subject: Subject, feeds: Sequence[Mapping[str, Array]]) -> Plan:
             name = subject.source.name
-            found = calibration.of(feeds).calibrate(subject, lambda note: self.say(f"{name}: {note}"), self.progress)
+            found = calibration.of(feeds).calibrate(subject, lambda note: self.add_notice(f"{name}: {note}"),
+                                                    self.progress)
             return compiled(subject, self._usable(found, subject), found.report)
 
         def items(inputs: Sequence[IoTensor]) -> Sequence[Mapping[str, Array]]:
             feeds = calibration.items(inputs, MOST_ITEMS)
             for doubt in calibration.doubts(inputs, feeds):
-                self.say(doubt)
+                self.add_notice(doubt)
             return feeds
 
         return Watched(items, plan)
@@ -253,7 +258,7 @@ class _Build:
             plan = cache.fetch(before) if self._has_its_files() else None
             if plan is not None:
                 for notice in plan.metadata.get("notices", ()):
-                    self.say(notice)
+                    self.add_notice(notice)
                 return EngineBuild(plan, tuple(self.notices), cached=cache.entry(before), entry=cache.entry(before))
             with object_cache.using(cache.objects):
                 build = self.built()

@@ -29,8 +29,8 @@ from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.passes.outputs import show_in_float
 from infer_server.engines.passes.pipeline import optimise, simplify
 from infer_server.engines.passes.pixels import take_pixels
-from infer_server.engines.passes.quantization.given import is_quantised, quantize_by_fake_quantize
 from infer_server.engines.passes.quantization.kept import kept_nodes
+from infer_server.engines.passes.quantization.qdq import is_quantised, quantize_by_fake_quantize
 from infer_server.engines.passes.quantization.quantize import (
     FLOAT_PRECISIONS,
     edges_to_calibrate,
@@ -82,6 +82,8 @@ class BuildConfig:
         Time the tactics; False takes the cheapest by its cost.
     timing_cache
         A file of times; "" keeps times for this build only.
+    symbolic_plans
+        Make the symbolic plans of a model with open extents at the build, for the shapes that can be foreseen.
     threads
         Threads that run-engine takes by default.
     """
@@ -99,6 +101,7 @@ class BuildConfig:
     float_type: str = "fp32"
     timing: bool = True
     timing_cache: str = ""
+    symbolic_plans: bool = True
     threads: int = 1
 
     def __post_init__(self) -> None:
@@ -304,6 +307,11 @@ class Builder:
                   if name == "fp32" or name in self._session.arithmetic}
         graphs["int8"] = quantize(graph, ranges, keep_float=self.config.keep_float)
         return {name: self._chosen(one).times() for name, one in graphs.items()}
+
+    @faults_named()
+    def time_us(self, graph: Graph, ranges: Ranges) -> float:
+        """Return the time of an optimised graph in INT8, all kernels in microseconds an item; 0 without timing."""
+        return math.fsum(node.time_us for node in self._chosen(self.stored(graph, ranges)).times())
 
     def _chosen(self, graph: Graph) -> Chosen:
         max_batch, opt_batch = self._batches(graph)

@@ -32,12 +32,12 @@ from infer_server.engines.runtime.load.options import ON_TRIAL
 from infer_server.engines.runtime.program import NO_TENSORS, Program
 from infer_server.engines.version import COMPILER_VERSION
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 OTHER_LENGTHS = (-27, 8, -8, 1, -1)     # changes of open extents for a second trial run: see specialise.STEPS
 LENGTHS = (128, 16, 64, 512, 1, 1024)       # numbers for open extents, tried until the program runs
 
 
-def plan_of(builder: Builder, source: OnnxModel, seen: Seen = lambda inputs: None, say: Say = lambda notice: None,
+def plan_of(builder: Builder, source: OnnxModel, seen: Seen = lambda inputs: None, notify: Notify = lambda notice: None,
             graph_plan: Callable[[Subject], Plan] = compiled, watched: Watched | None = None) -> Plan:
     """Compile a model as one graph if possible, else as a program.
 
@@ -47,7 +47,7 @@ def plan_of(builder: Builder, source: OnnxModel, seen: Seen = lambda inputs: Non
     source : OnnxModel
     seen : callable
         Returns an item of the data for the declared inputs, or None.
-    say : callable
+    notify : callable
         Called with notices.
     graph_plan : callable
         Compiles a model that is one graph.
@@ -68,7 +68,7 @@ def plan_of(builder: Builder, source: OnnxModel, seen: Seen = lambda inputs: Non
             if builder.config.pixels or builder.config.profiles:
                 raise ConfigError(f"{source.name}: data decide about extents or about what is computed, so it runs as "
                                   "a program, which takes neither --uint8-input nor profiles of shapes")
-            return _tried(builder, source, seen, say, found, watched)
+            return _tried(builder, source, seen, notify, found, watched)
         except UnknownValueError as error:      # a node that cannot be part of a segment is left to the host
             if not error.node or error.node in by_host:
                 raise
@@ -77,7 +77,7 @@ def plan_of(builder: Builder, source: OnnxModel, seen: Seen = lambda inputs: Non
             found = cut(source, by_host, builder.selects)
 
 
-def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, partition: Partition,
+def _tried(builder: Builder, source: OnnxModel, seen: Seen, notify: Notify, partition: Partition,
            watched: Watched | None) -> Plan:
     """Return the plan of a program, with segments compiled for their inputs in a run on the data or likely inputs."""
     config = builder.config
@@ -91,13 +91,13 @@ def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, partition:
     feeds = watched.items(inputs) if watched else [item] if item else _likely_feeds(plan, program)
     tried, made, reason = _run(program, feeds, all_of_them=watched is not None)
     if not tried:
-        say(f"the program could not be tried, so its segments are compiled when they are met: "
-            f"{reason or 'there are no likely inputs for it'}")
+        notify(f"the program could not be tried, so its segments are compiled when they are met: "
+               f"{reason or 'there are no likely inputs for it'}")
     segments = _segments_of(program.whole_plan())
     if watched and fed:
-        segments = calibrated(segments, SegmentMaker(part, config.timing, config.precision), fed, watched, say)
+        segments = calibrated(segments, SegmentMaker(part, config.timing, config.precision), fed, watched, notify)
     if tried:
-        segments = _with_dynamic_kernels(replace(plan, program=replace(part, segments=segments)), tried, say)
+        segments = _with_dynamic_kernels(replace(plan, program=replace(part, segments=segments)), tried, notify)
     tensors = [io for io in inputs if io.name in tried and io.dtype not in NO_TENSORS]
     usual = extents_of(plan.name, tensors, {io.name: tried[io.name].shape for io in tensors})
     outputs = tuple(_met(io, made[io.name]) if made else io for io in plan.outputs)
@@ -143,7 +143,7 @@ def _run(program: Program, feeds: Iterable[Mapping[str, Array]], all_of_them: bo
     return tried, first, reason
 
 
-def _with_dynamic_kernels(plan: Plan, tried: Mapping[str, Array], say: Say) -> tuple[SegmentPart, ...]:
+def _with_dynamic_kernels(plan: Plan, tried: Mapping[str, Array], notify: Notify) -> tuple[SegmentPart, ...]:
     """Return the segments with dynamic kernels, made by running the program on inputs of other extents.
 
     They are unchanged if the program does not run on such inputs.
@@ -159,7 +159,7 @@ def _with_dynamic_kernels(plan: Plan, tried: Mapping[str, Array], say: Say) -> t
             reason = error
     else:
         if reason:
-            say(f"the program ran at no other lengths, so kernels for these are made when they are met: {reason}")
+            notify(f"the program ran at no other lengths, so kernels for these are made when they are met: {reason}")
     return _segments_of(engine.whole_plan())
 
 

@@ -19,7 +19,7 @@ from infer_server.engines.compiler.subject import KEPT, Subject, settled
 from infer_server.engines.errors import CalibrationError, PlanTargetError
 from infer_server.engines.frontend.onnx_file import OnnxModel
 from infer_server.engines.ir.graph import Array, TensorType
-from infer_server.engines.passes.quantization.given import is_quantised
+from infer_server.engines.passes.quantization.qdq import is_quantised
 from infer_server.engines.plan.plan import IoTensor, Plan, ProgramPart, SegmentPart
 from infer_server.engines.runtime.program import signature_of, signature_of_plan
 
@@ -103,7 +103,7 @@ class FedSegments:
 
 
 def calibrated(segments: Sequence[SegmentPart], maker: SegmentMaker, fed: FedSegments, watched: Watched,
-               say: Callable[[str], None]) -> tuple[SegmentPart, ...]:
+               notify: Callable[[str], None]) -> tuple[SegmentPart, ...]:
     """Return the segments with plans for their recorded feeds, calibrated by these if there is something to quantise.
 
     A segment whose calibration fails stays in float, with a notice.
@@ -120,7 +120,7 @@ def calibrated(segments: Sequence[SegmentPart], maker: SegmentMaker, fed: FedSeg
                 else:
                     plan = maker.in_float().plan(part, feeds[0])
             except CalibrationError as error:
-                say(f"{part.name} stays in float: {error}")
+                notify(f"{part.name} stays in float: {error}")
                 plan = maker.in_float().plan(part, feeds[0])
             plans[signature_of_plan(plan)] = plan
         return replace(part, plans=tuple(plans.values()))

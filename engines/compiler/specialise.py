@@ -10,16 +10,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from infer_server.engines.backends import backend_of, device_of
+from infer_server.engines.backends.base import Progress
 from infer_server.engines.capacity import trim
 from infer_server.engines.compiler.agreement import agree
 from infer_server.engines.compiler.builder import BuildConfig, Builder, io_tensors
 from infer_server.engines.compiler.engine_cache import EngineCache
+from infer_server.engines.compiler.guesses import foreseen, stepped
 from infer_server.engines.compiler.subject import Subject
-from infer_server.engines.compiler.symbolic import CACHING, SymbolicPlans, stored_symbolic_plans
+from infer_server.engines.compiler.symbolic import CACHING, ORDINARY, SymbolicPlans, encoded, symbolic_plans_of
 from infer_server.engines.errors import ConfigError, EngineError, PlanTargetError
 from infer_server.engines.faults import faults_named
 from infer_server.engines.frontend.onnx_file import OnnxModel
@@ -32,15 +36,11 @@ from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.passes.caches import Cache, caches_of
 from infer_server.engines.passes.quantization.recipe import prepared
-from infer_server.engines.plan.extents import CACHE_CAPACITY, CACHES, Extents, open_extents, value_name
+from infer_server.engines.plan.extents import CACHE_CAPACITY, CACHES, Extents, open_extents, text, value_name
 from infer_server.engines.plan.plan import DynamicKernel, IoTensor, OpenOptions, OpenPart, Plan, graph_of
 from infer_server.engines.runtime.specialisation import Specialisation
 
 log = logging.getLogger(__name__)
-
-# Differences between the usual extents and those at which dynamic kernels are made; the first that gives a graph
-# is used. An odd difference has other vector tails; then multiples of 8 and 32.
-STEPS = (-27, 8, 32, -32, 1, -1)
 
 
 def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[str, Any] | None = None) -> Plan:
@@ -89,15 +89,9 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
 def _dynamic_kernels(subject: Subject, recipe: Recipe | None) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
     """Return the model's dynamic kernels and their code, made by lowering it at other than the usual extents."""
     decided = {extent for name in subject.deciding for extent in subject.types[name].shape}
-    usual = {name: extent for name, extent in subject.usual.items() if isinstance(extent, int) and name not in decided}
-    places = {extent: place for place, extent in enumerate(dict.fromkeys(usual.values()), 1)}      # equal: one place
-    for step in STEPS if usual else ():
-        extents = {name: extent + step * places[extent] for name, extent in usual.items()}
-        if min(extents.values()) < 1:
-            continue
+    for extents in stepped(subject.usual, decided):
         try:
-            graph = _graph(subject, recipe, {**subject.usual, **extents})
-            subject.builder.dynamic_plan(graph, recipe.ranges if recipe else None)
+            subject.builder.dynamic_plan(_graph(subject, recipe, extents), recipe.ranges if recipe else None)
             break
         except EngineError:
             continue
@@ -142,10 +136,20 @@ class Specialiser:
         # Shared with the symbolic plan, which may be made at the same time, so that a graph is imported once.
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._importing = threading.Lock()
-        self._symbolic_plans = SymbolicPlans(self._symbolic_plan, self._is_right, stored_symbolic_plans(plan, cache))
-        self._caching = SymbolicPlans(self._symbolic_plan, self._is_right, stored_symbolic_plans(plan, cache, CACHING))
         self._caches = tuple(Cache(**document) for document in plan.metadata.get(CACHES, ()))
         self.first: Specialisation | None = None        # loaded plan, if there is one
+
+    @cached_property
+    def _symbolic_plans(self) -> SymbolicPlans:
+        return symbolic_plans_of(self._plan, self._cache, ORDINARY, self._symbolic_plan, self._is_right)
+
+    @cached_property
+    def _caching(self) -> SymbolicPlans:
+        return symbolic_plans_of(self._plan, self._cache, CACHING, self._symbolic_plan, self._is_right)
+
+    def symbolic_plans(self, extents: Extents) -> SymbolicPlans:
+        """Return the set of symbolic plans for extents like these: CACHE_CAPACITY is among them or not."""
+        return self._caching if CACHE_CAPACITY in extents else self._symbolic_plans
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
         """Return the specialisation for numbers of the open extents. Raises EngineError.
@@ -154,10 +158,10 @@ class Specialiser:
         """
         cache = self._cache
         if cache is None or not self._fingerprint:
-            return self._made(self._target, extents, max_batch)
+            return self._compiled(self._target, extents, max_batch)
         key = cache.key({"plan": self._fingerprint}, {"extents": dict(extents), "target": self._target,
                                                       "cpu": detect().model, "max_batch": max_batch})
-        return cache.kept(key, lambda: self._made(self._target, extents, max_batch))
+        return cache.kept(key, lambda: self._compiled(self._target, extents, max_batch))
 
     def symbolic(self, extents: Extents) -> Plan:
         """Return the symbolic plan for numbers of the open extents: a plan with dynamic kernels.
@@ -165,17 +169,16 @@ class Specialiser:
         Without such kernels for the target the plan is for the NumPy backend, which is slow. With CACHE_CAPACITY among
         the extents, the plan appends to caches in place. Raises EngineError.
         """
-        symbolics = self._caching if CACHE_CAPACITY in extents else self._symbolic_plans
         try:
             with object_cache.using(self._cache.objects if self._cache else None):
-                plan = symbolics.plan(extents) or self._alone(extents)
+                plan = self.symbolic_plans(extents).plan(extents) or self._alone(extents)
         except ImportError as error:
             log.warning("%s: NumPy computes %s, slowly, for the compiler is not installed (%s)", self._plan.name,
                         dict(extents), error)
             plan = None
         if not plan and CACHE_CAPACITY in extents:
             raise PlanTargetError(f"{self._plan.name}: there are no kernels for caches in place on this target")
-        return plan or self._made("numpy", extents)
+        return plan or self._compiled("numpy", extents)
 
     def _alone(self, extents: Extents) -> Plan | None:
         """Return a plan with dynamic kernels for these extents only, without a trace; None if the backend has none."""
@@ -194,11 +197,13 @@ class Specialiser:
 
     def _is_right(self, plan: Plan, extents: Extents) -> bool:
         """Return True if what a symbolic plan made agrees with one made for these extents only."""
-        alone = self._alone(extents)
-        is_right = bool(alone and agree(plan, alone, self.first or Specialisation(self._plan)))
+        specialised = next((one for one in (self._plan, *self._part.others) if one.extents == extents), None)
+        alone = specialised or self._alone(extents)
         with self._importing:       # the symbolic plan needs no graphs, which have all weights in float
             self._graphs.clear()
-        del alone
+        trim()
+        is_right = bool(alone and agree(plan, alone, self.first or Specialisation(self._plan)))
+        del specialised, alone
         trim()
         if is_right:
             return True
@@ -232,7 +237,7 @@ class Specialiser:
         """Return the optimised float graph for these extents, before stored dtypes are decided."""
         return self._subject(self._target).at(extents)
 
-    def _made(self, target: str, extents: Extents, max_batch: int | None = None) -> Plan:
+    def _compiled(self, target: str, extents: Extents, max_batch: int | None = None) -> Plan:
         return _plan(self._imported(target, extents, max_batch=max_batch), self._part.recipe, extents)
 
     def _imported(self, target: str, extents: Extents, apart: bool = False, max_batch: int | None = None) -> Subject:
@@ -259,6 +264,31 @@ class Specialiser:
             self._subjects[key] = Subject(builder, self._source, types, usual, (), self._part.deciding,
                                              self._graphs, kept=1, dependence=self._plan.dependence)
         return self._subjects[key]
+
+
+def with_symbolic_plans(plan: Plan, progress: Progress | None = None) -> Plan:
+    """Return a plan with symbolic plans for the shapes that can be foreseen, each verified at a second shape.
+
+    Without such plans the first run at another shape than those of the build has to trace one. The plan is unchanged if
+    it has no open extents or no dynamic kernels, or if this machine cannot run it.
+    """
+    part = plan.open
+    if part is None or not part.general or device_of(plan.machine.backend).mismatch(plan):
+        return plan
+    specialiser, kinds = Specialiser(plan), foreseen(plan)
+    sets = dict[SymbolicPlans, None]()          # an ordered set
+    for done, kind in enumerate(kinds, 1):
+        symbolics = specialiser.symbolic_plans(kind[0])
+        sets[symbolics] = None
+        for extents in kind:
+            with suppress(EngineError):     # these extents cannot be compiled
+                symbolics.plan(extents)
+            if any(one.holds(kind[1]) for one in symbolics.proven):
+                break
+        if progress:
+            progress(done, len(kinds), text(kind[1]))
+    content = encoded([one for symbolics in sets for one in symbolics.proven], plan)
+    return replace(plan, open=replace(part, symbolic=content), fingerprint="") if content else plan
 
 
 def graph_at(plan: Plan) -> Graph:
@@ -303,7 +333,8 @@ def relower(plan: Plan, target: str = "", timing: bool = False) -> Plan:
         return session.tuned(replace(plan, machine=session.assemble(chosen), fingerprint=""))
     specialiser = Specialiser(plan, target, timing=timing)
     first, *others = (specialiser.plan(one.extents, one.max_batch or None) for one in (plan, *plan.open.others))
-    part = replace(plan.open, others=tuple(others), options=replace(plan.open.options, target=target))
+    options = replace(plan.open.options, target=target)
+    part = replace(plan.open, others=tuple(others), options=options, symbolic=b"")     # they have code, too
     return replace(first, metadata=plan.metadata, open=part)
 
 
@@ -356,6 +387,6 @@ def _outputs(source: OnnxModel, graph: Graph) -> tuple[IoTensor, ...]:
 def _open_shape(io: IoTensor, declared: tuple[Dim | None, ...] | None) -> tuple[Dim, ...]:
     if declared is None or len(declared) != len(io.shape):
         declared = (None,) * len(io.shape)
-    return tuple(extent if isinstance(extent, str) or extent == said else
-                 said if isinstance(said, str) else f"{io.name}.{axis}"
-                 for axis, (extent, said) in enumerate(zip(io.shape, declared, strict=True)))
+    return tuple(extent if isinstance(extent, str) or extent == declared_extent else
+                 declared_extent if isinstance(declared_extent, str) else f"{io.name}.{axis}"
+                 for axis, (extent, declared_extent) in enumerate(zip(io.shape, declared, strict=True)))

@@ -5,26 +5,25 @@
 """
 from __future__ import annotations
 
-import copyreg
-import io
 import logging
-import pickle
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from infer_server.engines.capacity import too_large
 from infer_server.engines.compiler.engine_cache import EngineCache
+from infer_server.engines.errors import PlanError
 from infer_server.engines.ir.symbolic import NotSymbolic, ShapeEnv
 from infer_server.engines.machine import object_cache
 from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.object_cache import ObjectCache
 from infer_server.engines.plan.arena import check_memory
-from infer_server.engines.plan.extents import Extents
+from infer_server.engines.plan.extents import CACHE_CAPACITY, Extents
 from infer_server.engines.plan.plan import Plan
-from infer_server.engines.plan.symbolic import LateMachine, SymbolicPlan
+from infer_server.engines.plan.symbolic.encoding import decode, encode
+from infer_server.engines.plan.symbolic.plans import LateMachine, SymbolicPlan
 
 MOST = 16           # maximum number of symbolic plans of a model; the last used are kept
+SMALLEST_LIMIT = 1 << 20        # bytes that the symbolic plans of a plan file may take in any case, and
+LIMIT_SHARE = 1 / 8             # share of the bytes of its constants that they may take
 CREDIT = 8          # traces before giving up: each symbolic plan that serves a second shape earns another two
 # Kinds of stored symbolic plans.
 ORDINARY, CACHING = "symbolic plans of", "symbolic plans with caches in place of"
@@ -35,38 +34,31 @@ log = logging.getLogger(__name__)
 class StoredSymbolicPlans:
     """Symbolic plans of a model in an object cache, whose entries are trusted as the machine code in it is."""
 
-    def __init__(self, cache: ObjectCache, key: str) -> None:
-        """key: of all that the symbolic plans depend on, see EngineCache.key."""
-        self._cache, self._key = cache, key
+    def __init__(self, cache: ObjectCache, key: str, plan: Plan) -> None:
+        """Take the plan of the model.
+
+        key: of all that the symbolic plans depend on, see EngineCache.key.
+        """
+        self._cache, self._key, self._plan = cache, key, plan
 
     def load(self) -> list[tuple[SymbolicPlan, bool]]:
         """Return each symbolic plan, and whether it has served only its traced shape."""
-        content = self._cache.fetch(self._key)
+        content = self._cache.fetch(self._key) or b"\0"
+        count = content[0]
         try:
-            symbolics: list[tuple[SymbolicPlan, bool]] = pickle.loads(content) if content else []
-        except Exception as error:      # of a library that has changed
-            log.warning("stored symbolic plans cannot be read and are traced again: %s: %s",
-                        type(error).__name__, error)
+            symbolics = decode(content[1 + count:], self._plan)
+            return [*zip(symbolics, map(bool, content[1:1 + count]), strict=True)]
+        except (PlanError, ValueError) as error:
+            log.warning("stored symbolic plans cannot be read and are traced again: %s", error)
             return []
-        return symbolics
 
     def save(self, symbolics: Sequence[tuple[SymbolicPlan, bool]]) -> None:
-        content = io.BytesIO()
         try:
-            _Pickler(content).dump([*symbolics])
-        except Exception as error:      # a part that pickle cannot write
-            log.info("symbolic plans are not stored: %s: %s", type(error).__name__, error)
+            content = encode([one for one, _ in symbolics], self._plan)
+        except PlanError as error:
+            log.info("symbolic plans are not stored: %s", error)
             return
-        self._cache.store(self._key, content.getvalue())
-
-
-def _proxy(mapping: Mapping[str, Any]) -> MappingProxyType[str, Any]:
-    return MappingProxyType(mapping)
-
-
-class _Pickler(pickle.Pickler):
-    """Pickler that also writes the read-only mappings of nodes."""
-    dispatch_table = {**copyreg.dispatch_table, MappingProxyType: lambda proxy: (_proxy, (dict(proxy),))}
+        self._cache.store(self._key, bytes([len(symbolics), *(is_first for _, is_first in symbolics)]) + content)
 
 
 class SymbolicPlans:
@@ -74,7 +66,7 @@ class SymbolicPlans:
 
     def __init__(self, trace: Callable[[ShapeEnv, Extents], Plan | None],
                  right: Callable[[Plan, Extents], bool] | None = lambda plan, extents: True,
-                 stored: StoredSymbolicPlans | None = None) -> None:
+                 stored: StoredSymbolicPlans | None = None, built: Sequence[SymbolicPlan] = ()) -> None:
         """Create a set of symbolic plans.
 
         Parameters
@@ -86,11 +78,19 @@ class SymbolicPlans:
             None: they serve no second shape unless they have done so in an earlier process.
         stored : StoredSymbolicPlans, optional
             Symbolic plans of earlier processes, to which new ones are added.
+        built : sequence of SymbolicPlan
+            Symbolic plans in the plan file, which the build has verified.
         """
         self._trace, self._right, self._stored, self._credit = trace, right, stored, CREDIT
         loaded = stored.load() if stored else []
-        self._known = [one for one, _ in loaded]    # the last used at the end
+        self._built, self._unchecked = tuple(built), {id(one) for one in built}     # their first plans are checked
+        self._known = [*built, *(one for one, _ in loaded)]     # the last used at the end
         self._first = {id(one) for one, is_first in loaded if is_first}     # those that served only their traced shape
+
+    @property
+    def proven(self) -> list[SymbolicPlan]:
+        """Symbolic plans that are correct for other shapes than the traced one."""
+        return [one for one in self._known if id(one) not in self._first]
 
     def plan(self, extents: Extents) -> Plan | None:
         """Return the plan for these extents; None if no symbolic plan holds for them and none can be traced."""
@@ -101,7 +101,8 @@ class SymbolicPlans:
                     return None
                 self._known.remove(symbolic)
                 self._known.append(symbolic)
-                vars(plan)["of_symbolic"] = not is_first        # nobody else has it yet
+                vars(plan)["of_symbolic"] = not (is_first or id(symbolic) in self._unchecked)   # nobody else has it yet
+                self._unchecked.discard(id(symbolic))
                 return plan
         made = self._traced(extents) if self._credit > 0 else None
         plan = _plan(made, extents) if made else None
@@ -132,7 +133,8 @@ class SymbolicPlans:
 
     def _save(self) -> None:
         if self._stored:
-            self._stored.save([(one, id(one) in self._first) for one in self._known])
+            self._stored.save([(one, id(one) in self._first) for one in self._known
+                               if not any(one is built for built in self._built)])
 
     def _traced(self, extents: Extents) -> SymbolicPlan | None:
         """Return a new symbolic plan, or None if tracing fails; errors recur when the shape's own plan is made."""
@@ -148,6 +150,44 @@ class SymbolicPlans:
             return None
 
 
+def encoded(symbolics: Sequence[SymbolicPlan], plan: Plan) -> bytes:
+    """Return symbolic plans for a plan file, without those that cannot be encoded or exceed the limits."""
+    limit, content = max(SMALLEST_LIMIT, int(len(plan.machine.constants) * LIMIT_SHARE)), b""
+    kept: list[SymbolicPlan] = []
+    for one in symbolics:
+        try:
+            more = encode([*kept, one], plan)
+        except PlanError as error:
+            log.info("%s: the symbolic plan of %s is not stored: %s", plan.name, one.of_shape, error)
+            continue
+        if len(more) <= limit:
+            kept, content = [*kept, one], more
+    return content
+
+
+def symbolic_plans_of(plan: Plan, cache: EngineCache | None, kind: str,
+                      trace: Callable[[ShapeEnv, Extents], Plan | None],
+                      right: Callable[[Plan, Extents], bool] | None) -> SymbolicPlans:
+    """Return the set of symbolic plans of a plan: those in its file, in a cache, and those that are traced.
+
+    Parameters
+    ----------
+    plan : Plan
+    cache : EngineCache, optional
+    kind : str
+        CACHING for those that append to caches in place, else ORDINARY.
+    trace, right : callable
+        See SymbolicPlans.
+    """
+    try:
+        built = decode(plan.open_part.symbolic, plan)
+    except PlanError as error:
+        log.warning("%s; they are traced again", error)
+        built = []
+    return SymbolicPlans(trace, right, stored_symbolic_plans(plan, cache, kind),
+                         [one for one in built if (CACHE_CAPACITY in one.of_shape) == (kind == CACHING)])
+
+
 def stored_symbolic_plans(plan: Plan, cache: EngineCache | None, kind: str = ORDINARY) -> StoredSymbolicPlans | None:
     """Return the symbolic plans of a plan in a cache; None without a cache, or if the plan was not read from a file.
 
@@ -158,7 +198,7 @@ def stored_symbolic_plans(plan: Plan, cache: EngineCache | None, kind: str = ORD
     with object_cache.using(cache.objects):
         objects = object_cache.current()
     key = cache.key({"plan": plan.fingerprint}, {kind: detect().model})
-    return StoredSymbolicPlans(objects, key) if objects else None
+    return StoredSymbolicPlans(objects, key, plan) if objects else None
 
 
 def _plan(symbolic: SymbolicPlan, extents: Extents) -> Plan | None:

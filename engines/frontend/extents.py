@@ -80,7 +80,7 @@ def is_decoder(types: Mapping[str, TensorType]) -> bool:
     return any(map(_is_past, types))
 
 
-def likely_extents(types: Mapping[str, TensorType], past: int = SOME) -> dict[str, int]:
+def likely_extents(types: Mapping[str, TensorType], past: int = SOME, new: int = 1) -> dict[str, int]:
     """Return a number for each open extent that suits most models.
 
     Parameters
@@ -89,6 +89,8 @@ def likely_extents(types: Mapping[str, TensorType], past: int = SOME) -> dict[st
         The types of the inputs.
     past : int
         The number of cached tokens in the inputs of a decoder.
+    new : int
+        The number of tokens behind them.
 
     Returns
     -------
@@ -96,7 +98,7 @@ def likely_extents(types: Mapping[str, TensorType], past: int = SOME) -> dict[st
         224 x 224 for pictures, 128 for sequences, 1 for items; for a decoder one token in addition to the past ones.
     """
     if is_decoder(types):
-        return _extents_of_decoder(types, past)
+        return _extents_of_decoder(types, past, new)
     numbers: dict[str, int] = {}
     for kind in types.values():
         picture = len(kind.shape) == 4 and {1, 3, 4}.intersection(kind.shape[1:])
@@ -106,10 +108,10 @@ def likely_extents(types: Mapping[str, TensorType], past: int = SOME) -> dict[st
     return numbers
 
 
-def _extents_of_decoder(types: Mapping[str, TensorType], past: int) -> dict[str, int]:
-    """Return `past` for open extents of caches, 1 for those of other inputs, and past + 1 for those of masks."""
+def _extents_of_decoder(types: Mapping[str, TensorType], past: int, new: int) -> dict[str, int]:
+    """Return `past` for open extents of caches, `new` for those of other inputs, and their sum for those of masks."""
     numbers: dict[str, int] = {}
-    for wanted, number in ((_is_past, past), (lambda name: not _is_mask(name), 1), (_is_mask, past + 1)):
+    for wanted, number in ((_is_past, past), (lambda name: not _is_mask(name), new), (_is_mask, past + new)):
         for name, kind in types.items():
             for axis, extent in enumerate(kind.shape):
                 if wanted(name) and isinstance(extent, str) and extent != BATCH:

@@ -13,11 +13,11 @@ def check_names(model: str, graph: onnx.GraphProto) -> None:
     _refuse_unreadable(model, graph)
     if not graph.output:
         raise ModelError(f"{model} has no outputs")
-    made: dict[str, str] = {}
+    producers: dict[str, str] = {}
     for name, maker in _definitions(graph):
-        if name in made:
-            raise ModelError(f"{model}: tensor '{name}' is produced twice: by {made[name]} and by {maker}")
-        made[name] = maker
+        if name in producers:
+            raise ModelError(f"{model}: tensor '{name}' is produced twice: by {producers[name]} and by {maker}")
+        producers[name] = maker
 
 
 def check_branches(model: str, graph: onnx.GraphProto) -> None:

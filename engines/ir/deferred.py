@@ -29,9 +29,6 @@ class Deferred(NDArrayOperatorsMixin, Late):
     dtype: np.dtype[Any]
     shape: tuple[Any, ...]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Deferred, (self.function, self.arguments, self.dtype, self.shape)
-
     def now(self) -> Any:
         return self._now
 
@@ -202,7 +199,7 @@ class LateBytes:
         """Return a function that joins the parts, the arrays that it needs, and the numbers of tables in order."""
         runs: list[list[Array]] = [[]]
         arrays: list[Deferred] = []
-        places: list[tuple[int, int]] = []          # (run, word) of each number
+        locations: list[tuple[int, int]] = []       # (run, word) of each number
         values: list[Any] = []
         for part in self.parts:
             if isinstance(part, Deferred) and (part.dtype != np.int64 or part.listed is None):
@@ -212,28 +209,28 @@ class LateBytes:
             if isinstance(part, Deferred):
                 assert part.listed is not None
                 first = sum(map(len, runs[-1])) // WORD
-                places += [(len(runs) - 1, first + i) for i in range(len(part.listed))]
+                locations += [(len(runs) - 1, first + i) for i in range(len(part.listed))]
                 values += part.listed
                 part = bytes(len(part.listed) * WORD)
             runs[-1].append(np.frombuffer(part + bytes(-len(part) % self.alignment), np.uint8))
         joined = tuple(np.concatenate([np.zeros(0, np.uint8), *run]) for run in runs)
-        return Joiner(joined, np.array(places, np.int64).reshape(-1, 2).T, self.alignment), arrays, values
+        return Joiner(joined, np.array(locations, np.int64).reshape(-1, 2).T, self.alignment), arrays, values
 
 
 class Joiner:
     """Concatenation of constant bytes, tables of numbers, and arrays."""
 
-    def __init__(self, runs: Sequence[Array], places: Array, alignment: int) -> None:
+    def __init__(self, runs: Sequence[Array], locations: Array, alignment: int) -> None:
         """Prepare the constant parts.
 
         Parameters
         ----------
         runs : constant bytes before, between and after the arrays.
-        places : run and word of each number.
+        locations : run and word of each number.
         alignment : alignment of the result, in bytes.
         """
         self._runs, self._alignment = runs, alignment
-        self._run_of, self._word_of = places
+        self._run_of, self._word_of = locations
 
     def __call__(self, arrays: Sequence[Array], sizes: Sequence[int], numbers: Sequence[int]) -> memoryview:
         """Return the bytes, which begin at the alignment.

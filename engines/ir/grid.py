@@ -23,6 +23,7 @@ STEPS_OFF_MIDDLE = (*STEPS, *range(129, 256))           # for uint8 minus any ze
 STEPS_OF_BLOCKS = (8, 7, *range(15, 8, -1), *range(6, 0, -1))       # for 4 bits minus a zero point
 BLOCKS = (256, 128, 64, 32, 16)
 SAMPLE = 32             # weights per channel that are tested first
+PART = 1 << 20          # weights that are tested at once
 OFF = 2.0 ** -12        # tolerance in steps, for rounding by later scaling
 
 
@@ -71,7 +72,9 @@ def block_params(rows: Array) -> Blocks | None:
     if not rows.size or not _few_levels(rows[0, :min(BLOCKS)]) or (found := _block_scales(rows)) is None:
         return None
     block, scales = found
-    whole = np.rint(_in_blocks(rows, block) / scales[:, None]).astype(np.int8)
+    by_row = scales.reshape(len(rows), -1)
+    whole = np.concatenate([np.rint(_in_blocks(rows[part], block) / by_row[part].reshape(-1, 1)).astype(np.int8)
+                            for part in _parts(rows)])
     low, high = whole.min(axis=1), whole.max(axis=1)
     zeros = np.where((low >= -8) & (high <= 7), 8, np.maximum(-low, 0)).astype(np.uint8)
     numbers = whole + zeros[:, None]
@@ -83,12 +86,14 @@ def block_params(rows: Array) -> Blocks | None:
 def _block_scales(rows: Array) -> tuple[int, Array] | None:
     """Return the size of a block and the scale of each block, or None."""
     for block in (rows.shape[1], *BLOCKS):
-        for part in (rows[:1], rows) if block <= rows.shape[1] else ():     # quick test: most fail at the first row
-            scales = _scales(_in_blocks(part, block), STEPS_OF_BLOCKS, _inside_four_bits)
-            if not scales.all():
+        found: list[Array] = []
+        for part in (slice(1), *_parts(rows)) if block <= rows.shape[1] else ():    # most fail at the first row
+            found.append(_scales(_in_blocks(rows[part], block), STEPS_OF_BLOCKS, _inside_four_bits))
+            if not found[-1].all():
                 break
-            if part is rows:
-                return block, scales
+        else:
+            if found:
+                return block, np.concatenate(found[1:])
     return None
 
 
@@ -120,15 +125,29 @@ def _scales(rows: Array, usual: Sequence[int] = STEPS, inside: Callable[[Array],
     inside : callable, optional
         Test which rows of integers can be stored; the default is int8.
     """
+    inside, parts = inside or _inside_int8, [rows[part] for part in _parts(rows)]
+    largest = np.concatenate([np.abs(part).max(axis=1) for part in parts])
+    first = int(np.argmax(largest > 0)) if largest.size else 0
+    if not _has_steps(rows[first:first + 1], largest[first:first + 1], usual, inside):      # unquantised weights
+        return np.where(largest == 0, 1, 0).astype(np.float32)
+    ends = np.cumsum([len(part) for part in parts])
+    return np.concatenate([_scales_of(part, some, usual, inside)
+                           for part, some in zip(parts, np.split(largest, ends), strict=False)])
+
+
+def _parts(rows: Array) -> list[slice]:
+    """Divide rows into parts whose temporary arrays are small."""
+    size = max(PART // max(rows.shape[1], 1), 1)
+    return [slice(begin, begin + size) for begin in range(0, max(len(rows), 1), size)]
+
+
+def _scales_of(rows: Array, largest: Array, usual: Sequence[int], inside: Callable[[Array], Array]) -> Array:
+    """Return the scale of each row of a part, given its largest magnitude; see `_scales`."""
     is_short = rows.shape[1] <= SAMPLE
     if is_short:        # many rows: column by column, as reductions over a few adjacent elements are slow
         rows = np.ascontiguousarray(rows.T).T
-    largest = np.abs(rows).max(axis=1)
     scales = np.where(largest == 0, 1, 0).astype(np.float32)        # 0 for NaN
-    sample = rows if is_short else rows[:, np.linspace(0, rows.shape[1] - 1, SAMPLE).astype(int)]
-    inside = inside or _inside_int8
-    if not _has_steps(sample, largest, usual, inside):      # the common case: unquantised weights
-        return scales
+    sample = _sample(rows)
     for steps in usual:
         open_ = np.flatnonzero(scales == 0)
         if not open_.size:
@@ -144,16 +163,23 @@ def _scales(rows: Array, usual: Sequence[int] = STEPS, inside: Callable[[Array],
     return scales
 
 
+def _sample(rows: Array) -> Array:
+    """Return the columns that are tested first."""
+    return rows if rows.shape[1] <= SAMPLE else rows[:, np.linspace(0, rows.shape[1] - 1, SAMPLE).astype(int)]
+
+
 def _taken(rows: Array, which: Array) -> Array:
     """Return rows in the same memory order."""
     return rows[which] if rows.flags.c_contiguous else np.take(rows.T, which, axis=1).T
 
 
-def _has_steps(sample: Array, largest: Array, usual: Sequence[int], inside: Callable[[Array], Array]) -> bool:
+def _has_steps(first: Array, largest: Array, usual: Sequence[int], inside: Callable[[Array], Array]) -> bool:
     """Return True if the sample of the first nonzero row consists of integers for any number of steps."""
-    first = int(np.argmax(largest > 0))
-    every = np.broadcast_to(sample[first], (len(usual), sample.shape[1]))
-    return not largest[first] or bool(_fits(every, largest[first] / np.array(usual, np.float32), inside).any())
+    if not largest.any():
+        return True
+    sample = _sample(first)
+    every = np.broadcast_to(sample[0], (len(usual), sample.shape[1]))
+    return bool(_fits(every, largest[0] / np.array(usual, np.float32), inside).any())
 
 
 def _fits(rows: Array, step: Array, inside: Callable[[Array], Array]) -> Array:

@@ -74,9 +74,21 @@ class ShapeEnv:
     _least: list[int | None] = field(default_factory=list)
     _quotients: dict[Quotient, int] = field(default_factory=dict)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Keys of checks, which may be addresses, and quotients are for tracing.
-        return {**vars(self), "checks": dict(enumerate(self.checks.values())), "_quotients": {}}
+    @property
+    def hints(self) -> Sequence[int]:
+        """Value of each atom at the shapes at hand."""
+        return self._values
+
+    @property
+    def least(self) -> Sequence[int | None]:
+        """Lower bound of each atom, or None."""
+        return self._least
+
+    def restore(self, atoms: Sequence[str | Quotient | ByteSize], guards: Mapping[Guard, bool], checks: Sequence[Late],
+                hints: Sequence[int], least: Sequence[int | None]) -> None:
+        """Fill an empty trace with the content of another one, whose numbers were made for it."""
+        self.atoms, self.guards, self.checks = [*atoms], {**guards}, dict(enumerate(checks))
+        self._values, self._least = [*hints], [*least]
 
     def extent(self, name: str, value: int) -> Any:
         """Return an open extent, at least 1, as a SymbolicInt."""
@@ -179,9 +191,6 @@ class SymbolicInt(SymInt):
 
     def __init__(self, env: ShapeEnv, hint: int, expr: Polynomial) -> None:
         self.env, self.hint, self.expr = env, hint, expr
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SymbolicInt, (self.env, self.hint, self.expr)
 
     @property                       # type: ignore[misc]
     def __class__(self) -> type:

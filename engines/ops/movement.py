@@ -118,14 +118,14 @@ def _kept(size: int, cut: slice) -> int:
     step: int = cut.step
     first, last = (0, size) if step > 0 else (size - 1, -1)
 
-    def place(given: int | None, default: int) -> int:
-        if given is None:
+    def bounded(bound: int | None, default: int) -> int:
+        if bound is None:
             return default
         low, high = (0, size) if step > 0 else (-1, size - 1)
-        inside: int = min(max(given + size if given < 0 else given, low), high)
+        inside: int = min(max(bound + size if bound < 0 else bound, low), high)
         return inside
 
-    return max(-((place(cut.start, first) - place(cut.stop, last)) // step), 0)
+    return max(-((bounded(cut.start, first) - bounded(cut.stop, last)) // step), 0)
 
 
 class Gather(Op):

@@ -60,10 +60,12 @@ class DequantizeLinear(_Linear):
     @classmethod
     def compute(cls, node: Node, x: Array, scale: Array, zero_point: Array | None = None) -> Array:
         exact = np.float32 if integer_limits(x.dtype) is None else np.int32
-        real = x.astype(exact)
+        real = x.astype(exact, order="C")       # changed in place, because weights may be large
         if zero_point is not None:
-            real = real - along_axis(node, x, zero_point).astype(exact)
-        return real.astype(scale.dtype) * along_axis(node, x, scale)
+            _apply_along_axis(np.subtract, node, real, zero_point.astype(exact))
+        real = real.astype(scale.dtype, copy=False)
+        _apply_along_axis(np.multiply, node, real, scale)
+        return real
 
 
 class FakeQuantize(Epilogue):
@@ -80,17 +82,27 @@ def check_constants(node: Node, inputs: Inputs) -> None:
     """Raise GraphError unless scale and zero point have one shape: scalar, per index, or per block of the axis."""
     x, *constants = (t.shape for t in inputs if t is not None)
     if any(math.prod(fixed(shape)) == 1 and len(shape) <= 1 for shape in constants):
-        wanted: tuple[Dim, ...] = (1,)
+        expected: tuple[Dim, ...] = (1,)
         constants = [shape or (1,) for shape in constants]
     elif len(constants[0]) == 1:
-        wanted = (x[normal_axis(node.attrs.get("axis", 1), len(x))],)
+        expected = (x[normal_axis(node.attrs.get("axis", 1), len(x))],)
     else:
         axis, block = node.attrs.get("axis", 1), node.attrs.get("block_size", 0)
         if block < 1:
             raise GraphError("block_size is missing, which scales of blocks along the axis need")
-        wanted = tuple(-(-d // block) if i == axis else d for i, d in enumerate(fixed(x)))
-    if any(tuple(shape) != wanted for shape in constants):
-        raise GraphError(f"scale and zero point have shapes {' and '.join(map(text, constants))}, not {text(wanted)}")
+        expected = tuple(-(-d // block) if i == axis else d for i, d in enumerate(fixed(x)))
+    if any(tuple(shape) != expected for shape in constants):
+        raise GraphError(f"scale and zero point have shapes {' and '.join(map(text, constants))}, not {text(expected)}")
+
+
+def _apply_along_axis(operation: np.ufunc, node: Node, x: Array, constants: Array) -> None:
+    """Compute x = operation(x, constants) in place, for a contiguous x and constants along the node's axis."""
+    block = node.attrs.get("block_size", 0)
+    if constants.ndim > 1 and x.shape[axis := node.attrs.get("axis", 1) % x.ndim] % block == 0:
+        x = x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1:])
+        operation(x, np.expand_dims(constants, axis + 1), out=x)
+    else:
+        operation(x, along_axis(node, x, constants), out=x)
 
 
 def along_axis(node: Node, x: Array, constants: Array) -> Array:

@@ -121,8 +121,8 @@ class GatherND(Op):
     def compute(cls, node: Node, data: Array, index: Array) -> Array:
         shared = node.attrs.get("batch_dims", 0)
         inner = index.ndim - 1 - shared
-        beside = [axis.reshape(*axis.shape, *(1,) * inner) for axis in np.indices(index.shape[:shared])]
-        return np.asarray(data[(*beside, *np.moveaxis(index, -1, 0))])
+        indices = [axis.reshape(*axis.shape, *(1,) * inner) for axis in np.indices(index.shape[:shared])]
+        return np.asarray(data[(*indices, *np.moveaxis(index, -1, 0))])
 
 
 def _depth(index: TensorType, rank: int) -> int:

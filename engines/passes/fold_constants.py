@@ -8,6 +8,7 @@ build. Both have a budget, because a small file may describe a hundred layers of
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from infer_server.engines.ir.graph import Array, Graph, Node
 from infer_server.engines.ir.symbolic import as_int
@@ -29,6 +30,7 @@ def fold_constants(graph: Graph) -> Graph:
     spare = {False: size // SPARE_SHARE, True: max(MOST_ELEMENTS - size, size // SPARE_SHARE)}     # key: is a weight
     kept: list[Node] = []
     weights = _weight_sources(graph)
+    readers = Counter([*graph.outputs, *(name for node in graph.nodes for name in node.inputs)])
     for node in graph.nodes:
         growth, weight = _growth(graph, node, constants), bool(weights.intersection(node.outputs))
         allowed = min(WEIGHT_ELEMENTS, spare[weight]) if weight else spare[weight]
@@ -44,6 +46,11 @@ def fold_constants(graph: Graph) -> Graph:
             values = run_node(node, given)
             constants.update({name: value.astype(graph.types[name].dtype, copy=False)
                               for name, value in zip(node.outputs, values, strict=True)})
+            del given, values
+            readers.subtract(node.inputs)
+            for name in {*node.inputs} - {""}:
+                if not readers[name]:
+                    del constants[name]
     return graph.rebuild(kept, constants=constants)
 
 

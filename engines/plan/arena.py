@@ -106,17 +106,17 @@ def _layout(sizes: Sequence[int], lives: Sequence[Life], halos: Mapping[int, Has
     blocks = _share(sizes, lives, halos) if reuse else [_Block((i,), size, 0, 0) for i, size in enumerate(sizes)]
     order = sorted(blocks, key=lambda block: (-block.bytes, block.first)) if reuse else blocks
     offsets = [0] * len(sizes)
-    placed: list[tuple[int, int, _Block]] = []
+    allocated: list[tuple[int, int, _Block]] = []
     for number, block in enumerate(order):
         large = block.bytes >= PAGE
         colour = number * 5 % COLOURS * CACHE_LINE if large else 0
         # A large block reserves space for any colour, so that a later block of this size fits into its gap.
         size = -(-(block.bytes + (COLOURS - 1) * CACHE_LINE) // PAGE) * PAGE if large else block.bytes
-        start = _place(block, size, PAGE if large else CACHE_LINE, placed)
-        insort(placed, (start, start + size, block), key=_start_and_end)
+        start = _best_fit(block, size, PAGE if large else CACHE_LINE, allocated)
+        insort(allocated, (start, start + size, block), key=_start_and_end)
         for member in block.members:
             offsets[member] = start + colour
-    return Layout(tuple(offsets), max((end for _, end, _ in placed), default=0))
+    return Layout(tuple(offsets), max((end for _, end, _ in allocated), default=0))
 
 
 def _start_and_end(one: tuple[int, int, _Block]) -> tuple[int, int]:
@@ -178,13 +178,13 @@ def halos_of(fills: Sequence[Fill]) -> dict[int, Hashable]:
     return {buffer: frozenset(group) for buffer, group in found.items()}
 
 
-def _place(block: _Block, size: int, alignment: int, placed: Sequence[tuple[int, int, _Block]]) -> int:
+def _best_fit(block: _Block, size: int, alignment: int, allocated: Sequence[tuple[int, int, _Block]]) -> int:
     """Return the start of the tightest gap between the blocks alive with this one, or the end of them all.
 
-    placed: (start, end, block), sorted.
+    allocated: (start, end, block), sorted.
     """
     best, slack, free, first, last = -1, 0, 0, block.first, block.last
-    for start, end, other in placed:
+    for start, end, other in allocated:
         if other.first > last or first > other.last:
             continue
         left = start - free - size
@@ -244,7 +244,7 @@ def on_cache_line(constants: bytes | memoryview) -> tuple[NDArray[np.uint8], int
 
 
 class _Lease:
-    """Block lent by a MemoryPool; the pool gets it back when the last view of it is freed."""
+    """Block of a MemoryPool, which returns to the pool when the last view of it is freed."""
 
     def __init__(self, memory: Memory, size: int) -> None:
         self._memory = memory

@@ -10,8 +10,8 @@ read unpacked is stored with the constants only. Code, JSON and manifest are com
 because they would hardly shrink.
 
 A plan with open extents also holds the model that specialisations are made from, as ONNX without weights ("model") and
-its weights ("weights.open"), and the specialisations made at the build, each as a plan of its own: sections without a
-number belong to the first, "constants.1" to the second.
+its weights ("weights.open"), symbolic plans ("symbolic"), and the specialisations made at the build, each as a plan of
+its own: sections without a number belong to the first, "constants.1" to the second.
 
 A plan of a program has instructions in the manifest instead of steps. It holds the weights of all segments
 ("weights.program"), and for each segment its ONNX model ("model.s2" of the third) and its plans ("constants.s2.0").
@@ -63,8 +63,8 @@ VERSION = 12
 ALIGNMENT = 64          # alignment of sections and of the arrays in the weights
 _HEADER = struct.Struct("<8sIIQQ16sQQ")      # magic, version, 0, manifest offset, size, checksum, file size, 0
 _ELSEWHERE = ("code", "constants", "graph", "weights", "model")     # fields that are sections
-_NOT_FIELDS = (*_ELSEWHERE, "open", "others", "program", "segments", "plans", "of_symbolic")    # not in the record
-_MODEL, _OPEN, _PROGRAM = "model", "open", "program"
+_NOT_FIELDS = (*_ELSEWHERE, "open", "others", "symbolic", "program", "segments", "plans", "of_symbolic")
+_MODEL, _OPEN, _SYMBOLIC, _PROGRAM = "model", "open", "symbolic", "program"
 
 
 def _json(value: Any) -> bytes:
@@ -138,6 +138,8 @@ def _open_content(plan: Plan, part: OpenPart, number: str) -> tuple[dict[str, An
     content = {"part": _fields(part), "arrays": arrays, "shared": shared, "others": [one for one, _ in others]}
     sections: dict[str, Bytes] = {_numbered(_MODEL, number): deflate(part.model, "the model"),
                                   _numbered(f"{WEIGHTS}.{_OPEN}", number): weights}
+    if part.symbolic:
+        sections[_numbered(_SYMBOLIC, number)] = part.symbolic
     return content, {**sections, **{name: data for _, part in others for name, data in part.items()}}
 
 
@@ -146,16 +148,12 @@ def _program_content(part: ProgramPart) -> tuple[dict[str, Any], dict[str, Bytes
     sections: dict[str, Bytes] = {f"{WEIGHTS}.{_PROGRAM}": weights}
     segments = []
     for number, segment in enumerate(part.segments):
-        plans = [_content(_without_weights(plan), f"s{number}.{index}") for index, plan in enumerate(segment.plans)]
+        plans = [_content(replace(plan, open=replace(plan.open, weights={})) if plan.open else plan,     # weights: once
+                          f"s{number}.{index}") for index, plan in enumerate(segment.plans)]
         segments.append({"part": _fields(segment), "plans": [document for document, _ in plans]})
         sections[f"{_MODEL}.s{number}"] = deflate(segment.model, "the model")
         sections |= {name: data for _, part in plans for name, data in part.items()}
     return {"part": _fields(part), "arrays": arrays, "segments": segments}, sections
-
-
-def _without_weights(plan: Plan) -> Plan:
-    """Return a segment's plan without the model's weights, which the program part stores."""
-    return replace(plan, open=replace(plan.open, weights={})) if plan.open else plan
 
 
 def _numbered(section: str, number: str) -> str:
@@ -332,7 +330,8 @@ def _open_part(manifest: _Open, sections: Sections, number: str) -> OpenPart:
                        _numbered("constants", number))
     prefix = f"{number}." if number else ""
     others = tuple(_plan(other, sections, f"{prefix}{index}") for index, other in enumerate(manifest.others, 1))
-    return OpenPart(**fields, model=sections.inflated(_numbered(_MODEL, number)), weights=weights, others=others)
+    return OpenPart(**fields, model=sections.inflated(_numbered(_MODEL, number)), weights=weights, others=others,
+                    symbolic=sections.get(_numbered(_SYMBOLIC, number), b""))
 
 
 def _code(sizes: Sequence[int], sections: Sections, section: str) -> tuple[bytes, ...]:

@@ -31,8 +31,7 @@ EXPANDED, SHARED, SHARED_EXPANDED = -1, -2, -3
 @dataclass(frozen=True)
 class Operand:
     """Address of a kernel's argument: `offset` bytes into a buffer or into the constants of the plan."""
-    buffer: int | None          # index in MachinePart.buffers; None: the constants; EXPANDED: the expanded constants;
-                                # SHARED, SHARED_EXPANDED: the constants of the plan that this one was loaded with
+    buffer: int | None          # index in MachinePart.buffers; None: the constants; EXPANDED, SHARED, SHARED_EXPANDED
     offset: int = 0
 
     @property
@@ -282,7 +281,8 @@ class OpenPart:
     model: bytes = b""                      # the ONNX model without its weights
     weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # the model's weights
     others: tuple[Plan, ...] = ()           # specialisations except the plan itself
-    general: tuple[DynamicKernel, ...] = ()         # kernels that plans for other numbers reuse without compiling
+    general: tuple[DynamicKernel, ...] = ()     # kernels that plans for other numbers reuse without compiling
+    symbolic: bytes | memoryview = b""      # symbolic plans, as plan/symbolic/encoding.py writes them; b"": none
 
 
 @dataclass(frozen=True)

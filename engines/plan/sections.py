@@ -124,6 +124,10 @@ class Sections:
         except KeyError:
             raise PlanCorruptError(f"{self.path}: there is no section '{name}'; {REBUILD}") from None
 
+    def get(self, name: str, default: bytes) -> Bytes:
+        """Return a section, or the default if the file has none of this name."""
+        return self[name] if name in self._records else default
+
     def inflated(self, name: str) -> bytes:
         """Return the decompressed content of a section."""
         return inflate(self[name], f"{self.path}: section '{name}'")

@@ -63,7 +63,7 @@ class CacheContext:
             raise no_caches(engine.name, "no output is an input with further tokens" if engine.plan.open else
                             "its shapes are fixed")
         if capacity < 1:
-            raise ConfigError(f"{engine.name}: a cache of capacity {capacity}; it needs room for at least 1 token")
+            raise ConfigError(f"{engine.name}: a cache of capacity {capacity}; it needs at least 1 token")
         self.capacity, self.length = capacity, 0
         self._engine = engine
         self._fed = [io for io in engine.inputs if io.name not in self._caches]
@@ -85,7 +85,7 @@ class CacheContext:
         Raises
         ------
         InputError
-            An input does not fit, or the caches have no room for the tokens.
+            An input does not fit, or the caches are full.
         """
         arrays = {name: as_in_memory(np.asarray(value)) for name, value in feeds.items()}
         self._check_dtypes(arrays)
@@ -95,8 +95,8 @@ class CacheContext:
         extents = {**self._engine.extents({**shapes, **pasts}), CACHE_CAPACITY: self.capacity}
         engine = self._engine_for({name: extent for name, extent in extents.items() if name != BATCH})
         items = extents.get(BATCH, 1)
-        with engine.lent() as context:
-            results = context.run_in_place(arrays, items, self._placed(engine, items))
+        with engine.pooled_context() as context:
+            results = context.run_in_place(arrays, items, self._cache_arrays(engine, items))
         present = {document["present"]: document["axis"] for document in self._caches.values()}
         self.length = max(io.shape_of(items)[present[io.name]] for io in engine.plan.outputs if io.name in present)
         return results
@@ -109,7 +109,7 @@ class CacheContext:
         self.length = length
 
     def _engine_for(self, extents: Extents) -> Specialisation:
-        """Return the engine for these extents. Raises InputError if the caches have no room for the tokens."""
+        """Return the engine for these extents. Raises InputError if the caches are full."""
         reason = "the next one does not fit"
         if self.length < self.capacity:
             try:
@@ -130,7 +130,7 @@ class CacheContext:
         return tuple(self.length if i == axis else extent if isinstance(extent, int) else known.get(extent, 1)
                      for i, extent in enumerate(io.shape))
 
-    def _placed(self, engine: Specialisation, items: int) -> dict[str, Array]:
+    def _cache_arrays(self, engine: Specialisation, items: int) -> dict[str, Array]:
         """Return the caches, which are made at the first run. Raises InputError for another number of items."""
         for io in engine.plan.inputs:
             if io.name not in self._caches:

@@ -13,9 +13,9 @@ from infer_server.engines.backends.device import (
     Execution,
     Show,
     ShowsOutputs,
-    TakesItems,
-    WorksInArrays,
-    WorksInPlace,
+    SupportsInPlace,
+    SupportsScatteredItems,
+    SupportsZeroCopy,
     ready,
 )
 from infer_server.engines.errors import ConfigError, InputError
@@ -26,7 +26,7 @@ from infer_server.engines.plan.plan import Plan, Step, TensorView
 from infer_server.engines.runtime.rerun import Rerun
 from infer_server.engines.runtime.results import Results
 
-LENT_BYTES = 1 << 17        # arrays of at least this size are used without a copy; smaller ones are copied sooner
+ZERO_COPY_BYTES = 1 << 17   # arrays of at least this size are used without a copy; smaller ones are copied sooner
 ITEM_BYTES = 1 << 16        # items of at least this size are read in place, each by itself
 
 
@@ -41,13 +41,13 @@ class ExecutionContext:
         self.rerun: Rerun | None = None                         # set by `expect`
         self._reruns: dict[int, Rerun | None] = {}              # by batch size
         self._repeated: set[int] = set()                        # batch sizes that have run more than once
-        lends, takes, binds = _roles(type(execution))
-        self._lender: Any = execution if lends else None
-        self._taker: Any = execution if takes else None
+        zero_copy, accepts, binds = _roles(type(execution))
+        self._zero_copy: Any = execution if zero_copy else None
+        self._scattered: Any = execution if accepts else None
         self._binder: BindsArrays | None = execution if binds else None        # type: ignore[assignment]
         self._results = Results()
-        self._large_outputs = [(name, view) for name, view in self._outputs.items() if self._lender
-                               and math.prod(view.shape) * memory_dtype(view.dtype).itemsize >= LENT_BYTES]
+        self._large_outputs = [(name, view) for name, view in self._outputs.items() if self._zero_copy
+                               and math.prod(view.shape) * memory_dtype(view.dtype).itemsize >= ZERO_COPY_BYTES]
 
     def at(self, shapes: Mapping[str, Sequence[int]]) -> ExecutionContext:
         """Return the context for these shapes: this one, for a plan without open extents. See OpenContext."""
@@ -77,40 +77,40 @@ class ExecutionContext:
 
     def run(self, arrays: Mapping[str, Array], batch: int) -> dict[str, Array]:
         """Run on checked inputs and return the outputs; large arrays are used in place if the execution can."""
-        lent, is_ours = dict[str, Array](), True
+        zero_copy, released = dict[str, Array](), True
         try:
             for name, array in arrays.items():
                 # A plan supports one of the two: if items are read in place, outputs are not written in place.
-                if array.nbytes < LENT_BYTES or isinstance(array, ChangingArray) or not (
-                        self._lends(self._inputs[name], array) or self._lends_items(name, 0, array)):
+                if array.nbytes < ZERO_COPY_BYTES or isinstance(array, ChangingArray) or not (
+                        self._set_buffer(self._inputs[name], array) or self._set_item_buffer(name, 0, array)):
                     np.copyto(self.input(name, batch), array)
             for name, view in self._large_outputs:
                 array = self._results.array((batch, *view.shape) if view.batched else view.shape,
                                             memory_dtype(view.dtype))
-                if self._lends(view, array):
-                    lent[name] = array
+                if self._set_buffer(view, array):
+                    zero_copy[name] = array
             self.execute(batch)
         finally:
-            if self._lender:
-                is_ours = self._lender.take_back()
-        made = {name: lent[name] if name in lent else self.output(name, batch) for name in self._outputs}
-        return {name: array if name in lent and is_ours else array.copy() for name, array in made.items()}
+            if self._zero_copy:
+                released = self._zero_copy.release_buffers()
+        results = {name: zero_copy[name] if name in zero_copy else self.output(name, batch) for name in self._outputs}
+        return {name: array if name in zero_copy and released else array.copy() for name, array in results.items()}
 
     def run_in_place(self, arrays: Mapping[str, Array], batch: int, caches: Mapping[str, Array]) -> dict[str, Array]:
         """Run on checked inputs, some of which are caches that outputs overwrite, and return the other outputs."""
         copied = dict[str, Array]()
         try:
             for name, array in caches.items():
-                if not (isinstance(self.execution, WorksInPlace) and
-                        self.execution.lend_in_place(self._inputs[name], array)):
+                if not (isinstance(self.execution, SupportsInPlace) and
+                        self.execution.set_in_place_buffer(self._inputs[name], array)):
                     copied[name] = array
                     np.copyto(self.input(name, batch), array)
             for name, array in arrays.items():
                 np.copyto(self.input(name, batch), array)
             self.execute(batch)
         finally:
-            if self._lender:
-                self._lender.take_back()
+            if self._zero_copy:
+                self._zero_copy.release_buffers()
         for name, array in copied.items():
             np.copyto(array, self.input(name, batch))
         buffers = {self._inputs[name].buffer for name in caches}
@@ -132,33 +132,33 @@ class ExecutionContext:
         self.rerun = self._reruns[batch]
 
     def _rerun(self, batch: int, unread: Collection[str]) -> Rerun | None:
-        places = {io.name: self.input(io.name, batch) for io in self.plan.inputs}
+        buffers = {io.name: self.input(io.name, batch) for io in self.plan.inputs}
         outputs = [(io.name, self.output(io.name, batch)) for io in self.plan.outputs]
-        copied = [place for name, place in places.items() if name not in unread] + [place for _, place in outputs]
-        if any(place.nbytes >= LENT_BYTES for place in copied):
+        copied = [buffer for name, buffer in buffers.items() if name not in unread] + [buffer for _, buffer in outputs]
+        if any(buffer.nbytes >= ZERO_COPY_BYTES for buffer in copied):
             return None
-        inputs = [(io.name, places[io.name].shape, memory_dtype(io.dtype),
-                   None if io.name in unread else places[io.name]) for io in self.plan.inputs]
+        inputs = [(io.name, buffers[io.name].shape, memory_dtype(io.dtype),
+                   None if io.name in unread else buffers[io.name]) for io in self.plan.inputs]
         return Rerun(inputs, outputs, ready(self.execution, batch))
 
-    def _lends(self, view: TensorView, array: Array) -> bool:
-        return self._lender is not None and self._lender.lend(view, array)
+    def _set_buffer(self, view: TensorView, array: Array) -> bool:
+        return self._zero_copy is not None and self._zero_copy.set_buffer(view, array)
 
     @cached_property
-    def in_place(self) -> frozenset[str]:
+    def zero_copy_inputs(self) -> frozenset[str]:
         """Inputs whose items are large, so that `execute_with` reads them in place; none on a GPU."""
-        taker = self._taker
+        scattered = self._scattered
         return frozenset(name for name, view in self._inputs.items()
-                         if taker and view.item_stride >= ITEM_BYTES and taker.takes(view))
+                         if scattered and view.item_stride >= ITEM_BYTES and scattered.accepts(view))
 
-    def takes(self, name: str, array: Array) -> bool:
-        """Return True if `execute_with` reads an array of items of an input in `in_place` without a copy."""
+    def accepts(self, name: str, array: Array) -> bool:
+        """Return True if `execute_with` reads an array of items of one of `zero_copy_inputs` without a copy."""
         view = self._inputs[name]
-        return (self._taker is not None and array.dtype == memory_dtype(view.dtype)
-                and array.nbytes % view.item_stride == 0 and self._taker.takes(view, array))
+        return (self._scattered is not None and array.dtype == memory_dtype(view.dtype)
+                and array.nbytes % view.item_stride == 0 and self._scattered.accepts(view, array))
 
-    def _lends_items(self, name: str, first: int, array: Array) -> bool:
-        return self._taker is not None and name in self.in_place and self._taker.lend_items(
+    def _set_item_buffer(self, name: str, first: int, array: Array) -> bool:
+        return self._scattered is not None and name in self.zero_copy_inputs and self._scattered.set_item_buffer(
             self._inputs[name], first, array)
 
     def bind(self, name: str, array: Any) -> None:
@@ -187,32 +187,32 @@ class ExecutionContext:
         """True if inputs and outputs may be arrays on a GPU."""
         return self._binder is not None
 
-    def execute_with(self, batch: int, placed: Mapping[str, Sequence[Any]]) -> None:
+    def execute_with(self, batch: int, arrays: Mapping[str, Sequence[Any]]) -> None:
         """Execute a batch whose items lie in several arrays.
 
         Parameters
         ----------
         batch
             Items of the batch.
-        placed
+        arrays
             {input name: arrays of whole items, in order}. A number in place of an array means so many items of `input`,
             as are all behind the last array. On a GPU they are arrays there, of inputs and of outputs, and errors are
-            those of `bind`. On a CPU they have the dtype of `input`; what cannot be read in place (see `takes`) is
-            copied. They must not change until the call returns.
+            those of `bind`. On a CPU they have the dtype of `input`; what cannot be read in place (see `accepts`)
+            is copied. They must not change until the call returns.
         """
         self._check(batch)
         if self._binder:
-            self._binder.run_with(batch, {self._view(name): pieces for name, pieces in placed.items()})
+            self._binder.run_with(batch, {self._view(name): pieces for name, pieces in arrays.items()})
             return
         try:
-            for name, pieces in placed.items():
-                self._place(name, pieces, batch)
+            for name, pieces in arrays.items():
+                self._copy_or_set(name, pieces, batch)
             self.execution.run(batch)
         finally:
-            if self._lender:
-                self._lender.take_back()
+            if self._zero_copy:
+                self._zero_copy.release_buffers()
 
-    def _place(self, name: str, pieces: Sequence[Any], batch: int) -> None:
+    def _copy_or_set(self, name: str, pieces: Sequence[Any], batch: int) -> None:
         first, slots, axis = 0, self.input(name, batch), self._inputs[name].batch_axis
         before, behind = slots.shape[:axis], slots.shape[axis + 1:]
         for piece in pieces:
@@ -223,7 +223,7 @@ class ExecutionContext:
             if piece.dtype != slots.dtype or end > batch or piece.shape != (*before, end - first, *behind):
                 raise InputError(f"{self.plan.name}: {piece.dtype}{list(piece.shape)} is given for input '{name}' from "
                                  f"item {first} on, in a batch of {slots.dtype}{list(slots.shape)}")
-            if not self._lends_items(name, first, piece):
+            if not self._set_item_buffer(name, first, piece):
                 np.copyto(slots[(*(slice(None),) * axis, slice(first, end))], piece)
             first = end
 
@@ -269,8 +269,8 @@ class ExecutionContext:
 
 @cache
 def _roles(kind: type) -> tuple[bool, bool, bool]:
-    """Return whether executions of a class are WorksInArrays, TakesItems and BindsArrays."""
-    return issubclass(kind, WorksInArrays), issubclass(kind, TakesItems), issubclass(kind, BindsArrays)
+    """Return whether executions of a class are SupportsZeroCopy, SupportsScatteredItems and BindsArrays."""
+    return issubclass(kind, SupportsZeroCopy), issubclass(kind, SupportsScatteredItems), issubclass(kind, BindsArrays)
 
 
 def names_of(names: Mapping[str, object]) -> str:

@@ -219,8 +219,8 @@ class Engine(Summarised):
         """
         if type(feeds) is not dict:
             feeds = self.feeds_of(feeds)
-        made = self.executor.rerun(feeds)
-        return self.executor.run(self.defaults.complete(feeds)) if made is None else made
+        results = self.executor.rerun(feeds)
+        return self.executor.run(self.defaults.complete(feeds)) if results is None else results
 
     def feeds_of(self, value: Any) -> Mapping[str, Any]:
         """Return {input name: array}: the value if it is a mapping, else the value as the only required input.

@@ -1,6 +1,6 @@
 """Execution of the bodies of Loop and Scan, with loop-carried values, scan inputs and stacked scan outputs.
 
-Most bodies consist of Gathers of rows of outer tensors and one segment. Such a body runs in place: the segment is bound
+Most bodies consist of Gathers of rows of outer tensors and one segment. Such a segment is bound
 to a context, and the copies between its arrays are determined once for that context; a step copies a few rows to the
 context's inputs and runs it. Any other body is interpreted as a region, with new values at each step.
 """
@@ -24,7 +24,7 @@ from infer_server.engines.plan.program import Instruction, Region
 MOST_STEPS = 1 << 24        # maximum steps of one Loop, so that an endless one does not block a thread forever
 MEMORY_SHARE = 0.25         # share of this machine's memory that stacked outputs and sequences may take
 CHECKED = 256               # steps between checks of these limits
-ROOM = 16                   # initial capacity of stacks in steps, if that of all steps exceeds FEW_BYTES or is unknown
+INITIAL_CAPACITY = 16       # steps that stacks have space for at first, if all steps exceed FEW_BYTES or are unknown
 FEW_BYTES = 1 << 20
 Value = Any                                     # an array, a list of them (a sequence), or None (an empty optional)
 
@@ -47,17 +47,17 @@ class Bound(Protocol):
 class Segment(Protocol):
     """Interface of infer_server.engines.runtime.program.Dispatcher."""
 
-    def __call__(self, given: Sequence[Array]) -> Sequence[Array]: ...
+    def __call__(self, inputs: Sequence[Array]) -> Sequence[Array]: ...
 
-    def bound(self, given: Sequence[Array]) -> AbstractContextManager[Bound]:
-        """Lend the segment bound to arrays, of which the inputs hold these values."""
+    def bound(self, inputs: Sequence[Array]) -> AbstractContextManager[Bound]:
+        """Yield the segment bound to arrays, of which the inputs hold these values."""
 
 
 class Body(Protocol):
     @property
     def region(self) -> Region: ...
     @property
-    def in_place(self) -> InPlace | None: ...
+    def bound_body(self) -> BoundBody | None: ...
     def run(self, inputs: Sequence[Value], around: Mapping[str, Value]) -> list[Value]: ...
 
 
@@ -81,7 +81,7 @@ class Iteration:
     def run(self, body: Body, around: Mapping[str, Value]) -> None:
         self.stacks = [[] for _ in body.region.outputs[self.counted + len(self.carried):]]
         try:
-            if body.in_place is None or self.limit == 0 or not body.in_place.run(self, around):
+            if body.bound_body is None or self.limit == 0 or not body.bound_body.run(self, around):
                 self._run_anew(body, around)
         except IndexError as error:
             raise PlanError(f"{self.node.op} '{self.node.name}': a step gathers a row that is not there ({error})"
@@ -106,10 +106,10 @@ class Iteration:
                 self.check(index)
             head = (np.array(index, np.int64), np.array(True)) if self.counted else ()
             rows = (np.require(row[index], None, "C") for row in self.rows)
-            made = body.run((*head, *self.carried, *rows), around)
-            going = truth(made.pop(0), self.node) if self.counted else True
-            self.carried = made[:kept]
-            for stack, value in zip(self.stacks, made[kept:], strict=True):
+            results = body.run((*head, *self.carried, *rows), around)
+            going = truth(results.pop(0), self.node) if self.counted else True
+            self.carried = results[:kept]
+            for stack, value in zip(self.stacks, results[kept:], strict=True):
                 stack.append(value)
             if not going:
                 break
@@ -135,7 +135,7 @@ class _Gather:
     row: str
 
 
-class InPlace:
+class BoundBody:
     """Body that consists of Gathers of rows and one segment."""
 
     def __init__(self, region: Region, gathers: Sequence[_Gather], last: Instruction, segment: Segment,
@@ -144,7 +144,7 @@ class InPlace:
         self._constants = constants
 
     @staticmethod
-    def of(region: Region, segments: Sequence[Segment], constants: Mapping[str, Array]) -> InPlace | None:
+    def of(region: Region, segments: Sequence[Segment], constants: Mapping[str, Array]) -> BoundBody | None:
         """Return the region as such a body; None if it has another form."""
         if not region.instructions:
             return None
@@ -156,10 +156,10 @@ class InPlace:
             return None
         if not {*last.outputs, *region.inputs, *(gather.row for gather in gathers)}.issuperset(region.outputs):
             return None
-        return InPlace(region, gathers, last, segments[last.segment], constants)
+        return BoundBody(region, gathers, last, segments[last.segment], constants)
 
     def run(self, steps: Iteration, around: Mapping[str, Value]) -> bool:
-        """Run all steps in place; return False without any effect if that is not possible."""
+        """Run all steps on the bound arrays; return False without any effect if that is not possible."""
         if not all(isinstance(value, np.ndarray) for value in steps.carried) or not all(map(len, steps.rows)):
             return False
         values = dict(zip(self._region.inputs, (*(_FIRST if steps.counted else ()), *steps.carried,
@@ -169,8 +169,8 @@ class InPlace:
             if values[gather.index].ndim:
                 return False
             values[gather.row] = source[values[gather.index].item(), ...]
-        given = [values[name] if name in values else self._outer(name, around) for name in self._last.inputs]
-        with self._segment.bound(given) as bound:
+        inputs = [values[name] if name in values else self._outer(name, around) for name in self._last.inputs]
+        with self._segment.bound(inputs) as bound:
             if bound.kept is None or not bound.kept.begin(values):
                 if any(name in values and name not in bound.inputs for name in self._last.inputs):
                     return False            # specialised for a value that changes
@@ -184,22 +184,22 @@ class InPlace:
     def _repetition(self, steps: Iteration, values: Mapping[str, Array], bound: Bound) -> _Repetition | None:
         """Return the copies between steps for a bound segment; None if carried values change their shape or dtype."""
         own = {name: np.array(as_in_memory(value)) for name, value in values.items() if name not in bound.inputs}
-        places = {name: own[name] if name in own else bound.inputs[name] for name in values}
-        made = {name: place.view(values[name].dtype) for name, place in places.items()} | dict(bound.outputs)
+        arrays = {name: own[name] if name in own else bound.inputs[name] for name in values}
+        tensors = {name: array.view(values[name].dtype) for name, array in arrays.items()} | dict(bound.outputs)
         formals, results = self._region.inputs[2 * steps.counted:], self._region.outputs[steps.counted:]
         kept = len(steps.carried)
-        carries = [(places[name], as_in_memory(made[result]))
+        carries = [(arrays[name], as_in_memory(tensors[result]))
                    for name, result in zip(formals, results[:kept], strict=False)]
-        going = made[self._region.outputs[0]] if steps.counted else None
+        going = tensors[self._region.outputs[0]] if steps.counted else None
         if going is not None and going.size != 1 or any(
-                place.shape != source.shape or place.dtype != source.dtype for place, source in carries):
+                array.shape != source.shape or array.dtype != source.dtype for array, source in carries):
             return None
         number = self._region.inputs[0] if steps.counted else ""
-        rows = [(places[gather.row], None if gather.index == number else places[gather.index])
+        rows = [(arrays[gather.row], None if gather.index == number else arrays[gather.index])
                 for gather in self._gathers]
-        rows += [(places[name], None) for name in formals[kept:]]
-        return _Repetition(own, carries, going, places[number] if number in {*bound.inputs, *results} else None, rows,
-                           [made[name] for name in results[kept:]])
+        rows += [(arrays[name], None) for name in formals[kept:]]
+        return _Repetition(own, carries, going, arrays[number] if number in {*bound.inputs, *results} else None, rows,
+                           [tensors[name] for name in results[kept:]])
 
 
 _FIRST = (np.array(0, np.int64), np.array(True))        # a Loop's first step and condition
@@ -226,49 +226,49 @@ class _Repetition:
     @cached_property
     def apart(self) -> bool:
         """True if inputs and outputs of carried values do not overlap, so that they can be copied one by one."""
-        return not any(np.may_share_memory(place, source) for place, _ in self.carries for _, source in self.carries)
+        return not any(np.may_share_memory(array, source) for array, _ in self.carries for _, source in self.carries)
 
     def begin(self, values: Mapping[str, Array]) -> bool:
         """Copy initial values to `own`; return False if a shape or dtype differs."""
-        for name, place in self.own.items():
+        for name, array in self.own.items():
             value = as_in_memory(values[name])
-            if value.shape != place.shape or value.dtype != place.dtype:
+            if value.shape != array.shape or value.dtype != array.dtype:
                 return False
-            place[...] = value
+            array[...] = value
         return True
 
     def run(self, steps: Iteration, compute: Callable[[], None], sources: Sequence[Array]) -> bool:
         """Run all steps. compute: runs the bound segment. sources: tensors of the rows."""
         apart, going, number, carries, limit = self.apart, self.going, self.number, self.carries, steps.limit
-        rows = [(place, as_in_memory(source), index)
-                for (place, index), source in zip(self.rows, sources, strict=True)]
-        room = self._room(limit)
-        stacks = [(np.empty((room, *value.shape), value.dtype), value) for value in self.stacked]
+        rows = [(array, as_in_memory(source), index)
+                for (array, index), source in zip(self.rows, sources, strict=True)]
+        capacity = self._initial_capacity(limit)
+        stacks = [(np.empty((capacity, *value.shape), value.dtype), value) for value in self.stacked]
         for index in count(1):
             compute()
             for stack, value in stacks:
                 stack[index - 1] = value
             ends = index == limit or going is not None and not going.item()     # read before the copies overwrite it
-            for place, source in carries if apart else [(place, source.copy()) for place, source in carries]:
-                place[...] = source
+            for array, source in carries if apart else [(array, source.copy()) for array, source in carries]:
+                array[...] = source
             if ends:
                 break
             if index % CHECKED == 0:
                 steps.stacks = [stack[:index] for stack, _ in stacks]
                 steps.check(index)
-            if index == room:
+            if index == capacity:
                 stacks = [(np.concatenate((stack, np.empty_like(stack))), value) for stack, value in stacks]
-                room *= 2
+                capacity *= 2
             if number is not None:
                 number[...] = index
-            for place, source, chosen in rows:
-                place[...] = source[index if chosen is None else chosen.item()]
-        steps.stacks = [stack if index == room else stack[:index].copy() for stack, _ in stacks]
-        steps.carried = [place.copy().view(value.dtype)
-                         for (place, _), value in zip(carries, steps.carried, strict=True)]
+            for array, source, chosen in rows:
+                array[...] = source[index if chosen is None else chosen.item()]
+        steps.stacks = [stack if index == capacity else stack[:index].copy() for stack, _ in stacks]
+        steps.carried = [array.copy().view(value.dtype)
+                         for (array, _), value in zip(carries, steps.carried, strict=True)]
         return True
 
-    def _room(self, limit: int | None) -> int:
+    def _initial_capacity(self, limit: int | None) -> int:
         """Return the initial capacity of stacks in steps."""
         most = FEW_BYTES // max(sum(value.nbytes for value in self.stacked), 1)
-        return limit if limit is not None and limit <= most else ROOM
+        return limit if limit is not None and limit <= most else INITIAL_CAPACITY

@@ -24,7 +24,7 @@ from infer_server.engines.plan.plan import IoTensor, Plan, SegmentPart, Step
 from infer_server.engines.runtime.caches import CacheContext, no_caches
 from infer_server.engines.runtime.context import ExecutionContext
 from infer_server.engines.runtime.contexts import StagedContext
-from infer_server.engines.runtime.host.categories import words_for
+from infer_server.engines.runtime.host.categories import strings_for
 from infer_server.engines.runtime.interpreter import Runner
 from infer_server.engines.runtime.segment import Segment
 from infer_server.engines.runtime.specialisation import Specialisation
@@ -70,13 +70,13 @@ class _Fitting:
         """Return the region's inputs if the feeds match the cached kinds, else None."""
         if self.kinds is None or len(feeds) != len(self.kinds):
             return None
-        given: list[Array] = []
+        inputs: list[Array] = []
         for name, shape, dtype in self.kinds:
             array = feeds.get(name)
             if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
                 return None
-            given.append(array)
-        return given
+            inputs.append(array)
+        return inputs
 
 
 class Dispatcher:
@@ -103,62 +103,62 @@ class Dispatcher:
         # The segment that ran last, on any thread, and whether some outputs are bits of a dtype that NumPy lacks.
         self._last: tuple[Segment | None, bool] = None, False
         self._met: _Met | None = None                   # the specialisation bound last, on any thread
-        self._given: dict[Signature, Plan] = {}
+        self._initial: dict[Signature, Plan] = {}           # plans as loaded, without later specialisations
         self._bounds: WeakKeyDictionary[ExecutionContext, _Bound] = WeakKeyDictionary()
         for plan in part.plans:
             self._add(signature_of_plan(plan), plan)
 
     def _add(self, signature: Signature, plan: Plan) -> None:
-        self._given[signature] = plan
+        self._initial[signature] = plan
         self._segments[signature] = self._load(plan)
 
-    def __call__(self, given: Sequence[Array]) -> list[Array]:
-        feed = dict(zip(self.part.inputs, given, strict=True))
+    def __call__(self, inputs: Sequence[Array]) -> list[Array]:
+        feed = dict(zip(self.part.inputs, inputs, strict=True))
         if self._watch:
             self._watch(self.part, feed)
         segment, has_bits = self._last
-        made = segment.rerun(feed) if segment else None
-        if segment is None or made is None:
+        results = segment.rerun(feed) if segment else None
+        if segment is None or results is None:
             segment = self._segment_for(feed)
-            made = segment.run(feed)
+            results = segment.run(feed)
             has_bits = any(io.dtype in BITS for io in segment.outputs)       # else later operators would see integers
             self._last = segment, has_bits
         if has_bits:
-            return [as_named(made[io.name], io.dtype) for io in segment.outputs]
-        return [made[io.name] for io in segment.outputs]
+            return [as_named(results[io.name], io.dtype) for io in segment.outputs]
+        return [results[io.name] for io in segment.outputs]
 
     @contextmanager
-    def bound(self, given: Sequence[Array]) -> Iterator[_Bound]:
-        """Lend the segment bound to a context whose inputs hold these values."""
-        feed = {name: as_in_memory(array) for name, array in zip(self.part.inputs, given, strict=True)}
-        engine = self._engine_at(given, feed)
-        with engine.lent() as context:
+    def bound(self, inputs: Sequence[Array]) -> Iterator[_Bound]:
+        """Yield the segment bound to a context whose inputs hold these values."""
+        feed = {name: as_in_memory(array) for name, array in zip(self.part.inputs, inputs, strict=True)}
+        engine = self._engine_at(inputs, feed)
+        with engine.pooled_context() as context:
             bound = self._bounds.get(context)
             if bound is None:
                 bound = self._bounds[context] = _Bound(
                     ready(context.execution, 1), {io.name: context.input(io.name) for io in engine.inputs},
                     {io.name: as_named(context.output(io.name), io.dtype) for io in engine.outputs})
-            for name, place in bound.inputs.items():
-                place[...] = feed[name]
+            for name, array in bound.inputs.items():
+                array[...] = feed[name]
             if self._watch:
-                named = dict(zip(self.part.inputs, given, strict=True))
+                named = dict(zip(self.part.inputs, inputs, strict=True))
                 bound = _Bound(partial(self._run_watched, self._watch, bound, named), bound.inputs, bound.outputs)
             yield bound
 
-    def _run_watched(self, watch: Watch, bound: _Bound, given: Mapping[str, Array]) -> None:
+    def _run_watched(self, watch: Watch, bound: _Bound, inputs: Mapping[str, Array]) -> None:
         watch(self.part, {name: as_named(bound.inputs.get(name, array), array.dtype.name)
-                          for name, array in given.items()})
+                          for name, array in inputs.items()})
         bound.run()
 
-    def _engine_at(self, given: Sequence[Array], feed: Mapping[str, Array]) -> Specialisation:
+    def _engine_at(self, inputs: Sequence[Array], feed: Mapping[str, Array]) -> Specialisation:
         """Return the specialisation for the dtypes, shapes and deciding values of the inputs.
 
         feed: the inputs by name, in the dtypes of memory.
         """
-        kinds, met = [(array.dtype, array.shape) for array in given], self._met
+        kinds, met = [(array.dtype, array.shape) for array in inputs], self._met
         if met and met.kinds == kinds:
             return met.engine
-        segment = self._segment_for(dict(zip(self.part.inputs, given, strict=True)))
+        segment = self._segment_for(dict(zip(self.part.inputs, inputs, strict=True)))
         engine = segment.for_feed(feed)
         self._met = _Met(engine, kinds) if not segment.deciding and segment.keeps(engine) else None
         return engine
@@ -177,8 +177,8 @@ class Dispatcher:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """Plans with their current specialisations; unchanged if they are for another machine."""
-        return tuple(given if segment.plan.machine.target != given.machine.target else segment.whole_plan()
-                     for given, segment in zip(self._given.values(), self._segments.values(), strict=True))
+        return tuple(initial if segment.plan.machine.target != initial.machine.target else segment.whole_plan()
+                     for initial, segment in zip(self._initial.values(), self._segments.values(), strict=True))
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -248,7 +248,7 @@ class Program:
 
     def items(self, arrays: Mapping[str, Array]) -> int:
         """Check a feed. Raises InputError."""
-        self._given(arrays)
+        self._checked_inputs(arrays)
         return 1
 
     def at(self, shapes: Shapes, values: Mapping[str, Array] = {}) -> Specialisation:       # noqa: B006
@@ -257,19 +257,19 @@ class Program:
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Run on all inputs, of any shapes that the model accepts."""
-        return self._run(self._given(feeds))
+        return self._run(self._checked_inputs(feeds))
 
     def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Any] | None:
         """Run without checks if names, shapes and dtypes are those of the last run; otherwise run nothing."""
-        given = self._fitting.taken(feeds)
-        return None if given is None else self._run(given)
+        inputs = self._fitting.taken(feeds)
+        return None if inputs is None else self._run(inputs)
 
-    def _run(self, given: Sequence[Any]) -> dict[str, Any]:
-        values = self._main.run(given, {})
-        return {io.name: value if isinstance(value, list) or value is None else _given_out(np.asarray(value))
+    def _run(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        values = self._main.run(inputs, {})
+        return {io.name: value if isinstance(value, list) or value is None else _as_output(np.asarray(value))
                 for io, value in zip(self.plan.outputs, values, strict=True)}
 
-    def _given(self, feeds: Mapping[str, Any]) -> list[Any]:
+    def _checked_inputs(self, feeds: Mapping[str, Any]) -> list[Any]:
         """Return the values of the main region's inputs. Raises InputError."""
         named = {io.name: self._checked(io, feeds) for io in self.plan.inputs}
         shapes = {name: value.shape for name, value in named.items() if isinstance(value, np.ndarray)}
@@ -280,13 +280,13 @@ class Program:
         self._fitting = _Fitting(shapes, self._kinds(named))
         return [named[name] for name in self.part.main.inputs]
 
-    def _kinds(self, given: Mapping[str, Any]) -> Sequence[FeedKind] | None:
+    def _kinds(self, fed: Mapping[str, Any]) -> Sequence[FeedKind] | None:
         """Return name, shape and dtype of the main region's inputs; None if some are not plain numeric arrays."""
-        if given.keys() != set(self.part.main.inputs) or not all(
-                isinstance(given[io.name], np.ndarray) and given[io.name].dtype.kind in "biuf" and io.dtype not in BITS
+        if fed.keys() != set(self.part.main.inputs) or not all(
+                isinstance(fed[io.name], np.ndarray) and fed[io.name].dtype.kind in "biuf" and io.dtype not in BITS
                 for io in self.plan.inputs):
             return None
-        return [(name, given[name].shape, given[name].dtype) for name in self.part.main.inputs]
+        return [(name, fed[name].shape, fed[name].dtype) for name in self.part.main.inputs]
 
     def _checked(self, io: IoTensor, feeds: Mapping[str, Any]) -> Any:
         if io.name not in feeds:
@@ -318,15 +318,15 @@ class Program:
         """Return valid values of an input: ones, or strings that the program's encoders know."""
         if io.dtype != "object":
             return np.ones(shape, memory_dtype(io.dtype))
-        words = self._words[io.name]
-        return np.resize(words[:1] if words.ndim and words.shape[1:] == tuple(shape)[1:] else words, shape)
+        strings = self._usual_strings[io.name]
+        return np.resize(strings[:1] if strings.ndim and strings.shape[1:] == tuple(shape)[1:] else strings, shape)
 
     @cached_property
-    def _words(self) -> Mapping[str, Array]:
+    def _usual_strings(self) -> Mapping[str, Array]:
         """Valid strings for each string input, in its usual shape."""
         shapes = {name: [max(extent, 1) for extent in shape] for name, shape in self.usual_shapes().items()
                   if any(io.name == name and io.dtype == "object" for io in self.inputs)}
-        return words_for(self.part.main, self._constants, shapes)
+        return strings_for(self.part.main, self._constants, shapes)
 
     def plan_of(self, feeds: Mapping[str, Array]) -> Plan:
         return self.plan
@@ -363,6 +363,6 @@ def _decoded(value: Any) -> Any:
         return value
 
 
-def _given_out(array: Array) -> Array:
+def _as_output(array: Array) -> Array:
     """Return an output in the dtypes of memory, strings as an array of objects."""
     return array.astype(object) if array.dtype.kind in "US" else as_in_memory(array)

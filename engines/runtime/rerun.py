@@ -12,7 +12,7 @@ import numpy as np
 
 from infer_server.engines.ir.graph import Array
 
-Place = tuple[str, tuple[int, ...], np.dtype[Any], Array | None]
+InputBuffer = tuple[str, tuple[int, ...], np.dtype[Any], Array | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Rerun:
     outputs     name and array of each output
     execute     runs the network
     """
-    inputs: Sequence[Place]
+    inputs: Sequence[InputBuffer]
     outputs: Sequence[tuple[str, Array]]
     execute: Callable[[], None]
 
@@ -31,20 +31,21 @@ class Rerun:
         """Run on the feeds and return the outputs; None, without a run, if the feeds differ in kind."""
         if len(feeds) != len(self.inputs):
             return None
-        for name, shape, dtype, place in self.inputs:
+        for name, shape, dtype, buffer in self.inputs:
             array = feeds.get(name)
             if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
                 return None
-            if place is not None:
-                place[...] = array
+            if buffer is not None:
+                buffer[...] = array
         self.execute()
-        return {name: place.copy() for name, place in self.outputs}
+        return {name: buffer.copy() for name, buffer in self.outputs}
 
 
 class Reruns(Protocol):
     """Interface of infer_server.engines.runtime.specialisation.Specialisation."""
 
-    def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None: ...
+    @property
+    def rerun(self) -> Callable[[Mapping[str, Any]], dict[str, Array] | None]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,22 +41,22 @@ class Results:
     """Pool of the result arrays of one context; callers get views."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[tuple[int, ...], np.dtype[Any]], list[Array]] = {}
+        self._arrays: dict[tuple[tuple[int, ...], np.dtype[Any]], list[Array]] = {}
         self._bytes = 0
         self._unread = _Unread()
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an uninitialised array."""
-        made = self._made.get((shape, dtype), ())
-        if (found := self._unread.among(made)) is None:
+        arrays = self._arrays.get((shape, dtype), ())
+        if (found := self._unread.among(arrays)) is None:
             found = np.empty(shape, dtype)
-            if len(made) < KEPT and found.nbytes <= LARGEST:
+            if len(arrays) < KEPT and found.nbytes <= LARGEST:
                 self._keep(found)
         return found.view()
 
     def _keep(self, array: Array) -> None:
         if self._bytes + array.nbytes > MOST_BYTES:     # too many shapes: start over
-            self._made.clear()
+            self._arrays.clear()
             self._bytes = 0
-        self._made.setdefault((array.shape, array.dtype), []).append(array)
+        self._arrays.setdefault((array.shape, array.dtype), []).append(array)
         self._bytes += array.nbytes

@@ -114,14 +114,14 @@ class Segment:
         engine, fed = self.for_feed(arrays), self._undecided(arrays)
         if engine.plan.dependence and self._specialiser_of and (items := engine.items(fed)) > engine.plan.batch_slots:
             return self._for_items(engine, items).run_arrays(fed)
-        made = engine.run_arrays(fed)
+        results = engine.run_arrays(fed)
         if not self._names:
-            return made
+            return results
         last = LastRun(engine, [(name, array.dtype, array.shape, array.tobytes())
                                 for name, array in arrays.items() if name in self.deciding])
         with self._lock:
             self.rerun = last.run if engine is next(reversed(self._ready.values())) else no_rerun
-        return made
+        return results
 
     def items(self, arrays: Mapping[str, Array]) -> int:
         """Return the number of items in a feed (1 if the model has no batch axis). Raises InputError."""
@@ -228,8 +228,8 @@ class Segment:
             return self.plan
         with self._lock:
             others = tuple(engine.plan for engine in self._ready.values() if engine.plan.extents != self.plan.extents)
-            general, made = self._specialiser.dynamic_kernels if self._specialiser else (self.part.general, ())
-        code = tuple(dict.fromkeys((*self.plan.machine.code, *made)))
+            general, objects = self._specialiser.dynamic_kernels if self._specialiser else (self.part.general, ())
+        code = tuple(dict.fromkeys((*self.plan.machine.code, *objects)))
         return replace(self.plan.with_machine(code=code), fingerprint="",
                        open=replace(self.part, others=others, general=general))
 
@@ -266,7 +266,7 @@ class Segment:
         return self._missing(key)
 
     def _missing(self, key: Key) -> Specialisation:
-        way = self.policy.specialise
+        way = self.policy.specialise if self.part.model else "off"      # a stripped plan makes no specialisations
         with self._lock:
             once = self._demand.comes_once
             new = self._demand.is_new(key)
@@ -280,9 +280,9 @@ class Segment:
             if frequent:
                 self._order(key)
             return self._symbolic_plan_for(key)
-        return self._made_soon(key) or self._symbolic_plan_for(key)
+        return self._specialised_soon(key) or self._symbolic_plan_for(key)
 
-    def _made_soon(self, key: Key) -> Specialisation | None:
+    def _specialised_soon(self, key: Key) -> Specialisation | None:
         """Queue a specialisation in the background; return it if it is ready within the patience of the policy.
 
         Does not wait if there is a symbolic plan.
@@ -291,8 +291,8 @@ class Segment:
         if ordered is None or key in self._symbolic:
             return None
         from concurrent.futures import wait
-        made, since = ordered
-        wait([made], max(since + self.policy.patience - time.monotonic(), 0))
+        future, since = ordered
+        wait([future], max(since + self.policy.patience - time.monotonic(), 0))
         with self._lock:
             return self._ready.get(key)
 
@@ -374,9 +374,9 @@ class Segment:
             self._ready.keep(key, engine)
             self.rerun = no_rerun
 
-    def _loaded(self, plan: Plan, beside: Specialisation | None = None) -> Specialisation:
-        """Load a specialisation, which shares the constants of `beside`."""
-        return Specialisation(plan, self.threads, self._cpus, beside, self._gpu)
+    def _loaded(self, plan: Plan, base: Specialisation | None = None) -> Specialisation:
+        """Load a specialisation, which shares the constants of `base`."""
+        return Specialisation(plan, self.threads, self._cpus, base, self._gpu)
 
     def _for_items(self, engine: Specialisation, items: int) -> Specialisation:
         """Return a specialisation compiled for at least `items` items; the largest so far is kept."""

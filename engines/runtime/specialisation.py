@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ from infer_server.engines.ir.dtypes import as_in_memory, memory_dtype
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.extents import Extents
 from infer_server.engines.plan.plan import DynamicKernel, IoTensor, Plan
-from infer_server.engines.plan.symbolic import LateMachine, SymbolicPlan
+from infer_server.engines.plan.symbolic.plans import LateMachine, SymbolicPlan
 from infer_server.engines.runtime.context import ExecutionContext, names_of
 
 
@@ -46,7 +46,7 @@ class SpecialisationMaker(Protocol):
     def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]: ...
 
 
-class Lent:
+class PooledContext:
     """Context manager of a pooled context, which returns to the pool on exit."""
     __slots__ = ("_context", "_pool")
 
@@ -60,14 +60,33 @@ class Lent:
         self._pool.append(self._context)
 
 
+def _rerun_of(pool: deque[ExecutionContext]) -> Callable[[Mapping[str, Any]], dict[str, Array] | None]:
+    """Return Specialisation.rerun for a pool of contexts; a closure looks up no attributes of it at each run."""
+    take, put = pool.pop, pool.append
+
+    def rerun(feeds: Mapping[str, Any]) -> dict[str, Array] | None:
+        try:
+            context = take()
+        except IndexError:
+            return None
+        try:
+            return context.rerun.run(feeds) if context.rerun else None
+        finally:
+            put(context)
+
+    return rerun
+
+
 class Specialisation:
     """A loaded plan for fixed shapes. Thread-safe.
 
     A run takes a context from a pool, or makes one if all are in use.
+
+    rerun       runs quickly if names, shapes and dtypes are those of the last run; else runs nothing, returns None
     """
 
     def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None,
-                 beside: Specialisation | None = None, gpu: int = 0) -> None:
+                 base: Specialisation | None = None, gpu: int = 0) -> None:
         """Load a plan.
 
         Parameters
@@ -78,7 +97,7 @@ class Specialisation:
             Threads of each context.
         cpus : sequence of int, optional
             CPUs to which the threads are pinned.
-        beside : Specialisation, optional
+        base : Specialisation, optional
             Specialisation whose plan this plan shares constants with.
         gpu : int
             Index of the GPU, for a plan for GPUs.
@@ -92,10 +111,11 @@ class Specialisation:
         self._cpus = _checked_cpus(cpus, threads)
         self.plan, self.threads = plan, threads
         device = device_of(plan.machine.backend, gpu)
-        self._loaded: Loaded = device.load(plan, threads, beside._loaded if beside else None)
+        self._loaded: Loaded = device.load(plan, threads, base._loaded if base else None)
         self._feeds = Feeds(plan)
         self._unread = _unread(plan)
         self._idle: deque[ExecutionContext] = deque()      # append and pop of a deque are atomic
+        self.rerun = _rerun_of(self._idle)
 
     @property
     def inputs(self) -> tuple[IoTensor, ...]:
@@ -126,17 +146,6 @@ class Specialisation:
         cpus = _checked_cpus(cpus, self.threads) or self._cpus
         return ExecutionContext(self.plan, self._loaded.execution(cpus))
 
-    def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None:
-        """Run quickly if names, shapes and dtypes are those of the last run; otherwise run nothing, return None."""
-        try:
-            context = self._idle.pop()
-        except IndexError:
-            return None
-        try:
-            return context.rerun.run(feeds) if context.rerun else None
-        finally:
-            self._idle.append(context)
-
     def items(self, arrays: Mapping[str, Array]) -> int:
         """Return the number of items in a feed (1 if the model has no batch axis). Raises InputError."""
         return self._feeds.check(arrays)
@@ -154,9 +163,9 @@ class Specialisation:
         try:
             if not 1 <= items <= self.plan.batch_slots:
                 return _run_slices(context, self.plan, arrays, items)
-            made = context.run(arrays, items)
+            results = context.run(arrays, items)
             context.expect(items, self._unread)
-            return made
+            return results
         finally:
             self._idle.append(context)
 
@@ -167,14 +176,14 @@ class Specialisation:
         """
         arrays = {name: on_host(name, value) for name, value in feeds.items()}
         items = self._feeds.check(arrays)
-        with self.lent() as context:
+        with self.pooled_context() as context:
             for name in arrays.keys() - self._unread:
                 np.copyto(context.input(name, items), arrays[name])
             context.show(items, show)
 
-    def lent(self) -> Lent:
+    def pooled_context(self) -> PooledContext:
         """Return a pooled context, or a new one if all are in use, as a context manager."""
-        return Lent(self._idle, self._taken())
+        return PooledContext(self._idle, self._taken())
 
     def _taken(self) -> ExecutionContext:
         try:
@@ -271,8 +280,8 @@ def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Arra
         part = slice(start, min(start + slots, items))
         feeds = {io.name: arrays[io.name][part] if io.batched else arrays[io.name] for io in plan.inputs
                  if io.name in arrays}
-        made = context.run(feeds, part.stop - part.start)
+        outputs = context.run(feeds, part.stop - part.start)
         for io in plan.outputs:
             items_of = (slice(None),) * io.batch_axis + (part,) if io.batched else ...
-            results[io.name][items_of] = made[io.name]
+            results[io.name][items_of] = outputs[io.name]
     return results

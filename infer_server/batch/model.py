@@ -63,13 +63,13 @@ class Items:
 
     def run(self, engine: Engine, columns: Sequence[Array]) -> dict[str, Array]:
         """Run the engine on rows, at most `batch` at a time, and return the rows of each output."""
-        made: dict[str, list[Array]] = {name: [] for name in self.outputs}
+        batches: dict[str, list[Array]] = {name: [] for name in self.outputs}
         for start in range(0, len(columns[0]), self.batch):
             part = {io.name: self._feed(io, values[start:start + self.batch])
                     for io, values in zip(self.inputs, columns, strict=True)}
             for name, array in engine.run(part).items():
-                made[name].append(self._rows(self.tensors[name], array))
-        return {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in made.items()}
+                batches[name].append(self._rows(self.tensors[name], array))
+        return {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in batches.items()}
 
     def _feed(self, io: IoTensor, rows: Array) -> Array:
         if io.batched:
@@ -99,8 +99,9 @@ def _dtype(io: IoTensor) -> np.dtype[Any]:
     return np.dtype(object) if dtype.kind in "OSU" else dtype
 
 
-def _matches(shape: Sequence[int], wanted: Sequence[int | str]) -> bool:
-    return len(shape) == len(wanted) and all(isinstance(w, str) or s == w for s, w in zip(shape, wanted, strict=True))
+def _matches(shape: Sequence[int], expected: Sequence[int | str]) -> bool:
+    return len(shape) == len(expected) and all(
+        isinstance(extent, str) or size == extent for size, extent in zip(shape, expected, strict=True))
 
 
 def _converted(io: IoTensor, values: Array) -> Array | None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.backend import ExecutionContext, InPlaceContext
+from infer_server.backend import ExecutionContext, ZeroCopyContext
 from infer_server.batching.request import Arrays, EncodesTogether, Outcome, Request
 from infer_server.batching.statistics import BatchExecution
 from infer_server.gpu_tensors import GpuTensor
@@ -92,7 +92,7 @@ class EngineExecutor:
         self._batched = self._counts and not is_mixed       # tensors have a leading batch axis
         self._max_batch = max_batch
         self._is_open, self._gpu, self._may_bind = is_open, gpu, not is_mixed
-        self._placing = self._placing_of(context)   # the context, if it can read inputs in place at the current shapes
+        self._zero_copy = self._zero_copy_context(context)      # None if it cannot read inputs in place
 
     def close(self) -> None:
         self._context.close()
@@ -106,15 +106,15 @@ class EngineExecutor:
         slots = items or 1 if self._counts else 1
         if not items:
             self._blank(context, batch[0])
-        placed = self._gather(context, batch, slots)
+        arrays = self._gather(context, batch, slots)
         there: Sequence[Mapping[str, Any]] = ()
         if self._gpu is not None:
             there = [self._output_buffers(context, request, slots) for request in batch]
             for name in {name for mine in there for name in mine}:
-                placed[name] = [mine.get(name, request.items) for mine, request in zip(there, batch, strict=True)]
+                arrays[name] = [mine.get(name, request.items) for mine, request in zip(there, batch, strict=True)]
         copied_ns = time.monotonic_ns()
-        if placed:
-            cast(InPlaceContext, context).execute_with(slots, placed)
+        if arrays:
+            cast(ZeroCopyContext, context).execute_with(slots, arrays)
         else:
             context.execute(slots)
         computed_ns = time.monotonic_ns()
@@ -141,10 +141,10 @@ class EngineExecutor:
         return [outcome], BatchExecution(request.items, request.enqueued_ns, started_ns, started_ns + copying_ns,
                                          started_ns + copying_ns + computing_ns, time.monotonic_ns(), self._gpu)
 
-    def _placing_of(self, context: ExecutionContext) -> InPlaceContext | None:
+    def _zero_copy_context(self, context: ExecutionContext) -> ZeroCopyContext | None:
         """Return the context if it may read inputs in place. An isinstance check of the protocol would take 10 us."""
-        may_bind = self._may_bind and bool(getattr(context, "in_place", ()))
-        return cast(InPlaceContext, context) if may_bind else None
+        may_bind = self._may_bind and bool(getattr(context, "zero_copy_inputs", ()))
+        return cast(ZeroCopyContext, context) if may_bind else None
 
     def _blank(self, context: ExecutionContext, request: Request) -> None:
         """Fill one item with zeros for a request of none: executing it yields the shapes of the outputs."""
@@ -160,13 +160,13 @@ class EngineExecutor:
     def _gather(self, context: ExecutionContext, batch: list[Request], items: int) -> dict[str, list[Any]]:
         """Copy the requests' inputs into the context, and return those that are used in place, by name.
 
-        See `InPlaceContext` for the form of the result.
+        See `ZeroCopyContext` for the form of the result.
         """
-        placed: dict[str, list[Any]] = {}
-        placing = self._placing_of(context) if self._is_open else self._placing
+        arrays: dict[str, list[Any]] = {}
+        zero_copy = self._zero_copy_context(context) if self._is_open else self._zero_copy
         for name in batch[0].inputs:
             slots = context.input(name, items)
-            reader = placing if placing and name in placing.in_place else None
+            reader = zero_copy if zero_copy and name in zero_copy.zero_copy_inputs else None
             pieces: list[Any] = []
             if reader is None and self._batched and len(batch) > 1 and _concatenated(batch, name, slots):
                 continue
@@ -180,14 +180,14 @@ class EngineExecutor:
                 else:
                     if tensor.shape != slot.shape:
                         tensor = tensor.reshape(slot.shape)
-                    stays = reader is not None and reader.takes(name, tensor)
+                    stays = reader is not None and reader.accepts(name, tensor)
                 if not stays:
                     copy_into(slot, _array(tensor))
                 pieces.append(tensor if stays else request.items)
                 is_there |= stays
             if is_there:
-                placed[name] = pieces
-        return placed
+                arrays[name] = pieces
+        return arrays
 
     def _output_buffers(self, context: ExecutionContext, request: Request, items: int) -> dict[str, GpuTensor]:
         """Return the output buffers of a request that are on the engine's own GPU."""

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from infer_server.calibration.calibrators import CALIBRATORS
 from infer_server.calibration.table import read_table, write_tensorrt
 from infer_server.calibration.workflow import Calibration
 from infer_server.cli.common import (
@@ -34,7 +33,7 @@ from infer_server.cli.common import (
 )
 from infer_server.cli.dims import parse_dims, shapes_of_dims
 from infer_server.cli.inspect_engine import by_reference, kernels, layers
-from infer_server.cli.verifying import TARGET_MISSED, add_target, target_of, verify_build
+from infer_server.cli.verifying import TARGET_MISSED, add_calibration, add_target, calibration_of, verify_build
 from infer_server.engines.backends import known_targets
 from infer_server.engines.compiler.build import EngineBuild, build_engine
 from infer_server.engines.compiler.builder import BuildConfig, Profile
@@ -48,7 +47,7 @@ from infer_server.engines.frontend.onnx_export import onnx_from_graph
 from infer_server.engines.plan.coverage import Coverage
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.plan.roofline import expected
-from infer_server.engines.preprocess import PRESETS, load_preprocess
+from infer_server.engines.preprocess import load_preprocess
 from infer_server.process import tune_malloc
 
 
@@ -72,7 +71,7 @@ class Bar:
     A thread writes the lines, so that a long step of a build does not delay them.
     """
     UNITS = {"calibrating": "item", "searching": "trial", "compiling": "kernel", "evaluating": "item",
-             "ranking": "layer"}
+             "ranking": "layer", "tracing": "shape"}
     QUIET, BEAT = 4.0, 0.5      # seconds between lines, and between checks
 
     def __init__(self, quiet: bool = False) -> None:
@@ -91,11 +90,11 @@ class Bar:
         self._bar.close()
 
     def __call__(self, stage: str, done: int, of: int, what: str) -> None:
-        self._text = f"{stage}: {done}" + f" of {of}" * bool(of) + f" {self.UNITS[stage]}s"
+        self._text = f"{stage}: {done}" + f" of {of}" * bool(of) + f" {self.UNITS.get(stage, 'trial')}s"
         if stage != self._stage:
             self._bar.close()
             self._stage = stage
-            self._bar = tqdm(desc=stage, total=of or None, unit=self.UNITS[stage], disable=self._lines,
+            self._bar = tqdm(desc=stage, total=of or None, unit=self.UNITS.get(stage, "trial"), disable=self._lines,
                              leave=False)
         self._bar.update(done - self._bar.n)
         self._bar.set_postfix_str(what[-40:], refresh=False)
@@ -128,11 +127,11 @@ def _columns() -> int:
 def _command(options: argparse.Namespace) -> int:
     tune_malloc()
     _check(options)
-    config, calibration = _config(options), _calibration(options)
+    config, calibration = _config(options), calibration_of(options)
     cache = not options.no_cache and EngineCache(options.cache_dir or "", options.cache_size, plan_store_of(options))
     begin = time.perf_counter()
     with plan_store_log(), Bar(options.quiet) as bar:
-        notify = _nothing if options.quiet else bar.notice
+        notify: Notify = (lambda text: None) if options.quiet else bar.notice
         build = build_engine(options.model, calibration=_of_build(calibration, config), cache=cache, progress=bar,
                              notify=notify, **vars(config))
     if options.strict:
@@ -172,7 +171,8 @@ def _config(options: argparse.Namespace) -> BuildConfig:
         keep_float=tuple(options.keep_float or ()), float_type=options.float_type,
         pixels=load_preprocess(options.preprocess).pixels if options.uint8_input else None,
         timing=not options.no_timing, timing_cache=options.timing_cache or "", threads=options.threads,
-        profiles=_profiles(options), ragged=tuple(options.ragged or ()), optional=tuple(options.optional or ()))
+        profiles=_profiles(options), ragged=tuple(options.ragged or ()), optional=tuple(options.optional or ()),
+        symbolic_plans=not options.no_symbolic_plans)
 
 
 def _shapes(options: argparse.Namespace) -> dict[str, tuple[int | None, ...]]:
@@ -199,13 +199,6 @@ def _profiles(options: argparse.Namespace) -> tuple[Profile, ...]:
     return tuple(profiles)
 
 
-def _calibration(options: argparse.Namespace) -> Calibration | None:
-    if not options.calib and not options.calib_cache:
-        return None
-    return Calibration(options.calib, options.calibrator or "", options.calib_cache or "", options.preprocess or "",
-                       target_of(options))
-
-
 def _of_build(calibration: Calibration | None, config: BuildConfig) -> Calibration | None:
     """Return the calibration if the build itself needs it, and not only --verify."""
     needed = config.precision in ("int8", "best") or config.precision == "fp16" and calibration and calibration.data
@@ -214,10 +207,6 @@ def _of_build(calibration: Calibration | None, config: BuildConfig) -> Calibrati
 
 def _print_error(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _nothing(text: str) -> None:
-    """Discard a notice, for --quiet."""
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -230,8 +219,9 @@ def _check(options: argparse.Namespace) -> None:
         faults.append(f"--calib is for --int8, --best, --fp16 and --verify; this build is {options.precision}")
     if options.uint8_input and not options.preprocess:
         faults.append("--uint8-input needs --preprocess: the scale, mean and std that normalise pixels for the model")
-    if options.max_drop is None and (options.metric or options.eval_data or options.labels):
-        faults.append("--metric, --eval and --labels are of a target: give --max-drop, too")
+    if options.max_drop is None and any((
+            options.metric, options.eval_data, options.labels, options.test, options.test_labels)):
+        faults.append("--metric, --eval, --labels and --test are of a target: give --max-drop, too")
     if options.max_drop is not None and options.float_type != "fp32":
         faults.append("--max-drop chooses the precision of the layers that it keeps in float: leave --float-type out")
     if options.max_drop is not None and options.precision != "int8":
@@ -307,34 +297,12 @@ def make_parser() -> argparse.ArgumentParser:
                                 "the fastest floating-point type")
     parser.add_argument("--entry-file", help=argparse.SUPPRESS)     # for infer-server: the plan's file in the cache
     parser.set_defaults(precision="fp32")
-    _add_calibration(parser)
+    add_calibration(parser)
     add_target(parser)
     _add_shapes(parser)
     _add_tuning(parser)
     _add_output(parser)
     return parser
-
-
-def _add_calibration(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--calib", metavar="PATH", help="calibration data: a folder of images or .npz files, an .npz "
-                                                        "file, or script.py:function")
-    parser.add_argument("--calibrator", metavar="NAME", help=f"calibrator: {', '.join(CALIBRATORS)} (default: the one "
-                                                             "with the least error on the calibration data)")
-    parser.add_argument("--calib-cache", metavar="FILE", help="calibration cache: read if the file exists and matches "
-                                                              "the model, else written")
-    parser.add_argument("--tensorrt-cache", nargs=2, metavar=("FILE", "VERSION"),
-                        help="also write the ranges as a calibration cache of TensorRT, up to version 10, for its own "
-                             "tools (trtexec --calib) with the same ONNX model")
-    parser.add_argument("--preprocess", metavar="FILE|PRESET",
-                        help=f"preprocessing of images: a TOML file, or {', '.join(PRESETS)}")
-    parser.add_argument("--uint8-input", action="store_true",
-                        help="build an engine that takes images as uint8 [N, H, W, C] and normalises them as "
-                             "--preprocess says")
-    parser.add_argument("--keep-float", action="append", metavar="NODE",
-                        help="ONNX node that --int8 leaves in float, or a pattern of names ('head/*'); NODE... also "
-                             "leaves all nodes that follow it; can be repeated")
-    parser.add_argument("--float-type", choices=("fp32", "bf16", "fp16"), default="fp32",
-                        help="precision of what --int8 leaves in float (default fp32)")
 
 
 def _add_shapes(parser: argparse.ArgumentParser) -> None:
@@ -367,6 +335,8 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
                               "specialised when they first occur")):
         parser.add_argument(f"--{which}-shapes", type=parse_shapes, action="append", metavar="X:1x3x64x64,...",
                             help=f"{of}; the n-th of the min, opt and max shapes form a profile")
+    parser.add_argument("--no-symbolic-plans", action="store_true",
+                        help="leave out symbolic plans; runs at shapes that are not compiled have to make them then")
 
 
 def _add_tuning(parser: argparse.ArgumentParser) -> None:

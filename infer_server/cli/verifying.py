@@ -1,4 +1,4 @@
-"""build-engine --verify and --max-drop: compare a plan with the model it was built from, and build to an accuracy."""
+"""Options of build-engine about accuracy: calibration, an accuracy target, and --verify."""
 from __future__ import annotations
 
 import argparse
@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from infer_server.calibration.accuracy.errors import OutputErrors
 from infer_server.calibration.accuracy.verify import Verification, verify
+from infer_server.calibration.calibrators import CALIBRATORS
 from infer_server.calibration.data.items import Feed
 from infer_server.calibration.target.metrics import NAMES as METRICS
 from infer_server.calibration.target.search import AccuracyTarget
@@ -18,6 +19,7 @@ from infer_server.engines.backends import device_of
 from infer_server.engines.compiler.builder import BuildConfig
 from infer_server.engines.compiler.ranges import Notify
 from infer_server.engines.plan.file import read_plan
+from infer_server.engines.preprocess import PRESETS
 
 TARGET_MISSED = 3           # exit code of --max-drop if the plan, which is written, misses the target
 HEADER = ("output", "largest error", "of range", "item", "mean", "median", "SQNR dB", "cosine", "differ %", "")
@@ -74,7 +76,8 @@ def target_of(options: argparse.Namespace) -> AccuracyTarget | None:
     """Return the accuracy target of the options, or None."""
     if options.max_drop is None:
         return None
-    return AccuracyTarget(options.max_drop, options.metric or "", options.eval_data, options.labels or "")
+    return AccuracyTarget(options.max_drop, options.metric or "", options.eval_data, options.labels or "",
+                          options.test, options.test_labels or "")
 
 
 def parse_drop(text: str) -> float:
@@ -102,6 +105,43 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--eval", dest="eval_data", metavar="PATH",
                         help="evaluation data, in the forms of --calib (default: every fourth item of --calib, which "
                              "is not calibrated on)")
-    target.add_argument("--labels", metavar="FILE",
-                        help="classes of the evaluation items: an .npy or .txt file with one number an item, a .csv "
-                             "file with lines path,number, or \"folders\" for a folder of images per class")
+    forms = ("an .npy or .txt file with one number an item, a .csv file with lines path,number, or \"folders\" for a "
+             "folder of images per class")
+    target.add_argument("--labels", metavar="FILE", help=f"classes of the evaluation items: {forms}")
+    target.add_argument("--test", metavar="PATH",
+                        help="items for a last score of the plan, in the forms of --calib; nothing is chosen on them")
+    target.add_argument("--test-labels", metavar="FILE",
+                        help="classes of the test items (default: --labels, if it is a .csv file or \"folders\")")
+
+
+def calibration_of(options: argparse.Namespace) -> Calibration | None:
+    """Return the calibration of the options, or None."""
+    if not options.calib and not options.calib_cache:
+        return None
+    return Calibration(options.calib, options.calibrator or "", options.calib_cache or "", options.preprocess or "",
+                       target_of(options), options.allow_corrupt)
+
+
+def add_calibration(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a calibration."""
+    parser.add_argument("--calib", metavar="PATH", help="calibration data: a folder of images or .npz files, an .npz "
+                                                        "file, or script.py:function")
+    parser.add_argument("--allow-corrupt", action="store_true",
+                        help="leave out files of --calib that cannot be read, and name them (default: stop the build)")
+    parser.add_argument("--calibrator", metavar="NAME", help=f"calibrator: {', '.join(CALIBRATORS)} (default: the one "
+                                                             "with the least error on the calibration data)")
+    parser.add_argument("--calib-cache", metavar="FILE", help="calibration cache: read if the file exists and matches "
+                                                              "the model, else written")
+    parser.add_argument("--tensorrt-cache", nargs=2, metavar=("FILE", "VERSION"),
+                        help="also write the ranges as a calibration cache of TensorRT, up to version 10, for its own "
+                             "tools (trtexec --calib) with the same ONNX model")
+    parser.add_argument("--preprocess", metavar="FILE|PRESET",
+                        help=f"preprocessing of images: a TOML file, or {', '.join(PRESETS)}")
+    parser.add_argument("--uint8-input", action="store_true",
+                        help="build an engine that takes images as uint8 [N, H, W, C] and normalises them as "
+                             "--preprocess says")
+    parser.add_argument("--keep-float", action="append", metavar="NODE",
+                        help="ONNX node that --int8 leaves in float, or a pattern of names ('head/*'); NODE... also "
+                             "leaves all nodes that follow it; can be repeated")
+    parser.add_argument("--float-type", choices=("fp32", "bf16", "fp16"), default="fp32",
+                        help="precision of what --int8 leaves in float (default fp32)")

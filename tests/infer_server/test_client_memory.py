@@ -21,7 +21,7 @@ from infer_server.backend import load_plan
 from infer_server.engines import Engine, load_engine
 from scripts.testing.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
-from tests.infer_server.test_in_place import Float32s, client_of, inputs_of, pictures, write_plan
+from tests.infer_server.test_zero_copy import Float32s, client_of, inputs_of, pictures, write_plan
 
 FULL = 8                        # items of a batch, which waits until it has so many
 # Models whose requests are looked at twice: as a key and as an input, ...

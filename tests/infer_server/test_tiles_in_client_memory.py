@@ -140,7 +140,7 @@ def test_a_tile_load_behind_the_end_of_a_file_reads_zeros(plans: dict[str, Plan]
         assert signal_stack() == 0 or signal_stack() >= least_signal_stack() > 8192
         for pages in (0, 1, 37, 100):
             mapping, array = cut.mapped(pages)
-            assert context.takes("x", array)
+            assert context.accepts("x", array)
             context.execute_with(ITEMS, {"x": [array]})
             y = context.output("y", ITEMS).copy()
             assert mapping.is_lost
@@ -153,8 +153,8 @@ def test_a_tile_load_behind_the_end_of_a_file_reads_zeros(plans: dict[str, Plan]
 
 def test_helper_threads_read_no_memory_of_clients(plans: dict[str, Plan]) -> None:
     """With several threads an input is copied, by the thread of the request."""
-    assert Engine(plans["avx512_amx"]).create_context().in_place == {"x"}
-    assert not Engine(plans["avx512_amx"], threads=2).create_context().in_place
+    assert Engine(plans["avx512_amx"]).create_context().zero_copy_inputs == {"x"}
+    assert not Engine(plans["avx512_amx"], threads=2).create_context().zero_copy_inputs
 
 
 def test_faulthandler_has_a_stack_that_a_frame_with_tiles_fits() -> None:

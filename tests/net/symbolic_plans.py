@@ -23,7 +23,7 @@ from infer_server.engines.ir.symbolic import NotSymbolic, ShapeEnv
 from infer_server.engines.lowering.buffers import buffers_of
 from infer_server.engines.lowering.lower import lower
 from infer_server.engines.lowering.nest.program import NestProgram
-from infer_server.engines.plan.symbolic import function_of
+from infer_server.engines.plan.symbolic.functions import function_of, guards_of
 from tests.net.graphs import Case
 
 LANES, TRIES = 8, 6
@@ -45,7 +45,8 @@ def check(case: Case) -> str:
     env = ShapeEnv()
     symbols = {name: env.extent(name, extent) for name, extent in extents.items()}
     try:
-        made = function_of(lowered(subject, symbols), env, len(symbols))
+        made = function_of(lowered(subject, symbols), env, len(symbols), checked=True)
+        holds = guards_of(env, len(symbols))
     except (NotSymbolic, EngineError):
         return "pinned"
     chance, served = Random(str(extents)), 0
@@ -53,7 +54,7 @@ def check(case: Case) -> str:
                               for _ in range(TRIES))):
         try:
             with np.errstate(all="ignore"):
-                ours = made(*others.values())
+                ours = made(*others.values()) if holds(*others.values()) else None
         except (EngineError, ArithmeticError, ValueError, IndexError):
             ours = None
         assert ours is not None or others is not extents, f"its own guards do not hold: {case!r}"

@@ -8,6 +8,7 @@ from typing import IO
 
 import numpy as np
 
+from infer_server.calibration.data.corrupt import CorruptFiles
 from infer_server.calibration.data.items import CalibrationData, Feed, Header, batched_inputs, count_items, split_items
 from infer_server.engines.errors import CalibrationError
 from infer_server.engines.plan.plan import IoTensor
@@ -16,18 +17,25 @@ SUFFIXES = (".npz", ".npy")
 UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile)
 
 
-def from_arrays(source: str, files: Sequence[Path], inputs: Sequence[IoTensor]) -> CalibrationData:
+def from_arrays(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
+                allow_corrupt: bool = False) -> CalibrationData:
     """Return the items of files in order; headers are checked and counted now, contents are read later.
 
-    Raises CalibrationError, naming the file, if it is unreadable or its arrays do not match the model's inputs.
+    Raises CalibrationError, naming the file, if its arrays do not match the model's inputs, or if it is unreadable and
+    such files are not allowed.
     """
-    count = sum(count_items(str(file), headers_of(file, inputs), inputs) for file in files)
+    corrupt = CorruptFiles(allow_corrupt)
+    for file in files[:1]:
+        if file.suffix == ".npy":
+            _only(inputs, file)
+    headers = corrupt.readable(files, lambda file: headers_of(file, inputs))
+    counts = {file: count_items(str(file), found, inputs) for file, found in headers}
 
     def read() -> Iterator[Feed]:
-        for file in files:
-            yield from split_items(str(file), _load(file, inputs), inputs)
+        for file, arrays in corrupt.readable(list(counts), lambda file: _load(file, inputs)):
+            yield from split_items(str(file), arrays, inputs)
 
-    return CalibrationData(source, read, count, batched_inputs(inputs))
+    return CalibrationData(source, read, sum(counts.values()), batched_inputs(inputs), corrupt=corrupt)
 
 
 def headers_of(file: Path, inputs: Sequence[IoTensor]) -> dict[str, Header]:

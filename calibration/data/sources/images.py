@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
+from infer_server.calibration.data.corrupt import CorruptFiles
 from infer_server.calibration.data.items import CalibrationData, Feed, batched_inputs, holds_items, kind_of
 from infer_server.engines.errors import CalibrationError, ConfigError
 from infer_server.engines.ir.graph import Array, Dim
@@ -95,19 +96,22 @@ def picture_reader(source: str, files: Sequence[Path], inputs: Sequence[IoTensor
 
 
 def from_images(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
-                preprocess: Preprocess | None, usual: Mapping[str, Any] = {}) -> CalibrationData:      # noqa: B006
+                preprocess: Preprocess | None, usual: Mapping[str, Any] = {},       # noqa: B006
+                allow_corrupt: bool = False) -> CalibrationData:
     """Return the pictures in order, each as one item. Parameters and errors are those of `picture_reader`.
 
-    Reading the items raises CalibrationError, naming the file, if it is not a picture.
+    Reading the items raises CalibrationError with the number and the names of the files that are no pictures, unless
+    these are allowed.
     """
     reader = picture_reader(source, files, inputs, preprocess, usual)
+    corrupt = CorruptFiles(allow_corrupt)
 
     def read() -> Iterator[Feed]:
-        for file in files:
-            yield {reader.target.name: reader.read(file)}
+        for file, picture in corrupt.readable(files, read_picture):
+            yield {reader.target.name: reader.item(picture, str(file))}
 
     return CalibrationData(source, read, len(files), batched_inputs(inputs), reader.preprocess, reader.note,
-                           reader.doubts)
+                           reader.doubts, corrupt)
 
 
 def default_preset(target: IoTensor) -> tuple[str, Preprocess]:
@@ -153,6 +157,9 @@ class _Depth:
         if wide:
             doubts.append(f"pictures of 16 bits ({wide[0].name}, ...) are read as 8 bits, their values divided by 256; "
                           "give .npz files of what the model takes where it needs more")
+        if turned := [file for file in files[::step][:LOOKED_AT] if _orientation(file) > 1]:
+            doubts.append(f"pictures with an EXIF orientation ({turned[0].name}, ...) are read as they are stored, as "
+                          "Pillow, torchvision and the server read them; turn them if the model's training did")
         return _Depth(scale, tuple(doubts))
 
 
@@ -163,6 +170,17 @@ def _mode(file: Path) -> str:
             return image.mode
     except (OSError, SyntaxError, Image.DecompressionBombError):
         return ""
+
+
+def _orientation(file: Path) -> int:
+    """Return the EXIF orientation of a picture from its header, 1 for none; Pillow turns TIFF files itself."""
+    try:
+        with Image.open(file) as image:
+            exif = Image.Exif()
+            exif.load(image.info.get("exif", b""))
+            return int(exif.get(ExifTags.Base.Orientation, 1)) if image.format != "TIFF" else 1
+    except (OSError, SyntaxError, TypeError, ValueError, Image.DecompressionBombError):
+        return 1
 
 
 def _as_dtype(values: Array, dtype: np.dtype[Any]) -> Array:

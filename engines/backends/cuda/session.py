@@ -194,13 +194,13 @@ class _Assembler:
         cubin = cubin_of(ptx, self.gpu)
         graph, lowered = self.lowered.graph, self.lowered
         return MachinePart(
-            backend="cuda", target=self.gpu.name, cpu=self._made_for(),
+            backend="cuda", target=self.gpu.name, cpu=self._target_metadata(),
             inputs=io_views(lowered, graph.inputs), outputs=io_views(lowered, graph.outputs),
             buffers=buffers_of(lowered, self.chosen.max_batch), fills=fills_of(lowered), steps=self.steps,
             code=(*filter(None, [cubin]), ptx.encode()), constants=self.constants.data(),
             weight_offsets=self.constants.weight_offsets)
 
-    def _made_for(self) -> dict[str, Any]:
+    def _target_metadata(self) -> dict[str, Any]:
         """Describe the GPU and the expected run time, for the plan's metadata."""
         chosen = self.chosen
         expected: dict[str, Any] = {"items": chosen.items, "seconds": chosen.seconds, "timed": bool(chosen.timed_on)}

@@ -39,7 +39,7 @@ PARTS_OF_KEYS = (2, 4, 8, 16, 32, 64)
 LEAST_KEYS = 64             # per slice
 QUERIES = 16                # upper bound; more queries fill the GPU
 
-ScratchPlacer = Callable[[str, View], Placement]        # places a scratch tensor between the calls of a split
+ScratchMaker = Callable[[str, View], Placement]         # places a scratch tensor between the calls of a split
 
 
 def aligned(placement: Placement) -> int:
@@ -94,23 +94,23 @@ class Splitting:
         return kernel.cost(cheapest(kernel, self.card, items), self.card, items)
 
 
-def _contraction(call: ProblemCall, parts: int, place_scratch: ScratchPlacer) -> tuple[ProblemCall, ...]:
+def _contraction(call: ProblemCall, parts: int, make_scratch: ScratchMaker) -> tuple[ProblemCall, ...]:
     assert isinstance(call.problem, Contraction)
     (first, second), (x, *operands) = in_parts(call.problem, parts), call.inputs
-    between = place_scratch("parts", first.y)
+    between = make_scratch("parts", first.y)
     return (ProblemCall(_named(call, "parts"), first, (x,), (between,), constants_of_parts(first, call.constants)),
             ProblemCall(call.node, second, (between, *operands), call.outputs, {"program": call.constants["program"]}))
 
 
-def _attention(call: ProblemCall, parts: int, place_scratch: ScratchPlacer) -> tuple[ProblemCall, ...]:
+def _attention(call: ProblemCall, parts: int, make_scratch: ScratchMaker) -> tuple[ProblemCall, ...]:
     assert isinstance(call.problem, Attention)
     sums, joined = AttentionSums(call.problem, parts), JoinedAttention(call.problem, parts)
-    found = [place_scratch(name, view) for name, view in (("parts", sums.sums), ("totals", sums.totals),
+    scratch = [make_scratch(name, view) for name, view in (("parts", sums.sums), ("totals", sums.totals),
                                                  ("peaks", sums.peaks))]
-    last = ProblemCall(call.node, joined, tuple(found), call.outputs, call.constants)
+    last = ProblemCall(call.node, joined, tuple(scratch), call.outputs, call.constants)
     if not sums.integers:
-        return ProblemCall(_named(call, "parts"), sums, call.inputs, tuple(found), call.constants), last
-    *others, peaks = found
+        return ProblemCall(_named(call, "parts"), sums, call.inputs, tuple(scratch), call.constants), last
+    *others, peaks = scratch
     return (ProblemCall(_named(call, "peaks"), AttentionPeaks(call.problem, parts), call.inputs, (peaks,),
                         call.constants),
             ProblemCall(_named(call, "parts"), sums, (*call.inputs, peaks), tuple(others), call.constants), last)
@@ -120,5 +120,5 @@ def _named(call: ProblemCall, part: str) -> Node:
     return replace(call.node, name=f"{name_of(call)}.{part}")
 
 
-SPLITS: Mapping[type[Problem], Callable[[ProblemCall, int, ScratchPlacer], tuple[ProblemCall, ...]]] = {
+SPLITS: Mapping[type[Problem], Callable[[ProblemCall, int, ScratchMaker], tuple[ProblemCall, ...]]] = {
     Contraction: _contraction, Attention: _attention}

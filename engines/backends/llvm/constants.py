@@ -38,7 +38,7 @@ class PackedConstants:
         graph : graph whose constants are stored under their names.
         isa : instruction set of the kernels.
         expanders : kernels that expand constants when a plan is loaded.
-        shared : constants of the plan that this one is loaded beside.
+        shared : constants of the base plan, which this one shares.
         """
         self._graph, self._isa, self._expanders, self._shared = graph, isa, expanders, shared
         self._names = {(array.ctypes.data, array.nbytes): name for name, array in graph.constants.items()
@@ -59,17 +59,17 @@ class PackedConstants:
         name: the graph constant that this is a contiguous copy of, if that is not contiguous itself.
         """
         if isinstance(array, Deferred):
-            return self._place(array, array.nbytes, name)
+            return self._append(array, array.nbytes, name)
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        if self._shared and (place := self._shared.find(flat)):
-            return place, len(flat)
+        if self._shared and (operand := self._shared.find(flat)):
+            return operand, len(flat)
         return self._add(flat, name)
 
     def _add(self, flat: Array, name: str) -> tuple[Operand, int]:
         name = name or self._names.get((flat.ctypes.data, len(flat)), "")       # pack() may return a constant unchanged
-        return self._place(flat, len(flat), name)
+        return self._append(flat, len(flat), name)
 
-    def _place(self, part: Array | Deferred, size: int, name: str) -> tuple[Operand, int]:
+    def _append(self, part: Array | Deferred, size: int, name: str) -> tuple[Operand, int]:
         if name in self.weight_offsets:
             return Operand(None, self.weight_offsets[name]), size
         number = _key(part) if isinstance(part, Deferred) else self._stored.number(part)
@@ -138,11 +138,11 @@ class PackedConstants:
             return self._expansions[key], size
         if self._shared and source.buffer is not None:      # the plan's own expansions need a source of its own
             source = self._add(self._shared.bytes_at(source, kept), "")[0]
-        place = ExpandedConstant(expander.symbol, source.offset, self._expanded_size, size, items * grid.rows_per_item,
-                        grid.columns, name)
-        self.expanded.append(place)
+        constant = ExpandedConstant(expander.symbol, source.offset, self._expanded_size, size,
+                                    items * grid.rows_per_item, grid.columns, name)
+        self.expanded.append(constant)
         self._expanded_size += -(-size // ALIGNMENT) * ALIGNMENT
-        self._expansions[key] = Operand(EXPANDED, place.offset)
+        self._expansions[key] = Operand(EXPANDED, constant.offset)
         return self._expansions[key], size
 
     def tensor(self, name: str) -> Operand:
@@ -153,20 +153,19 @@ class PackedConstants:
         """Store a graph constant among the plan's own constants, from where a fallback reads it."""
         array = self._graph.constants[name]
         if isinstance(array, Deferred):
-            self._place(array, array.nbytes, name)
+            self._append(array, array.nbytes, name)
         else:
             self._add(np.ascontiguousarray(array).reshape(-1).view(np.uint8), name)
 
     def data(self) -> Any:
         """Return all constants: bytes, or LateBytes if some depend on symbolic extents."""
         parts: list[bytes | Deferred] = []
-        for late, group in groupby(self._parts, lambda part: isinstance(part, Deferred)):
+        every = [*self._parts, np.zeros(TAIL, np.uint8)]
+        for late, group in groupby(every, lambda part: isinstance(part, Deferred)):
             some = list(group)
             parts += some if late else [
                 b"".join(part for flat in some for part in (flat.data, bytes(-len(flat) % ALIGNMENT)))]
-        parts.append(bytes(TAIL))
-        fixed = [part for part in parts if isinstance(part, bytes)]
-        return b"".join(fixed) if len(fixed) == len(parts) else LateBytes(tuple(parts), ALIGNMENT)
+        return LateBytes(tuple(parts), ALIGNMENT) if any(isinstance(part, Deferred) for part in parts) else parts[0]
 
 
 def _key(array: Deferred) -> Hashable:

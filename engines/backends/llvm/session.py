@@ -15,9 +15,9 @@ from infer_server.engines.backends.llvm.kernels.kernel import Window
 from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
 from infer_server.engines.backends.llvm.sharing import SharedConstants
 from infer_server.engines.backends.llvm.tuning.candidates import Choice
-from infer_server.engines.backends.llvm.tuning.in_place import Trial, settled, trial_buffers
 from infer_server.engines.backends.llvm.tuning.item_major import item_major_as_in, with_item_major_runs
 from infer_server.engines.backends.llvm.tuning.layouts import sharing_problems
+from infer_server.engines.backends.llvm.tuning.network_timing import Trial, settled, trial_buffers
 from infer_server.engines.backends.llvm.tuning.references import with_reference_times
 from infer_server.engines.backends.llvm.tuning.tuner import Tuner
 from infer_server.engines.ir.deferred import table
@@ -186,12 +186,12 @@ class LlvmSession:
             code = [code for one in (plan, *part.others) for code in one.machine.code]
             self.tuner.take_over(part.timed, code, part.general)
 
-    def _trial(self, chosen: CpuChosen, rivals: Mapping[Problem, Sequence[Choice]]) -> Trial:
+    def _trial(self, chosen: CpuChosen, candidates: Mapping[Problem, Sequence[Choice]]) -> Trial:
         """Return a plan with the steps of all close candidates, with memory for as many items as are timed."""
-        expanders = self._expanders(choice for some in rivals.values() for choice in some)
+        expanders = self._expanders(choice for some in candidates.values() for choice in some)
         items = chosen.items if chosen.max_batch else 0
         assembler = _CpuAssembler(replace(chosen, expanders=expanders, max_batch=items), self.isa,
-                                  [rivals[call.problem] for call in chosen.lowered.compiled])
+                                  [candidates[call.problem] for call in chosen.lowered.compiled])
         machine = assembler.machine()
         machine = replace(machine, inputs=(), outputs=(), buffers=trial_buffers(machine.buffers, assembler.steps_of))
         # Fallback steps are not timed, but they are loaded, and read their constants from the plan.
@@ -249,7 +249,8 @@ class _CpuAssembler:
         grid = choice.kernel.grid(self.isa, choice.tactic)
         self.code[choice.symbol] = choice.code
         packed = self.constants.add_packed(call, choice)
-        told = () if choice.told is None else (self.constants.add(table(choice.told or (0,), np.dtype(np.int64)))[0],)
+        parameters = () if choice.parameters is None else (
+            self.constants.add(table(choice.parameters or (0,), np.dtype(np.int64)))[0],)
         batched = call.outputs[0].items == BATCH
         constant_bytes = sum(size for _, size in packed)
         windows = choice.kernel.windows(self.isa, choice.tactic)
@@ -260,7 +261,7 @@ class _CpuAssembler:
         return replace(
             step, symbol=choice.symbol,
             operands=(*map(self._operand, call.inputs), *(operand for operand, _ in packed),
-                      *map(self._operand, call.outputs), *told),
+                      *map(self._operand, call.outputs), *parameters),
             rows_per_item=grid.rows_per_item if batched else 0,
             rows=0 if batched else grid.rows_per_item * as_int(call.outputs[0].items),
             row_step=grid.row_step, columns=grid.columns, column_step=grid.column_step,

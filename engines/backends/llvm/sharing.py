@@ -1,8 +1,8 @@
 """Constants that several plans of one model (for several shapes) share.
 
 The packed weights of a layer are the same bytes at every shape, as long as its tactic packs them in one layout. The
-first plan stores them; plans that are loaded beside it have operands there, and no copies. Weights that other tactics
-pack in another layout are packed once for all further plans.
+first plan stores them; operands of the plans that are loaded later point there, without copies. Weights that other
+tactics pack in another layout are packed once for all further plans.
 """
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class SharedConstants:
         self.sizes = len(machine.constants), machine.expanded_bytes
         self._bytes = np.frombuffer(machine.constants, np.uint8)
         self._expanded = {(item.symbol, item.source, item.bytes): item.offset for item in machine.expanded}
-        self._places: dict[bytes, list[int]] = {}       # first bytes -> offsets
+        self._offsets: dict[bytes, list[int]] = {}      # first bytes -> offsets
         starts = {o.offset for step in machine.steps for o in step.operands if o.buffer is None}
         for start in sorted(starts.union((item.source for item in machine.expanded), machine.weight_offsets.values())):
-            self._places.setdefault(self._bytes[start:start + LEAST].tobytes(), []).append(start)
+            self._offsets.setdefault(self._bytes[start:start + LEAST].tobytes(), []).append(start)
         self._packed: dict[Any, _CachedPacking] = {}
         self._spare = len(machine.constants) + SPARE    # free bytes of the cache
 
     def find(self, flat: Array) -> Operand | None:
         """Return the operand of a constant with these bytes, or None."""
-        for start in self._places.get(flat[:LEAST].tobytes(), ()) if len(flat) >= LEAST else ():
+        for start in self._offsets.get(flat[:LEAST].tobytes(), ()) if len(flat) >= LEAST else ():
             if np.array_equal(self._bytes[start:start + len(flat)], flat):
                 return Operand(SHARED, start)
         return None

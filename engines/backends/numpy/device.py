@@ -132,7 +132,7 @@ class NumpyDevice:
     def mismatch(self, plan: Plan) -> str:
         return ""
 
-    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> NumpyPlan:
+    def load(self, plan: Plan, threads: int, base: Loaded | None = None) -> NumpyPlan:
         """Load a plan. `threads` is ignored: NumPy decides itself."""
         return NumpyPlan(plan)
 

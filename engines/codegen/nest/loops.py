@@ -309,9 +309,9 @@ class Code:
                 if "_" in how:
                     test = self._beats(how, kind, value, before)
                     test = test if here is None else test.binary("and", here)
-                    place = spread(self.machine, self._flat_index(frame, copy))
+                    offset = spread(self.machine, self._flat_index(frame, copy))
                     acc[one, copy] = self.f.select(test, value, before)
-                    acc[one, copy, "where"] = self.f.select(test, place, acc[one, copy, "where"])
+                    acc[one, copy, "where"] = self.f.select(test, offset, acc[one, copy, "where"])
                     continue
                 if here is not None:
                     value = self.f.select(here, value, identity(self.machine, how, kind, value))
@@ -331,19 +331,19 @@ class Code:
 
     def _flat_index(self, frame: LoopState, copy: Copy) -> LaneValue:
         """Return the flat index of this iteration of the inner loops."""
-        place: LaneValue = self.f.constant(0, I64)
+        offset: LaneValue = self.f.constant(0, I64)
         extents = self.loops.extents
         for loop in range(self.loops.outer, len(extents)):
             factor = math.prod(extents[loop + 1:])
             index = self._index(frame, loop, copy)
             if isinstance(index, Ramp):
-                assert isinstance(place, Value)
-                place = Ramp(place + index.base * factor, factor)
-            elif isinstance(place, Ramp):
-                place = Ramp(place.base + index * factor, place.step)
+                assert isinstance(offset, Value)
+                offset = Ramp(offset + index.base * factor, factor)
+            elif isinstance(offset, Ramp):
+                offset = Ramp(offset.base + index * factor, offset.step)
             else:
-                place = place + index * factor
-        return place
+                offset = offset + index * factor
+        return offset
 
     def _end(self, one: int, copy: Copy, acc: dict[object, Value]) -> LaneValue:
         """Return the result of a reduction, combined over all vectors and lanes if an inner loop is vectorised."""

@@ -50,8 +50,8 @@ def independent_loops(scatter: Scatter) -> dict[int, int]:
 
 def update(code: Code, frame: LoopState, scatter: Scatter, y: Value) -> None:
     """Emit y[indices] = value, combined with the old element if the scatter has a reduction."""
-    value, *places = (code.value_at(frame, number, (0, 0)) for number in scatter.program.results)
-    at = code.address(y, scatter.y.strides, places, frame.counts[0])
+    value, *indices = (code.value_at(frame, number, (0, 0)) for number in scatter.program.results)
+    at = code.address(y, scatter.y.strides, indices, frame.counts[0])
     new = spread(code.machine, value)
     if scatter.combined:
         kind = scatter.program.operations[scatter.program.results[0]].kind

@@ -14,18 +14,18 @@ from infer_server.engines.frontend.operators.contrib.bounded import DOMAIN
 
 def bound_selections(model: onnx.ModelProto) -> list[str]:
     """Rewrite a model with unique tensor names; return the results of the FirstRows nodes, which the host runs."""
-    made = _rewrite(model.graph)
-    if made:
+    results = _rewrite(model.graph)
+    if results:
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-    return made
+    return results
 
 
 def _rewrite(graph: onnx.GraphProto) -> list[str]:
     nodes: list[onnx.NodeProto] = []
-    made: list[str] = []
+    results: list[str] = []
     for node in graph.node:
         for inner in graphs_in(node):
-            made += _rewrite(inner)
+            results += _rewrite(inner)
         if node.op_type != "NonMaxSuppression" or not is_standard(node):
             nodes.append(node)
             continue
@@ -38,7 +38,7 @@ def _rewrite(graph: onnx.GraphProto) -> list[str]:
         nodes += [bounded, helper.make_node("FirstRows", [every, count], [result], node.name, domain=DOMAIN)]
         if all(value.name != result for value in (*graph.output, *graph.value_info)):
             graph.value_info.append(helper.make_tensor_value_info(result, TensorProto.INT64, (None, 3)))
-        made.append(result)
+        results.append(result)
     del graph.node[:]
     graph.node.extend(nodes)
-    return made
+    return results

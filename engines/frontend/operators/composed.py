@@ -201,9 +201,9 @@ def _rotary_embedding(call: OperatorCall) -> list[Node]:
     real = w("Sub", w("Mul", first, cos), w("Mul", second, sin))
     imaginary = w("Add", w("Mul", first, sin), w("Mul", second, cos))
     if interleaved:
-        beside: tuple[Dim, ...] = (*(shape[:3] if heads_first else (items, tokens, heads)), turned)
+        rest: tuple[Dim, ...] = (*(shape[:3] if heads_first else (items, tokens, heads)), turned)
         pairs = w("Concat", *(w("Unsqueeze", part, axes=(4,)) for part in (real, imaginary)), axis=4)
-        parts = [w("Reshape", pairs, shape=beside)]
+        parts = [w("Reshape", pairs, shape=rest)]
     else:
         parts = [real, imaginary]
     parts += [cut(turned, size)] if turned < size else []

@@ -60,7 +60,7 @@ class Aliasing:
         self._drop_strided_reshapes()
         self._group_halos = self._halos_of_groups({})
         for name in self._tensors():
-            self._placed(name, self._placements, self._new_buffer)
+            self._placement_of(name, self._placements, self._new_buffer)
 
     def __getitem__(self, name: str) -> Placement:
         if name in self.graph.constants:
@@ -85,11 +85,11 @@ class Aliasing:
             yield from node.outputs
 
     def _required_halos(self) -> dict[str, Halo]:
-        wanted: dict[str, Halo] = {}
+        required: dict[str, Halo] = {}
         for node in self.graph.nodes:
             for name, halo in required_halos(self.graph, node).items():
-                wanted[name] = wanted.get(name, Halo()) | halo
-        return wanted
+                required[name] = required.get(name, Halo()) | halo
+        return required
 
     def _same_storage(self, a: str, b: str, cut: int = 0) -> bool:
         """Return True if both tensors are stored alike with leading items.
@@ -199,7 +199,7 @@ class Aliasing:
         assert inside.reshape is not None
         if inside.parent not in self._parent:
             return True
-        seen = reshaped(self._placed(inside.parent, flat, self._flat_buffer), inside.reshape)
+        seen = reshaped(self._placement_of(inside.parent, flat, self._flat_buffer), inside.reshape)
         return seen is not None and (len(seen.view.shape) <= 3 or all(
             is_product(self.graph, node) or node.op == "Transpose" and is_view_of_input(self.graph, node)
             for node in self.graph.consumers[name]))
@@ -222,13 +222,13 @@ class Aliasing:
     def _halos_of_groups(self, roots: dict[str, str]) -> dict[str, Halo]:
         """Return the halo of each buffer, by the tensor that owns it."""
         halos: dict[str, Halo] = {}
-        for name, wanted in self._required.items():
+        for name, required in self._required.items():
             root = self._root(name, roots)
-            halos[root] = halos.get(root, Halo()) | wanted
+            halos[root] = halos.get(root, Halo()) | required
         return halos
 
     # ---- placements
-    def _placed(self, name: str, known: dict[str, Placement], buffer: Callable[[str], Placement]) -> Placement:
+    def _placement_of(self, name: str, known: dict[str, Placement], buffer: Callable[[str], Placement]) -> Placement:
         """Return the placement of a tensor; `known` caches it and those of its parents."""
         path = []
         while name not in known and name in self._parent:

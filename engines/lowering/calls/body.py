@@ -31,7 +31,7 @@ class BoundProgram:
 class Body:
     """Node with a pointwise body, and what its program depends on: quantisation and small constants of its tensors.
 
-    It can be pickled, unlike the context, so that symbolic plans can be stored.
+    It can be encoded, unlike the context, so that symbolic plans can be stored.
     """
     node: Node
     quants: Mapping[str, QParams | None]

@@ -43,9 +43,9 @@ def broadcast_to(ctx: Context, name: str, target: Sequence[Dim]) -> View:
     shape = (*(1,) * (rank - len(source.shape)), *source.shape)
     steps = (*(0,) * (rank - len(source.shape)), *((view.item, *view.strides) if source.shape else ()))
     strides = []
-    for extent, wanted, stride in zip(shape, target, steps, strict=True):
-        if extent not in (1, wanted):
+    for extent, size, stride in zip(shape, target, steps, strict=True):
+        if extent not in (1, size):
             raise Refused(f"'{name}' {source} does not broadcast to {list(target)}")
-        strides.append(0 if extent == 1 and wanted != 1 else stride)
+        strides.append(0 if extent == 1 and size != 1 else stride)
     item = 0 if not source.shape or shape[0] != target[0] else strides[0]
     return View(view.dtype, tuple(as_int(e) for e in target[1:]), tuple(strides[1:]), item)

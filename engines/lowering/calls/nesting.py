@@ -63,7 +63,7 @@ class NestWriter(Writer):
         for axis, extent in enumerate(tensor.shape):
             if extent != BATCH and outside is not None:
                 tests += self._tests(indices, axis, as_int(extent))
-        value = self.at_placed(self.ctx.placements[name], tensor.shape, indices)
+        value = self.at_placement(self.ctx.placements[name], tensor.shape, indices)
         return self.where(self.both(tests), value, value.like(outside or 0)) if tests else value
 
     def _tests(self, indices: list[Term], axis: int, extent: int) -> list[Term]:
@@ -90,8 +90,8 @@ class NestWriter(Writer):
         return self.at(name, [zero if extent == 1 else index for extent, index in
                               zip(shape, self.axes[lead:], strict=True)])
 
-    def at_placed(self, placement: Placement, shape: Sequence[int | str], indices: Sequence[Term]) -> Term:
-        """Return the element of a placed tensor of the given shape."""
+    def at_placement(self, placement: Placement, shape: Sequence[int | str], indices: Sequence[Term]) -> Term:
+        """Return the element of a tensor of this shape at its placement."""
         if (dtype := placement.view.dtype) not in KINDS:
             raise Refused(f"a tensor is stored as {dtype}")
         kind, indices = KINDS[dtype], list(indices)
@@ -151,12 +151,12 @@ class NestWriter(Writer):
         `targets` are placements over the loops, for outputs whose axes are not the loops.
         """
         places = targets or [self.target(name) for name in self.node.outputs]
-        wanted = [(target, result) for target, result in zip(places, results, strict=False) if result is not None]
-        if any((target.items == BATCH) != self.batched for target, _ in wanted):
+        stored = [(target, result) for target, result in zip(places, results, strict=False) if result is not None]
+        if any((target.items == BATCH) != self.batched for target, _ in stored):
             raise Refused("only one of its input and its result has a batch axis")
-        program = self.program(*(result.to(KINDS[target.view.dtype]) for target, result in wanted))
+        program = self.program(*(result.to(KINDS[target.view.dtype]) for target, result in stored))
         program, sources = self._pruned(program)
-        places = tuple(target for target, _ in wanted)
+        places = tuple(target for target, _ in stored)
         spec = Nest(tuple(source.view for source in sources), tuple(target.view for target in places), self.loops,
                     self.reduced, program, inside)
         return ProblemCall(self.node, spec, tuple(source.placement for source in sources), places)

@@ -132,13 +132,13 @@ def reshaped_strides(view: View, shape: Sequence[int]) -> tuple[int, ...] | None
         return None
     strides: list[int] = []
     extent, stride = 1, view.size           # the rest of the run that is being split, from its end
-    for wanted in reversed(shape):
-        if extent == 1 and wanted != 1 and runs:
+    for size in reversed(shape):
+        if extent == 1 and size != 1 and runs:
             extent, stride = runs.pop()
-        if extent % wanted:
+        if extent % size:
             return None
         strides.append(stride)
-        extent, stride = extent // wanted, stride * wanted
+        extent, stride = extent // size, stride * size
     return tuple(reversed(strides)) if extent == 1 and not runs else None
 
 

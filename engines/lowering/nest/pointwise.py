@@ -81,8 +81,8 @@ def _integer_power(x: Term, y: Term) -> Term:
     """
     result, square = x.like(1), x
     for bit in range(6):
-        wanted = y.binary("shr", bit).binary("and", 1).differs(0)
-        result = x.writer.where(wanted, result * square, result)
+        set_bit = y.binary("shr", bit).binary("and", 1).differs(0)
+        result = x.writer.where(set_bit, result * square, result)
         square = square * square
     return x.writer.where((y < 0) & x.differs(1) & (x + 1).differs(0), 0, result)
 

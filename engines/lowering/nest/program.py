@@ -345,10 +345,10 @@ class Writer:
         """Return the program for these results, with dead operations removed."""
         whole = NestProgram(tuple(self._operations), tuple(result.number for result in results))
         kept = sorted(whole.needed(whole.results))
-        places = {old: new for new, old in enumerate(kept)}
-        operations = tuple(Operation(one.op, one.kind, tuple(places[arg] for arg in one.args), one.what)
+        renumbered = {old: new for new, old in enumerate(kept)}
+        operations = tuple(Operation(one.op, one.kind, tuple(renumbered[arg] for arg in one.args), one.what)
                            for one in (whole.operations[old] for old in kept))
-        return NestProgram(operations, tuple(places[result] for result in whole.results))
+        return NestProgram(operations, tuple(renumbered[result] for result in whole.results))
 
     def _add(self, operation: Operation, linear: Linear | None = None) -> Term:
         key = structure(operation) if is_symbolic(operation.what) else operation

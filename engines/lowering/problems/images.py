@@ -46,9 +46,9 @@ class Axis:
 
     def taps(self, i: int) -> tuple[int, int, int]:
         """Return [first, last) of output i's taps within the image, and the number within the padded image."""
-        places = [i * self.stride - self.begin + p * self.dilation for p in range(self.kernel)]
-        inside = [p for p, place in enumerate(places) if 0 <= place < self.extent]
-        counted = sum(place < self.extent + self.end for place in places)
+        pixels = [i * self.stride - self.begin + p * self.dilation for p in range(self.kernel)]
+        inside = [p for p, pixel in enumerate(pixels) if 0 <= pixel < self.extent]
+        counted = sum(pixel < self.extent + self.end for pixel in pixels)
         return (inside[0], inside[-1] + 1, counted) if inside else (0, 0, counted)
 
     @property

@@ -93,9 +93,9 @@ class Scatter(Problem):
         values = evaluate(self.program, self.loops, (), operands, len(inputs[0]))
         y = operands[0].copy()
         shape = (len(y), *self.loops)
-        value, *places = (np.broadcast_to(values[number], shape) for number in self.program.results)
+        value, *indices = (np.broadcast_to(values[number], shape) for number in self.program.results)
         item = np.arange(len(y)).reshape(-1, *(1,) * len(self.loops))
-        at = (np.broadcast_to(item, shape), *places)
+        at = (np.broadcast_to(item, shape), *indices)
         if self.combined:
             {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}[self.combined].at(y, at, value)
         else:

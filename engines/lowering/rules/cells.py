@@ -20,9 +20,9 @@ def bounded(node: Node) -> bool:
     kind, names = node.attrs["cell"], [name for name, _, _ in activations(node)]
     per = len(DEFAULTS[kind])
     # LSTM: o * h(c). GRU: a weighted mean of g and the last h if f is in [0, 1]. RNN: f.
-    places = {"LSTM": (0, 2), "GRU": (0, 1), "RNN": (0,)}[kind]
+    positions = {"LSTM": (0, 2), "GRU": (0, 1), "RNN": (0,)}[kind]
     shares = {"GRU": (0,)}.get(kind, ())
-    return (all(names[d + i] in _BOUNDED for d in range(0, len(names), per) for i in places)
+    return (all(names[d + i] in _BOUNDED for d in range(0, len(names), per) for i in positions)
             and all(names[d + i] in ("Sigmoid", "HardSigmoid") for d in range(0, len(names), per) for i in shares))
 
 

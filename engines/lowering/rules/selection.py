@@ -20,6 +20,6 @@ def lower_suppression(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     if not 0 < 8 * boxes + 20 * limit < MOST_BYTES:
         raise Refused(f"{boxes} boxes per class do not fit on a thread's stack")
     names = (*Suppression.reads, *Suppression.writes)
-    views = {name: placed.view for name, placed in zip(names, (*inputs, *outputs), strict=True)}
+    views = {name: placement.view for name, placement in zip(names, (*inputs, *outputs), strict=True)}
     spec = Suppression(limit=limit, centred=bool(node.attrs.get("center_point_box", 0)), **views)
     return [ProblemCall(node, spec, inputs, outputs)]

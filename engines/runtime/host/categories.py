@@ -23,8 +23,8 @@ MOVES = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Tr
 USUAL = "1"         # where no encoder says what it takes: a number, too
 
 
-def words_for(region: Region, constants: Mapping[str, Array],
-              shapes: Mapping[str, Sequence[int]]) -> dict[str, Array]:
+def strings_for(region: Region, constants: Mapping[str, Array],
+                shapes: Mapping[str, Sequence[int]]) -> dict[str, Array]:
     """Choose a string for each element of a program's inputs.
 
     Parameters
@@ -52,8 +52,8 @@ def words_for(region: Region, constants: Mapping[str, Array],
         for token in np.asarray(array, object).reshape(-1).tolist():
             if categories and token in numbers:
                 taken.setdefault(numbers[token], []).append(categories)
-    words = [_common(taken.get(number, ())) for number in range(len(tokens))]
-    return {name: np.array([words[number] for number, (owner, _) in enumerate(tokens) if owner == name],
+    strings = [_common(taken.get(number, ())) for number in range(len(tokens))]
+    return {name: np.array([strings[number] for number, (owner, _) in enumerate(tokens) if owner == name],
                            object).reshape(tuple(shape)) for name, shape in shapes.items()}
 
 

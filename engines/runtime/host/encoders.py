@@ -65,11 +65,11 @@ def _mapped(table: Mapping[Any, Any], usual: Any, dtype: Any) -> Encode:
 def _one_hot_encoder(attrs: Attrs) -> Encode:
     categories = [*map(_text, attrs.get("cats_strings") or attrs["cats_int64s"])]
     unknown, may_be_unknown = len(categories), attrs.get("zeros", 1)
-    places = {category: place for place, category in enumerate(categories)}     # of equal ones the last, as there
+    indices = {category: index for index, category in enumerate(categories)}    # of equal ones the last, as there
     rows = np.eye(unknown + 1, unknown, dtype=np.float32)                       # the last one is of no category
 
     def encode(x: Array) -> tuple[Array, ...]:
-        found = [places.get(value, unknown) for value in x.reshape(-1).tolist()]
+        found = [indices.get(value, unknown) for value in x.reshape(-1).tolist()]
         if not may_be_unknown and unknown in found:
             raise ValueError(f"{x.reshape(-1)[found.index(unknown)]!r} is none of its categories, and `zeros` is 0")
         return (rows.take(found, 0).reshape(*x.shape, unknown),)
@@ -84,7 +84,7 @@ def categories_of(node: Node) -> list[str]:
 
 
 def _columns(attrs: Attrs) -> Encode:
-    return lambda x, places: (np.atleast_2d(x).take(places.reshape(-1), -1),)
+    return lambda x, indices: (np.atleast_2d(x).take(indices.reshape(-1), -1),)
 
 
 def _table(attrs: Attrs, which: str) -> tuple[list[Any], str, Any]:

@@ -34,12 +34,12 @@ def _non_max_suppression(attrs: Attrs, boxes: Array, scores: Array, *numbers: Ar
     """Run NonMaxSuppression on the host, for backends that have neither a kernel nor reference steps."""
     from infer_server.engines.ops.selection import BoundedNonMaxSuppression  # imported at the first run
 
-    given: list[Array] = [np.zeros(1, np.int64), np.zeros(1, np.float32), np.full(1, -np.inf, np.float32)]
+    limits: list[Array] = [np.zeros(1, np.int64), np.zeros(1, np.float32), np.full(1, -np.inf, np.float32)]
     for index, number in enumerate(numbers):
         if number is not None:
-            given[index] = number
+            limits[index] = number
     node = Node("BoundedNonMaxSuppression", (), (), {**attrs, "limit": boxes.shape[1]})
-    found, count = BoundedNonMaxSuppression.reference(node, boxes, scores, *given)
+    found, count = BoundedNonMaxSuppression.reference(node, boxes, scores, *limits)
     return (found[:int(count[0])],)
 
 

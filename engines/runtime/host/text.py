@@ -62,9 +62,9 @@ def _between(separators: list[Callable[[str], Iterator[tuple[int, int]]]], text:
     return parts
 
 
-def _apart(text: str, places: Iterator[tuple[int, int]]) -> Iterator[str]:
+def _apart(text: str, spans: Iterator[tuple[int, int]]) -> Iterator[str]:
     done = 0
-    for begin, end in places:
+    for begin, end in spans:
         yield text[done:begin]
         done = end
     yield text[done:]

@@ -84,7 +84,7 @@ def segment_maker(plan: Plan) -> SegmentMaker:
 
 
 class LateSpecialiser:
-    """Specialiser that imports the compiler at the first shape for which no stored symbolic plan holds."""
+    """Specialiser that imports the compiler at the first shape for which no built or stored symbolic plan holds."""
 
     def __init__(self, plan: Plan, cache: str | os.PathLike[str] | bool) -> None:
         self.first: Specialisation | None = None
@@ -92,12 +92,11 @@ class LateSpecialiser:
         self._compiler: SpecialisationMaker | None = None
         self._importing = threading.Lock()
         if plan.open:
-            from infer_server.engines.compiler.symbolic import CACHING, ORDINARY, SymbolicPlans, stored_symbolic_plans
+            from infer_server.engines.compiler.symbolic import CACHING, ORDINARY, symbolic_plans_of
             self._cache = _engine_cache(cache)
             # Of plans with caches in place, and of others.
-            self._stored = {kind == CACHING: SymbolicPlans(lambda env, extents: None, None, stored)
-                            for kind in (CACHING, ORDINARY)
-                            if (stored := stored_symbolic_plans(plan, self._cache, kind))}
+            self._stored = {kind == CACHING: symbolic_plans_of(plan, self._cache, kind, lambda env, extents: None, None)
+                            for kind in (CACHING, ORDINARY)}
 
     def _specialiser(self) -> SpecialisationMaker:
         """Return the compiler. Raises PlanTargetError if the plan is stripped or the compiler is not installed."""

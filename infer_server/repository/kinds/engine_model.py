@@ -15,8 +15,8 @@ from infer_server.backend import (
     Engine,
     ExecutionContext,
     GpuDevice,
-    InPlaceContext,
     Shapes,
+    ZeroCopyContext,
     is_mixed,
     is_open,
     precision_of,
@@ -107,7 +107,7 @@ class EngineModel(QueuedModel):
         self.precision, self.built_secs = precision_of(engine), next(iter(engines.loaded.values())).built_secs
         if not (config.ragged or padding or config.sequences):      # such batches are assembled in host memory
             self.zero_copy_devices = {None, *(device for context, device in zip(contexts, config.devices, strict=True)
-                                    if device is not None and isinstance(context, InPlaceContext)
+                                    if device is not None and isinstance(context, ZeroCopyContext)
                                     and context.binds_arrays)}
         self.gpus = tuple(gpu for gpu in engines.gpus if gpu.number in engines.loaded)
         self.device_bytes = {

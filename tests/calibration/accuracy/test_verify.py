@@ -224,6 +224,21 @@ def test_a_program_is_judged_by_the_coarsest_of_its_segments(tmp_path: Path) -> 
         assert (found.precision, found.faults) == (precision, ())
 
 
+@pytest.mark.parametrize("factor, rows, notes", [(1.0, True, 0), (0.0, False, 1)])
+def test_a_program_is_verified_on_random_numbers_and_says_if_nothing_is_compared(
+        tmp_path: Path, factor: float, rows: bool, notes: int) -> None:
+    """With zeros, the likely input, no element is chosen."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> m (float[N,4] x) => (float[k] y) '
+        f"<float[1] c = {{{factor}}}> {{ m = Mul(x, c) n = NonZero(m) t = Transpose(n) g = GatherND(m, t) "
+        "y = Exp(g) }")
+    onnx.save(model, tmp_path / "m.onnx")
+    build_engine(tmp_path / "m.onnx", timing=False, cache=False).save(tmp_path / "m.plan")
+    found = verify(tmp_path / "m.plan", tmp_path / "m.onnx")
+    assert not found.faults and (found.outputs[0].rows > 0) is rows
+    assert len([note for note in found.notes if "nothing is compared" in note]) == notes
+
+
 @pytest.mark.parametrize("model", [chosen_patches, chosen_rows, scanned])
 def test_a_program_has_a_reference_without_onnx_runtime(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Callable[[], onnx.ModelProto]) -> None:

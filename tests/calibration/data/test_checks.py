@@ -1,7 +1,9 @@
 """Calibration data that cannot be right are told, and those that can be are not."""
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,7 +20,7 @@ from infer_server.engines import build_engine
 from infer_server.engines.errors import CalibrationError
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.plan import IoTensor
-from infer_server.engines.preprocess import IMAGENET, Preprocess
+from infer_server.engines.preprocess import IMAGENET, PRESETS, Preprocess
 
 X = IoTensor("x", "float32", ("batch", 3, 8, 8))
 GRAY = IoTensor("x", "float32", ("batch", 1, 8, 8))
@@ -60,6 +62,28 @@ def test_usual_data_are_not_doubted() -> None:
 @pytest.mark.parametrize("scale, complaint", [(1 / 255, "use little of the range"), (100, "do not come from it")])
 def test_a_declared_preprocessing_that_the_data_contradict_is_told(scale: float, complaint: str) -> None:
     assert complaint in doubts({"x": images() * np.float32(scale)}, declared=IMAGENET.fit(X.shape))
+
+
+@pytest.mark.parametrize("changes, told", [
+    ({"scale": 1.0}, "scales pixels to 0 to 255, and its mean, up to 0.485, is one of pixels of 0 to 1"),
+    ({"mean": (123.7, 116.3, 103.5), "std": (58.4, 57.1, 57.4)}, "divide mean and std by 255")])
+def test_a_mean_of_another_scale_is_told(changes: dict[str, Any], told: str) -> None:
+    declared = replace(IMAGENET, **changes).fit(X.shape)
+    assert told in doubts({"x": images()}, declared=declared)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_preset_is_doubted(preset: str) -> None:
+    declared = PRESETS[preset]
+    low, high = declared.range
+    values = RNG.uniform(low, high, (8, 3, 8, 8)).astype(np.float32)
+    assert doubts({"x": values}, declared=declared) == ""
+
+
+def test_items_of_which_most_are_equal_are_told() -> None:
+    few = images(3)
+    assert "only 3 of 9 calibration items are different" in doubts({"x": np.concatenate([few, few, few])})
+    assert doubts({"x": np.concatenate([images(8), few[:1], few[:1]])}) == ""
 
 
 def test_integers_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -1,12 +1,17 @@
 """Builds to an accuracy target keep the layers in float that lose most, and no more."""
+from functools import partialmethod
+
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from infer_server.calibration import Calibration
+from infer_server.calibration.target import metrics, selection
 from infer_server.calibration.target.labels import read_labels
 from infer_server.calibration.target.metrics import Items, metric_of
 from infer_server.calibration.target.search import AccuracyTarget
+from infer_server.calibration.target.sensitivity import Layer, Sensitivity
+from infer_server.calibration.target.sets import LayerSets
 from infer_server.cli.build_engine import main
 from infer_server.cli.verifying import parse_drop
 from infer_server.engines import build_engine
@@ -59,6 +64,64 @@ def test_the_layers_that_lose_most_stay_in_float():
     assert {one["layer"] for one in report["layers"]} == {"first", "wide_a", "wide_b", "last"}
 
 
+def test_each_stage_has_progress_and_trials_are_bounded(monkeypatch):
+    told = []
+    build(AccuracyTarget(0.002, "cosine"), progress=lambda *step: told.append(step))
+    stages = list(dict.fromkeys(stage for stage, *_ in told))
+    known = ("calibrating", "searching", "evaluating", "ranking", "growing", "closing", "pruning")
+    assert [stage for stage in stages if stage != "compiling"] == list(known)
+    assert all(done <= of for _, done, of, _ in told if of)
+    monkeypatch.setattr(selection, "MOST_GROWING", 0)       # the order is that of the layers measured alone
+    assert build(AccuracyTarget(0.002, "cosine"))["target"]["met"]
+
+
+def test_a_layer_that_the_target_does_not_need_returns_to_int8():
+    """The first of three layers is superfluous once the others are there; "c" alone meets the target by chance."""
+    every = [Layer(name, (name,)) for name in "abc"]
+    ranked = [Sensitivity(layer, 0.0, noise, 1.0) for layer, noise in zip(every, (0.5, 0.3, 0.2), strict=True)]
+
+    class Sets:
+        layers, in_order = every, LayerSets.in_order
+        noises = {"": 1.0, "a": 0.5, "b": 0.7, "c": 0.8, "ab": 0.4, "ac": 0.45, "bc": 0.06, "abc": 0.05}
+
+        def key(self, kept):
+            return "".join(layer.name for layer in self.in_order(kept))
+
+        def noise(self, judge, kept):
+            return self.noises[self.key(kept)]
+
+        def drop(self, kept):
+            return 0.0 if self.key(kept) == "c" else self.noises[self.key(kept)]
+
+        def us(self, kept):
+            return 0.0
+
+    for most, expected in ((0.5, "a"), (0.2, "bc"), (0.055, "abc")):
+        sets = Sets()
+        chosen = selection.Selection(sets, None, ranked, most, lambda *step: None)
+        assert sets.key(chosen.kept()) == expected
+
+
+def test_an_int8_layer_between_two_float_ones_moves_if_that_takes_no_more_time():
+    every = [Layer(name, (name,)) for name in "abcd"]
+    ranked = [Sensitivity(layer, 0.0, noise, 1.0) for layer, noise in zip(every, (0.5, 0.0, 0.4, 0.0), strict=True)]
+
+    class Sets:
+        layers, in_order = every, LayerSets.in_order
+
+        def noise(self, judge, kept):
+            return 1.0 - sum(one.noise for one in ranked if one.layer in kept)
+
+        drop = partialmethod(noise, None)
+
+        def us(self, kept):
+            conversions = sum((a in kept) != (b in kept) for a, b in zip(every, every[1:], strict=False))
+            return 100.0 + len(kept) + 3.0 * conversions
+
+    chosen = selection.Selection(Sets(), None, ranked, 0.15, lambda *step: None)
+    assert "".join(layer.name for layer in Sets().in_order(chosen.kept())) == "abc"
+
+
 def test_nothing_stays_in_float_if_int8_is_within_the_target():
     found = build(AccuracyTarget(1.0, "cosine"))
     assert found["target"]["met"] and not found["target"]["kept"] and "kept_float" not in found
@@ -100,7 +163,9 @@ def test_the_command_exits_with_3_and_writes_the_plan(tmp_path, capsys):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"max_drop": -0.1}, "at least 0"), ({"max_drop": 0.1, "metric": "top2"}, "did you mean 'top1'"),
-    ({"max_drop": 0.1, "metric": "top1"}, "needs labels"), ({"max_drop": 0.1, "labels": [1]}, "give evaluation data")])
+    ({"max_drop": 0.1, "metric": "top1"}, "needs labels"), ({"max_drop": 0.1, "labels": [1]}, "give evaluation data"),
+    ({"max_drop": 0.1, "test_labels": [1]}, "give test data"),
+    ({"max_drop": 0.1, "data": [], "labels": [1], "test": []}, "labels of the test items, too")])
 def test_wrong_targets_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         AccuracyTarget(**options)
@@ -143,15 +208,47 @@ def test_labels_of_folders_and_files(tmp_path):
 def test_metrics():
     expected = [{"y": np.array([[0.0, 1.0, 0.5]])}, {"y": np.array([[2.0, 1.0, 0.0]])}]
     came = [{"y": np.array([[0.0, 2.0, 1.0]])}, {"y": np.array([[0.0, 1.0, 0.5]])}]
-    items = Items(None, expected, [1, 1])
-    assert metric_of("", items).name == "top1" and metric_of("", Items(None, expected)).name == "agreement"
-    assert metric_of("top1", items).score(items, came) == 1.0
-    assert metric_of("agreement", items).score(items, came) == 0.5
-    assert 0.5 < metric_of("cosine", items).score(items, came) < 1.0
-    boxes = Items(None, [{"boxes": np.zeros((1, 3, 4))}])
-    assert metric_of("", boxes).name == "cosine"
+
+    def scored(name, labels=None):
+        metric = metric_of(name, expected[0], labels is not None)
+        items = Items(None, labels, list(map(metric.keep, expected)))
+        return metric.name, metric.score(items, iter(came))     # outputs are iterated over once, and not held
+
+    assert scored("", [1, 1]) == ("top1", 1.0) and scored("") == ("agreement", 0.5)
+    assert scored("agreement", [1, 1])[1] == 0.5
+    assert 0.5 < scored("cosine")[1] < 1.0
+    boxes = {"boxes": np.zeros((1, 3, 4))}
+    assert metric_of("", boxes, False).name == "cosine"
     with pytest.raises(ConfigError, match="is for classifiers"):
-        metric_of("agreement", boxes)
+        metric_of("agreement", boxes, False)
+
+
+def test_metrics_keep_of_the_float_model_only_what_they_need():
+    outputs = {"y": np.array([[0.0, 1.0, 0.5]]), "n": np.array([3])}
+    assert metric_of("agreement", outputs, False).keep(outputs) == 1
+    assert metric_of("top1", outputs, True).keep(outputs) is None
+    assert [*metric_of("cosine", outputs, False).keep(outputs)] == ["y"]
+
+
+def test_items_that_a_metric_holds_have_a_limit(monkeypatch, tmp_path):
+    monkeypatch.setattr(metrics, "MOST_BYTES", 100)
+    with pytest.raises(CalibrationError, match="evaluation items take more than"):
+        build(AccuracyTarget(0.002, "cosine"))
+    (tmp_path / "metric.py").write_text("def score(inputs, outputs, labels): return 1.0\n")
+    with pytest.raises(CalibrationError, match="give fewer items, --eval"):
+        build(AccuracyTarget(0.1, f"{tmp_path / 'metric.py'}:score"))
+    assert build(AccuracyTarget(1.0, "agreement"))["target"]["met"]         # holds a number an item
+
+
+def test_the_chosen_layers_are_scored_on_test_items():
+    notices = []
+    target = AccuracyTarget(0.002, "cosine", feeds(8, seed=2), test=feeds(12, seed=3))
+    found = build(target, notify=notices.append)["target"]
+    assert found["test"]["items"] == 12 and found["test"]["float"] == pytest.approx(1.0)
+    assert 0.9 < found["test"]["score"] < 1.0 and found["test"]["score"] != found["score"]
+    assert any(notice.startswith("test: cosine 1.0000 in float") for notice in notices)
+    labelled = AccuracyTarget(1.0, "top1", feeds(8), [0] * 8, feeds(4), [1] * 4)
+    assert build(labelled)["target"]["test"]["items"] == 4
 
 
 def test_drops_are_shares_or_per_cent():

@@ -2,7 +2,7 @@
 
 GPUs are many and their emulation is slow: INFER_TEST_GPUS=sm_61,sm_80 names those that take part, none by default;
 `cuda` is the GPU of this machine itself. tests/gpu has a few problems of every family for every run. Dynamic kernels
-run a part of the suite, and all of it with INFER_TEST_TOLD=1.
+run a part of the suite, and all of it with INFER_TEST_DYNAMIC=1.
 """
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from infer_server.engines.backends.cuda.codegen.gpu import GPUS
 from infer_server.engines.backends.llvm.codegen.isa import ALL, AVX2, AVX512_AMX_FP16, AVX512_VNNI, PORTABLE
 from scripts.testing.gpu.runner import GpuRunner, at_hand
 from scripts.testing.suite import Runner
-from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner
+from tests.engines.backends.llvm.runner import CpuRunner, DynamicRunner
 from tests.engines.backends.numpy.runner import NumpyRunner
 
 _GPUS = filter(None, os.environ.get("INFER_TEST_GPUS", "").split(","))
 OTHERS: list[Runner] = [NumpyRunner(), *(at_hand() if name == "cuda" else GpuRunner(GPUS[name]) for name in _GPUS)]
-TOLD: list[Runner] = [ToldRunner(PORTABLE)]
+DYNAMIC: list[Runner] = [DynamicRunner(PORTABLE)]
 # AVX512_AMX_FP16 has the kernels of AVX512_AMX and one product more, which llvm/test_matrix_unit.py tests.
 CPUS = [CpuRunner(isa) for isa in ALL if isa is not AVX512_AMX_FP16]
 RUNNERS: list[Runner] = [*CPUS, *OTHERS]
@@ -31,9 +31,9 @@ def _each(name: str, runners: Sequence[Runner]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(name, runners, ids=lambda runner: runner.name)
 
 
-EVERY_BACKEND = _each("runner", [*RUNNERS, *(TOLD if "INFER_TEST_TOLD" in os.environ else [])])
+EVERY_BACKEND = _each("runner", [*RUNNERS, *(DYNAMIC if "INFER_TEST_DYNAMIC" in os.environ else [])])
 # For kernels without dot products: there the CPUs differ in their lanes and packs only.
-EVERY_WIDTH = _each("runner", [*map(CpuRunner, (AVX512_VNNI, AVX2, PORTABLE)), *TOLD, *OTHERS])
+EVERY_WIDTH = _each("runner", [*map(CpuRunner, (AVX512_VNNI, AVX2, PORTABLE)), *DYNAMIC, *OTHERS])
 # For what only kernels of CPUs have, tactics for example.
 EVERY_ISA = _each("cpu", CPUS)
 EVERY_ISA_WIDTH = _each("cpu", list(map(CpuRunner, (AVX512_VNNI, AVX2, PORTABLE))))

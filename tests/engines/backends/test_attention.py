@@ -10,7 +10,7 @@ from infer_server.engines.lowering.epilogue.program import ProgramBuilder
 from infer_server.engines.lowering.problems.matmul import Attention
 from infer_server.engines.lowering.problems.view import View, dense_view
 from scripts.testing.suite import check, random_array
-from tests.engines.backends.llvm.runner import ToldRunner
+from tests.engines.backends.llvm.runner import DynamicRunner
 from tests.engines.backends.runners import EVERY_BACKEND
 
 BATCH = 2
@@ -105,11 +105,11 @@ def test_attention_of_floats_agrees_with_its_reference(shape, precision, runner)
 
 
 @pytest.mark.parametrize("isa", [AVX512_VNNI, PORTABLE], ids=lambda isa: isa.name)
-def test_a_mask_is_read_at_most_a_vector_past_its_end_if_its_extent_is_told(isa):
+def test_a_mask_is_read_at_most_a_vector_past_its_end_if_its_extent_is_dynamic(isa):
     """A panel of four vectors may have one key."""
     spec, inputs, constants = problem(Shape(2, 20, 65, 8, 8, "full"), "int8")
     for tactic in AttentionKernel(spec).tactics(isa):
-        check(spec, ToldRunner(isa), inputs, constants, tactic=tactic, slack=4)
+        check(spec, DynamicRunner(isa), inputs, constants, tactic=tactic, slack=4)
 
 
 @EVERY_BACKEND

@@ -14,7 +14,7 @@ from infer_server.engines.lowering.problems.view import View, dense_view
 from infer_server.engines.plan.plan import SLACK
 from scripts.testing.suite import check, gapped, random_array, requantise
 from tests.engines.backends.llvm.jit import assembly, spills
-from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner, kernel_of
+from tests.engines.backends.llvm.runner import CpuRunner, DynamicRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA
 
 BATCH = 2
@@ -84,8 +84,8 @@ def test_a_product_with_zero_points_in_memory_is_exact(shape, zeros, cpu):
 
 @pytest.mark.parametrize("zeros", [("uint8", "int8"), ("uint8", "uint8")], ids=str)
 @EVERY_SHAPE
-def test_a_product_of_integers_may_be_told_its_numbers(shape, zeros):
-    exact_integers(shape, zeros, ToldRunner(PORTABLE))
+def test_a_product_of_integers_may_have_dynamic_numbers(shape, zeros):
+    exact_integers(shape, zeros, DynamicRunner(PORTABLE))
 
 
 def exact_integers(shape, zeros, cpu):
@@ -149,7 +149,7 @@ def test_few_rows_give_the_same_whether_the_right_factor_is_packed_or_not(shape,
         check(spec, cpu, inputs, constants, TOLERANCE["fp32"], tactic=tile, pieces=2, slack=4)
 
 
-@pytest.mark.parametrize("cpu", [*map(CpuRunner, (AVX512_VNNI, AVX2, PORTABLE)), ToldRunner(PORTABLE)],
+@pytest.mark.parametrize("cpu", [*map(CpuRunner, (AVX512_VNNI, AVX2, PORTABLE)), DynamicRunner(PORTABLE)],
                          ids=lambda cpu: cpu.name)
 def test_a_large_right_factor_is_read_row_by_row_for_a_few_rows(cpu):
     for shape, given in ((Shape((), 1, 203, 331), None), (Shape((2,), 3, 258, 257, gaps=True), Streams(4, 8))):

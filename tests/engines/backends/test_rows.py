@@ -8,7 +8,7 @@ from infer_server.engines.lowering.epilogue.program import ProgramBuilder
 from infer_server.engines.lowering.problems.rows import Extreme, Lrn, Norm, Reduce, Softmax
 from infer_server.engines.lowering.problems.view import View, dense_view
 from scripts.testing.suite import check, gapped, random_array, requantise, run
-from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner, kernel_of
+from tests.engines.backends.llvm.runner import CpuRunner, DynamicRunner, kernel_of
 from tests.engines.backends.runners import EVERY_WIDTH
 
 BATCH = 2
@@ -47,10 +47,10 @@ def test_a_row_program_equals_its_reference(family, width, runner):
 
 
 @EVERY_FAMILY
-def test_a_row_is_read_at_most_the_slack_past_its_end_if_its_width_is_told(family):
+def test_a_row_is_read_at_most_the_slack_past_its_end_if_its_width_is_dynamic(family):
     view = dense_view("float32", (2, 65))
     spec = family((view,), view)
-    check(spec, ToldRunner(AVX512_VNNI), data(spec), {}, pieces=2)
+    check(spec, DynamicRunner(AVX512_VNNI), data(spec), {}, pieces=2)
 
 
 @EVERY_WIDTH

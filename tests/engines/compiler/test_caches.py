@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from infer_server.engines import build_engine, load_engine
-from infer_server.engines.backends.device import WorksInPlace
+from infer_server.engines.backends.device import SupportsInPlace
 from infer_server.engines.errors import ConfigError, InputError
 from infer_server.engines.frontend.onnx_file import read_model
 from infer_server.engines.ir.graph import Array
@@ -145,13 +145,13 @@ def test_kernels_work_in_the_memory_of_the_caches(growing: Engine, queries: Engi
     for engine, extents in ((growing, {"P": 6}), (queries, {"S": 1, "P": 6, "T": 7})):
         context = engine.executor.caching({**extents, CACHE_CAPACITY: CAPACITY}).create_context()
         execution = context.execution
-        assert isinstance(execution, WorksInPlace)
+        assert isinstance(execution, SupportsInPlace)
         caches = [view for view in context.plan.machine.inputs if view.name in PASTS]
         assert len(caches) == 2
         for view in caches:
             array = np.zeros((1, *view.shape), np.float32).view(ChangingArray)
-            assert execution.lend_in_place(view, array)
-        assert execution.take_back()
+            assert execution.set_in_place_buffer(view, array)
+        assert execution.release_buffers()
 
 
 def test_a_full_cache_is_an_error_and_takes_tokens_again_after_a_reset(growing: Engine,

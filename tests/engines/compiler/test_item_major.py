@@ -11,9 +11,9 @@ from infer_server.engines import build_engine
 from infer_server.engines.backends.llvm.runtime.abi import WorkerRow
 from infer_server.engines.backends.llvm.runtime.execution import SerialExecution
 from infer_server.engines.backends.llvm.runtime.item_groups import divides_by_items
-from infer_server.engines.backends.llvm.runtime.lending import address_of
 from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
 from infer_server.engines.backends.llvm.runtime.workers import ParallelExecution, ParallelProgram
+from infer_server.engines.backends.llvm.runtime.zero_copy import address_of
 from infer_server.engines.backends.llvm.tuning import item_major
 from infer_server.engines.backends.llvm.tuning.item_major import run_item_major, with_item_major_runs
 from infer_server.engines.compiler.specialise import Specialiser
@@ -75,13 +75,13 @@ def test_what_threads_cannot_divide_by_items(plan: Plan) -> None:
 
 def test_items_are_read_where_they_lie_and_the_bytes_are_the_same(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "ITEM_BYTES", 0)
-    monkeypatch.setattr(context, "LENT_BYTES", 0)
+    monkeypatch.setattr(context, "ZERO_COPY_BYTES", 0)
     x = far_from_the_end_of_a_page(images_for(TINY["mobilenet_v2"](), MAX_BATCH, seed=3))
     expected = Engine(plan).run({"input": x})["output"]
     monkeypatch.setattr(np, "copyto", None)         # nothing is copied
     for one in (plan, run_item_major(plan, long_runs(plan))):
         own = Engine(one).create_context()
-        assert own.in_place == {"input"}
+        assert own.zero_copy_inputs == {"input"}
         for bytes_off in (0, 1, 6):
             pieces = [far_from_the_end_of_a_page(x[i:i + 1], bytes_off) for i in range(MAX_BATCH)]
             own.execute_with(MAX_BATCH, {"input": pieces})
@@ -184,8 +184,8 @@ def test_other_shapes_run_item_by_item_what_the_usual_one_does(monkeypatch: pyte
         found = [step.name for run in by_item.machine.item_major for step in by_item.machine.steps[run.first:run.last]]
         assert names <= {*found} and usual.machine.steps[run.last - 1].name not in found
         x = {"x": np.random.default_rng(3).standard_normal((MAX_BATCH, *by_item.inputs[0].shape[1:]), np.float32)}
-        expected = Specialisation(by_step, beside=Specialisation(usual)).run(x)
-        for name, output in Specialisation(by_item, beside=Specialisation(usual)).run(x).items():
+        expected = Specialisation(by_step, base=Specialisation(usual)).run(x)
+        for name, output in Specialisation(by_item, base=Specialisation(usual)).run(x).items():
             np.testing.assert_array_equal(output, expected[name])
 
 

@@ -142,7 +142,7 @@ def test_shapes_never_met_are_computed_by_kernels_that_are_told_their_extents(
 
 def test_without_the_compiler_numpy_is_the_general_version(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    plan = built(attention_net()).plan
+    plan = built(attention_net(), symbolic_plans=False).plan
 
     def session(target: str, *_: object) -> LlvmSession:
         raise ImportError("no llvmlite")
@@ -169,7 +169,7 @@ def test_a_specialisation_is_what_a_build_for_its_shapes_is() -> None:
     one = Specialiser(plan).plan({"T": 21})
     assert one.machine.code == fixed.machine.code and one.inputs == fixed.inputs
     assert one.machine.buffers == fixed.machine.buffers and one.machine.shared == (len(plan.machine.constants), 0)
-    ours, theirs = (bytes(Specialisation(p, beside=Specialisation(plan)).run(tokens(2, 21))["y"]) for p in (one, fixed))
+    ours, theirs = (bytes(Specialisation(p, base=Specialisation(plan)).run(tokens(2, 21))["y"]) for p in (one, fixed))
     assert ours == theirs
 
 
@@ -188,12 +188,12 @@ def test_packed_weights_are_there_once_for_all_specialisations(precision: str, t
     feed, first = tokens(2, 31), Specialisation(plan)
     expected = Specialisation(Specialiser(plan, "numpy").plan({"T": 31})).run(feed)["y"]
     for one in (other, later):
-        found = Specialisation(one, beside=first).run(feed)["y"]
+        found = Specialisation(one, base=first).run(feed)["y"]
         np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
     with pytest.raises(PlanTargetError, match="cannot be loaded alone; load the plan of its model"):
         Specialisation(later)
     with pytest.raises(PlanCorruptError, match="does not belong to the plan it is loaded with"):
-        Specialisation(later.with_machine(shared=(1 << 20, 1 << 20)), beside=first)
+        Specialisation(later.with_machine(shared=(1 << 20, 1 << 20)), base=first)
 
 
 def test_what_the_build_timed_decides_at_other_shapes_where_the_cost_does_not_tell() -> None:
@@ -444,7 +444,7 @@ def test_specialisations_are_kept_on_the_disk(tmp_path: Path, monkeypatch: pytes
 
     assert_right(engine(), attention_net(), tokens(2, 6))
     assert len(list((tmp_path / "kept").glob("*.plan"))) == 1
-    monkeypatch.setattr(Specialiser, "_made", lambda self, target, extents: pytest.fail("it is made again"))
+    monkeypatch.setattr(Specialiser, "_compiled", lambda self, target, extents: pytest.fail("it is made again"))
     assert_right(engine(), attention_net(), tokens(2, 6))
 
 

@@ -79,7 +79,7 @@ MODELS = {
 
 
 def built(model: onnx.ModelProto) -> Plan:
-    plan: Plan = build_engine(model, cache=False, timing=False).plan
+    plan: Plan = build_engine(model, cache=False, timing=False, symbolic_plans=False).plan
     return plan
 
 
@@ -134,8 +134,8 @@ def test_tables_of_a_symbolic_plan_are_those_of_its_plan(case: str) -> None:
         made = specialiser.symbolic(extents)
         if not made.of_symbolic:
             continue
-        ours, theirs = (LoadedPlan(one, beside=first) for one in (made, made.with_machine()))
-        assert ours.program is LoadedPlan(made, beside=first).program is not theirs.program
+        ours, theirs = (LoadedPlan(one, base=first) for one in (made, made.with_machine()))
+        assert ours.program is LoadedPlan(made, base=first).program is not theirs.program
         for name in ("operand_offsets", "sizes"):
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
         np.testing.assert_array_equal(ours.steps[:, 1:], theirs.steps[:, 1:])
@@ -355,7 +355,7 @@ def test_plans_agree_that_compute_the_same_and_no_others() -> None:
 
 def test_symbolic_plans_are_stored_for_later_processes(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    build_engine(grouped_queries(), cache=False, timing=False).save(tmp_path / "model.plan")
+    build_engine(grouped_queries(), cache=False, timing=False, symbolic_plans=False).save(tmp_path / "model.plan")
     plan, cache = read_plan(tmp_path / "model.plan"), EngineCache(tmp_path / "cache")
     monkeypatch.delenv(object_cache.VARIABLE, raising=False)
     stored = stored_symbolic_plans(plan, cache)
@@ -391,7 +391,7 @@ def test_symbolic_plans_are_stored_for_later_processes(
 
 
 def test_an_engine_at_a_shape_of_a_stored_symbolic_plan_imports_no_compiler(tmp_path: Path) -> None:
-    build_engine(mixer(), cache=False, timing=False).save(tmp_path / "model.plan")
+    build_engine(mixer(), cache=False, timing=False, symbolic_plans=False).save(tmp_path / "model.plan")
     run = ("import sys, numpy as np; from infer_server.engines.loading import load_engine; "
            f"engine = load_engine({str(tmp_path / 'model.plan')!r}, specialise='off', cache={str(tmp_path)!r}); "
            "print([float(engine.run({'x': np.ones((1, n, 8), np.float32)})['y'].sum()) for n in (50, 51)], "

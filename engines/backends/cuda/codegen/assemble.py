@@ -94,8 +94,8 @@ def _find(package: str, pattern: str) -> str:
         found = importlib.util.find_spec(package)
     except ModuleNotFoundError:
         return ""
-    places = found.submodule_search_locations if found else None
-    return next((str(path) for place in places or () for path in sorted(Path(place).glob(pattern))), "")
+    folders = found.submodule_search_locations if found else None
+    return next((str(path) for folder in folders or () for path in sorted(Path(folder).glob(pattern))), "")
 
 
 def _linked(ptx: str, gpu: Gpu, library: str) -> bytes:

@@ -123,9 +123,9 @@ _pointer = ctypes.PYFUNCTYPE(c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCa
 
 
 def _check_dense(shape: tuple[int, ...], strides: Any, size: int) -> None:
-    wanted = [size * math.prod(shape[axis + 1:]) for axis in range(len(shape))]
+    expected = [size * math.prod(shape[axis + 1:]) for axis in range(len(shape))]
     if strides is not None and any(step != array_offset and extent > 1 for step, array_offset, extent
-                                   in zip(strides, wanted, shape, strict=True)):
+                                   in zip(strides, expected, shape, strict=True)):
         raise NotOnDevice(f"it is not C-contiguous: shape {list(shape)}, strides {list(strides)}; "
                           "copy it to a contiguous array")
 
@@ -137,8 +137,8 @@ def misfit(tensor: DeviceTensor, view: TensorView) -> str:
     if tensor.dtype not in (dtype, memory_dtype(view.dtype).name):
         return f"it is {tensor.dtype}, the model has {dtype}"
     if tensor.shape[view.batched:] != view.shape or len(tensor.shape) != len(view.shape) + view.batched:
-        wanted = ["batch"] * view.batched + [str(extent) for extent in view.shape]
-        return f"its shape is {list(tensor.shape)}, the model has [{', '.join(wanted)}]"
+        expected = ["batch"] * view.batched + [str(extent) for extent in view.shape]
+        return f"its shape is {list(tensor.shape)}, the model has [{', '.join(expected)}]"
     return ""
 
 
@@ -164,6 +164,6 @@ def rows_of(view: TensorView, items: int) -> Iterator[StridedCopy]:
         width *= extents.pop()
         strides.pop()
     count, step = (extents.pop(), strides.pop()) if extents else (1, width)
-    for number, place in enumerate(np.ndindex(*extents)):
-        tensor_offset = sum(index * stride for index, stride in zip(place, strides, strict=True))
+    for number, indices in enumerate(np.ndindex(*extents)):
+        tensor_offset = sum(index * stride for index, stride in zip(indices, strides, strict=True))
         yield StridedCopy(view.offset + tensor_offset, step, number * count * width, width, count)

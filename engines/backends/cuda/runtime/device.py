@@ -39,7 +39,7 @@ class CudaDevice:
         except CudaError as error:
             return f"built for the GPU target '{plan.machine.target}', but {error}"
 
-    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> CudaPlan:
+    def load(self, plan: Plan, threads: int, base: Loaded | None = None) -> CudaPlan:
         """Load a plan. `threads` may only be 1, as the host just waits for the GPU."""
         if threads > 1:
             raise ConfigError(f"{plan.name}: threads={threads}, but a plan for a GPU is run by one; for more requests "

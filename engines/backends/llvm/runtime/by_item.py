@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.engines.backends.llvm.runtime.abi import StepRow
-from infer_server.engines.backends.llvm.runtime.lending import ZeroCopyBuffers
+from infer_server.engines.backends.llvm.runtime.zero_copy import ZeroCopyBuffers
 from infer_server.engines.plan.plan import TensorView
 
 Words = NDArray[np.int64]
@@ -30,7 +30,7 @@ class ItemTables:
         offsets : offset of each operand in its buffer, in bytes.
         slots : number of batch slots.
         """
-        self._lendable, self._operand_offsets = zero_copy, offsets
+        self._zero_copy, self._operand_offsets = zero_copy, offsets
         every = np.arange(slots)[:, None]
         self._every_step = steps
         self._operands = operands + every * strides
@@ -53,7 +53,7 @@ class ItemTables:
     def redirect(self, view: TensorView, first: int, begin: int, byte_size: int) -> None:
         """Make `byte_size` bytes from address `begin` on replace the items of an input from slot `first` on."""
         for slot, item in enumerate(range(begin, begin + byte_size, view.item_stride), first):
-            for operand in self._lendable.items[view.buffer]:
+            for operand in self._zero_copy.items[view.buffer]:
                 self._redirected.append((slot, operand, self._words[slot, operand]))
                 self._words[slot, operand] = item + int(self._operand_offsets[operand])
 

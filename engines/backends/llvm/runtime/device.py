@@ -13,8 +13,8 @@ from infer_server.engines.plan.plan import Plan
 class LoadedCpuEngine:
     """Plan that is ready to run on so many threads."""
 
-    def __init__(self, plan: Plan, threads: int, beside: LoadedPlan | None = None) -> None:
-        self.program, self._threads = LoadedPlan(plan, threads, beside), threads
+    def __init__(self, plan: Plan, threads: int, base: LoadedPlan | None = None) -> None:
+        self.program, self._threads = LoadedPlan(plan, threads, base), threads
         if threads > 1:
             # Imported here because single-threaded serving starts faster without it.
             from infer_server.engines.backends.llvm.runtime.workers import ParallelProgram
@@ -53,8 +53,8 @@ class CpuDevice:
             return f"made for '{part.target}', but this CPU ({machine.model}) lacks {missing}"
         return ""
 
-    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedCpuEngine:
-        return LoadedCpuEngine(plan, threads, beside.program if isinstance(beside, LoadedCpuEngine) else None)
+    def load(self, plan: Plan, threads: int, base: Loaded | None = None) -> LoadedCpuEngine:
+        return LoadedCpuEngine(plan, threads, base.program if isinstance(base, LoadedCpuEngine) else None)
 
 
 DEVICE: Device = CpuDevice()

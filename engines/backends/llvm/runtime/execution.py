@@ -13,9 +13,9 @@ from typing import Any
 
 from infer_server.engines.backends.device import Show, final_before
 from infer_server.engines.backends.llvm.runtime.by_item import ItemTables
-from infer_server.engines.backends.llvm.runtime.lending import address_of
 from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
 from infer_server.engines.backends.llvm.runtime.segments import Segment, cut_before
+from infer_server.engines.backends.llvm.runtime.zero_copy import address_of
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.machine.clock import thread_seconds
 from infer_server.engines.plan.arena import Layout, array_at, write_halo
@@ -124,16 +124,16 @@ class SerialExecution:
         calls = self._prepared(batch)
         return calls[0] if len(calls) == 1 else partial(self.run, batch)
 
-    def lend(self, view: TensorView, array: Array) -> bool:
+    def set_buffer(self, view: TensorView, array: Array) -> bool:
         return self._arena.redirect(view, array)
 
-    def lend_in_place(self, view: TensorView, array: Array) -> bool:
+    def set_in_place_buffer(self, view: TensorView, array: Array) -> bool:
         return self._arena.redirect(view, array, in_place=True)
 
-    def takes(self, view: TensorView, array: Array | None = None) -> bool:
-        return self._program.zero_copy.takes(view, array)
+    def accepts(self, view: TensorView, array: Array | None = None) -> bool:
+        return self._program.zero_copy.accepts(view, array)
 
-    def lend_items(self, view: TensorView, first: int, array: Array) -> bool:
+    def set_item_buffer(self, view: TensorView, first: int, array: Array) -> bool:
         # Check before `items` is used: it copies the operand table, which must not hold redirected addresses then.
         begin = self._program.zero_copy.address(view, array)
         if begin is not None:
@@ -141,7 +141,7 @@ class SerialExecution:
             self._scattered = True
         return begin is not None
 
-    def take_back(self) -> bool:
+    def release_buffers(self) -> bool:
         self._arena.restore()
         if self._scattered:
             self._arena.items.restore()

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from infer_server.engines.backends.llvm.runtime.abi import STEP_WORDS, WORD, StepRow
 from infer_server.engines.backends.llvm.runtime.elf import LoadedCode
 from infer_server.engines.backends.llvm.runtime.expansion import expand
-from infer_server.engines.backends.llvm.runtime.lending import ZeroCopyBuffers
 from infer_server.engines.backends.llvm.runtime.segments import Segment, cut_at_item_major_runs, cut_before, segments_of
+from infer_server.engines.backends.llvm.runtime.zero_copy import ZeroCopyBuffers
 from infer_server.engines.errors import PlanCorruptError, PlanTargetError
 from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.plan.arena import (
@@ -46,7 +46,7 @@ from infer_server.engines.plan.plan import (
     Step,
     item_strides,
 )
-from infer_server.engines.plan.symbolic import LateMachine, SymbolicPlan
+from infer_server.engines.plan.symbolic.plans import LateMachine, SymbolicPlan
 from infer_server.engines.plan.verification import verify
 
 Words = NDArray[np.int64]
@@ -135,26 +135,26 @@ def _rows(step: Step) -> Any:
 class LoadedPlan:
     """Plan ready to run: code loaded, tables filled. It is read-only afterwards, and shared by all contexts."""
 
-    def __init__(self, plan: Plan, threads: int = 1, beside: LoadedPlan | None = None) -> None:
+    def __init__(self, plan: Plan, threads: int = 1, base: LoadedPlan | None = None) -> None:
         """Load a plan.
 
         Parameters
         ----------
         threads : number of threads that compute expanded constants.
-        beside : for a specialisation, the loaded plan whose constants both share.
+        base : for a specialisation, the loaded plan whose constants both share.
 
         Raises
         ------
         PlanCorruptError, PlanTargetError
         """
         self.plan, self.machine = plan if plan.of_symbolic else verify(plan), plan.machine
-        self._beside = _checked(plan, beside) if self.machine.shared else None
+        self._base = _checked(plan, base) if self.machine.shared else None
         # Plans of one model have code in common, and their contexts take turns.
         self._codes: WeakValueDictionary[tuple[int, ...], LoadedCode] = (
-            self._beside._codes if self._beside else WeakValueDictionary())
+            self._base._codes if self._base else WeakValueDictionary())
         self._programs: WeakKeyDictionary[SymbolicPlan, Program] = (
-            self._beside._programs if self._beside else WeakKeyDictionary())
-        self._pool: MemoryPool | None = self._beside._pool if self._beside else MemoryPool() if plan.open else None
+            self._base._programs if self._base else WeakKeyDictionary())
+        self._pool: MemoryPool | None = self._base._pool if self._base else MemoryPool() if plan.open else None
         self.program, arguments = self._program()
         self._constants, self._constants_address = on_cache_line(self.machine.constants)
         self._expanded = expand(self.machine, self.kernel, self._constants_address, threads) if (
@@ -254,19 +254,19 @@ class LoadedPlan:
 
     def operand_table(self, bases: Sequence[int] | Words) -> Words:
         """Return the addresses of all operands of all steps, given the base address of each buffer."""
-        shared = self._beside.constant_addresses if self._beside else (0, 0)
+        shared = self._base.constant_addresses if self._base else (0, 0)
         every = np.concatenate([bases, (*self.constant_addresses, *shared)]).astype(np.int64, copy=False)
         table: Words = every[self.program.operand_buffers]
         table += self.operand_offsets
         return table
 
 
-def _checked(plan: Plan, beside: LoadedPlan | None) -> LoadedPlan:
-    """Return `beside`, the plan whose constants are shared, if it is the right one."""
-    if beside is None:
+def _checked(plan: Plan, base: LoadedPlan | None) -> LoadedPlan:
+    """Return `base`, the plan whose constants are shared, if it is the right one."""
+    if base is None:
         raise PlanTargetError(f"{plan.name}: a specialisation cannot be loaded alone; load the plan of its model")
-    machine = beside.machine
+    machine = base.machine
     if (len(machine.constants), machine.expanded_bytes) != plan.machine.shared:
         raise PlanCorruptError(f"{plan.name}: this specialisation does not belong to the plan it is loaded with; build "
                                "the plan again")
-    return beside
+    return base

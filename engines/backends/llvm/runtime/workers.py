@@ -181,19 +181,19 @@ class ParallelExecution:
     def ready(self, batch: int) -> Callable[[], None]:
         return partial(self.run, batch) if self._shared.worth_sharing(batch) else self._alone.ready(batch)
 
-    def lend(self, view: TensorView, array: Array) -> bool:
+    def set_buffer(self, view: TensorView, array: Array) -> bool:
         if not view.batched and self._program.plan.batch_slots > 1:
             return False            # its shape does not tell the batch size
         if not self._shared.worth_sharing(array.shape[view.batch_axis] if view.batched else 1):
-            return self._alone.lend(view, array)
+            return self._alone.set_buffer(view, array)
         # Memory that NumPy does not own may be unmapped while a late helper uses it, even if the array is referenced.
         if not _is_numpys(array) or not self.arenas[self._pick_arena()].redirect(view, array):
             return False
         self._zero_copy[view.name] = array
         return True
 
-    def take_back(self) -> bool:
-        self._alone.take_back()
+    def release_buffers(self) -> bool:
+        self._alone.release_buffers()
         if not self._zero_copy:
             return True
         assert self._next_arena is not None

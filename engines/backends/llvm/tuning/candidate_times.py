@@ -49,8 +49,8 @@ def promising(some: Sequence[Candidate], costs: Mapping[Candidate, float], us: M
     margin, most = next((margin, most) for least, margin, most in EFFORTS if share >= least)
     limit, found = margin * min(us.values()), list[Candidate]()
     for timed, time_us in us.items():
-        rivals = [one for one in some if one.kernel == timed.kernel and one != timed][:most - 1]
-        found += [one for one in rivals if costs[one] / (costs[timed] or 1.0) * time_us <= limit]
+        others = [one for one in some if one.kernel == timed.kernel and one != timed][:most - 1]
+        found += [one for one in others if costs[one] / (costs[timed] or 1.0) * time_us <= limit]
     return found
 
 
@@ -83,7 +83,7 @@ class CandidateTimes:
         self.batches: tuple[int, ...] = (1,)
         self.measured = 0           # candidates that were not found in the cache
 
-    def find(self, pool: CompilerPool, wanted: Mapping[Problem, Constants],
+    def find(self, pool: CompilerPool, constants: Mapping[Problem, Constants],
              candidates: Mapping[Problem, Sequence[Candidate]],
              report: Report, share_tiles: bool = False) -> dict[Problem, dict[Candidate, Times]]:
         """Return the times of each candidate for each problem.
@@ -94,10 +94,10 @@ class CandidateTimes:
         missing = {problem: [one for one, found in times.items() if found is None] for problem, times in known.items()}
         missing = {problem: some for problem, some in missing.items() if some}
         report("in the timing cache", 2 * (len(candidates) - len(missing)))
-        compiled = self._code.beside if share_tiles else self._code.one_by_one
+        compiled = self._code.compile_groups if share_tiles else self._code.compile_each
         code = compiled(pool, list(missing.values()), lambda: report("compiled"))
         for problem, some in missing.items():
-            known[problem] |= self._measured(problem, some, wanted[problem], code)
+            known[problem] |= self._measured(problem, some, constants[problem], code)
             report(f"timed {problem.family}")
         return {problem: {one: found for one, found in times.items() if found is not None}
                 for problem, times in known.items()}

@@ -33,7 +33,7 @@ class Choice:
     symbol: unique to the kernel, the tactic and the instruction set.
     time_us: microseconds for one item, 0 if it was not timed.
     further_item: time of each further item of a batch relative to that, if a larger batch was timed.
-    told: values of the run-time numbers of a dynamic kernel, its last operand.
+    parameters: values of the run-time parameters of a dynamic kernel, its last operand.
     """
     kernel: Kernel[Any]
     tactic: Any
@@ -41,7 +41,7 @@ class Choice:
     code: bytes
     time_us: float
     further_item: float
-    told: tuple[int, ...] | None = None
+    parameters: tuple[int, ...] | None = None
 
 
 def packing(one: Candidate | Choice) -> Any:
@@ -54,13 +54,13 @@ class CandidateCode:
 
     def __init__(self, isa: Isa) -> None:
         self._isa = isa
-        self.made: dict[str, bytes] = {}                    # symbol -> code from other sessions
+        self.reused: dict[str, bytes] = {}                  # symbol -> code from other sessions
         self._alone: dict[Candidate, bytes] = {}            # code of each candidate alone
-        self._beside: dict[Candidate, bytes] = {}           # code to be timed: of each candidate alone, or with others
+        self._timed_code: dict[Candidate, bytes] = {}       # code to time: each candidate alone, or with others
 
     def take_over(self, objects: Iterable[bytes]) -> None:
         """Reuse the code that other sessions compiled."""
-        self.made |= {name: code for code in objects for name in functions_of(code)}
+        self.reused |= {name: code for code in objects for name in functions_of(code)}
 
     def alone(self, pool: CompilerPool, candidates: Collection[Candidate],
               done: Callable[[], None] = lambda: None) -> Mapping[Candidate, bytes]:
@@ -68,8 +68,8 @@ class CandidateCode:
 
         done is called for each candidate, whether it is compiled now or was before.
         """
-        self._alone |= {one: self.made[symbol] for one in candidates
-                        if self.made and (symbol := self.symbol(one)) in self.made}
+        self._alone |= {one: self.reused[symbol] for one in candidates
+                        if self.reused and (symbol := self.symbol(one)) in self.reused}
         missing = [one for one in dict.fromkeys(candidates) if one not in self._alone]
         for _ in range(len(candidates) - len(missing)):
             done()
@@ -77,27 +77,27 @@ class CandidateCode:
         self._alone |= dict(zip(missing, code, strict=True))
         return self._alone
 
-    def one_by_one(self, pool: CompilerPool, groups: Sequence[Sequence[Candidate]],
-                   done: Callable[[], None]) -> Mapping[Candidate, bytes]:
-        """Compile rivals of other tiles each by itself, as a plan has them. done() is called for each group."""
+    def compile_each(self, pool: CompilerPool, groups: Sequence[Sequence[Candidate]],
+                     done: Callable[[], None]) -> Mapping[Candidate, bytes]:
+        """Compile candidates with different tiles each alone, as in a plan. done() is called for each group."""
         every = [one for some in groups for one in some]
         ends, count = {*accumulate(map(len, groups))}, itertools.count(1)
         code = self.alone(pool, every, lambda: done() if next(count) in ends else None)
-        self._beside |= {one: code[one] for one in every}
-        return self._beside
+        self._timed_code |= {one: code[one] for one in every}
+        return self._timed_code
 
-    def beside(self, pool: CompilerPool, groups: Sequence[Sequence[Candidate]],
-               done: Callable[[], None]) -> Mapping[Candidate, bytes]:
-        """Compile rivals that share their tiles, those of a group as one, if they are not there yet.
+    def compile_groups(self, pool: CompilerPool, groups: Sequence[Sequence[Candidate]],
+                       done: Callable[[], None]) -> Mapping[Candidate, bytes]:
+        """Compile candidates that share their tiles as one module for each group, unless compiled before.
 
         done() is called for each group.
         """
-        missing = [some for some in groups if any(one not in self._beside for one in some)]
+        missing = [some for some in groups if any(one not in self._timed_code for one in some)]
         for _ in range(len(groups) - len(missing)):
             done()
         for some, code in zip(missing, pool.compile(map(self._text, missing), done), strict=True):
-            self._beside |= dict.fromkeys(some, code)
-        return self._beside
+            self._timed_code |= dict.fromkeys(some, code)
+        return self._timed_code
 
     def symbol(self, candidate: Candidate) -> str:
         return f"{candidate.kernel.problem.family}_{self.digest(candidate)[:16]}"

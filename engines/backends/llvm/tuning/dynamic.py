@@ -35,14 +35,15 @@ class Spelling(NamedTuple):
     numbers: Numbers
 
 
-class Found(NamedTuple):
-    """Dynamic kernel that fits a problem.
+class KernelMatch(NamedTuple):
+    """Dynamic kernel that is valid for a problem.
 
-    tactic: the one it was written for; table: the values of its run-time numbers for this problem.
+    tactic: the one it was compiled for.
+    parameters: the values of its run-time parameters for this problem.
     """
-    general: DynamicKernel
+    compiled: DynamicKernel
     tactic: Any
-    table: Numbers
+    parameters: Numbers
 
 
 class DynamicKernels:
@@ -59,7 +60,7 @@ class DynamicKernels:
     def known(self) -> tuple[DynamicKernel, ...]:
         return tuple(one for some in self._kernels.values() for one in some)
 
-    def named(self, symbol: str) -> DynamicKernel:
+    def get(self, symbol: str) -> DynamicKernel:
         return next(one for one in self.known if one.symbol == symbol)
 
     def add(self, kernels: Iterable[DynamicKernel], code: Mapping[str, bytes]) -> None:
@@ -75,58 +76,58 @@ class DynamicKernels:
         for words, numbers in map(spelling, kernels):
             self._met.setdefault(words, {}).setdefault(numbers, set()).add(self._graphs)
 
-    def find(self, kernel: Kernel[Any], tactics: Iterable[Any], told: Set[int] = frozenset()) -> list[Found]:
+    def find(self, kernel: Kernel[Any], tactics: Iterable[Any], dynamic: Set[int] = frozenset()) -> list[KernelMatch]:
         """Return the dynamic kernels that are valid for a problem, with tactics of the classes of `tactics`.
 
-        told: positions of the numbers that the kernel must take at run time.
+        dynamic: positions of the numbers that the kernel must take at run time.
         """
         words, numbers = spelling(kernel)
         fitting = [one for one in self._kernels.get(words, ()) if _fits(one, numbers)
-                   and all(one.numbers[place] is None for place in told)]
+                   and all(one.numbers[position] is None for position in dynamic)]
         if not fitting:
             return []
         by_text = {repr(tactic): tactic for tactic in tactics}
         classes = {type(tactic).__name__: type(tactic) for tactic in by_text.values()}
-        return [Found(one, tactic, _told(one, numbers)) for one in fitting
+        return [KernelMatch(one, tactic, _parameters(one, numbers)) for one in fitting
                 if (tactic := by_text.get(one.tactic) or _tactic(one.tactic, classes)) is not None]
 
-    def make(self, wanted: Sequence[tuple[Kernel[Any], Any]], pool: CompilerPool,
-             done: Callable[[], None] = lambda: None, open_numbers: Sequence[Set[int]] = ()) -> list[Found]:
+    def make(self, candidates: Sequence[tuple[Kernel[Any], Any]], pool: CompilerPool,
+             done: Callable[[], None] = lambda: None, open_numbers: Sequence[Set[int]] = ()) -> list[KernelMatch]:
         """Compile a dynamic kernel for each kernel and tactic.
 
         Numbers that differ between the problems met so far are taken at run time.
 
         Parameters
         ----------
-        wanted : kernels and tactics.
+        candidates : kernels and tactics.
         open_numbers : for each of them, positions of further numbers that it must take at run time.
         """
         traces: list[Trace] = []
         symbols: list[str] = []
-        leaves = [self._leaves(spelling(kernel)) for kernel, _ in wanted]
+        leaves = [self._leaves(spelling(kernel)) for kernel, _ in candidates]
         leaves = [a | b for a, b in zip(leaves, open_numbers or [frozenset[int]()] * len(leaves), strict=True)]
-        made: list[Found] = []
-        for (kernel, tactic), told, code in zip(wanted, leaves, pool.compile(
-                self._texts(wanted, leaves, traces, symbols), done), strict=True):
+        made: list[KernelMatch] = []
+        for (kernel, tactic), dynamic, code in zip(candidates, leaves, pool.compile(
+                self._texts(candidates, leaves, traces, symbols), done), strict=True):
             words, numbers = spelling(kernel)
             trace, symbol = traces[len(made)], symbols[len(made)]
-            general = DynamicKernel(
-                symbol, words, repr(tactic), tuple(None if i in told else n for i, n in enumerate(numbers)),
+            compiled = DynamicKernel(
+                symbol, words, repr(tactic), tuple(None if i in dynamic else n for i, n in enumerate(numbers)),
                 tuple(trace.guards.values()), tuple(trace.table))
-            self._kernels.setdefault(words, []).append(general)
+            self._kernels.setdefault(words, []).append(compiled)
             self.code[symbol] = code
-            made.append(Found(general, tactic, _told(general, numbers)))
+            made.append(KernelMatch(compiled, tactic, _parameters(compiled, numbers)))
         return made
 
-    def _texts(self, wanted: Iterable[tuple[Kernel[Any], Any]], leaves: Sequence[frozenset[int]], traces: list[Trace],
-               symbols: list[str]) -> Iterator[str]:
+    def _texts(self, candidates: Iterable[tuple[Kernel[Any], Any]], leaves: Sequence[frozenset[int]],
+               traces: list[Trace], symbols: list[str]) -> Iterator[str]:
         """Yield the module of each kernel, and append its trace and symbol to the lists."""
-        for (kernel, tactic), told in zip(wanted, leaves, strict=True):
-            said = repr((COMPILER_VERSION, self._isa.name, kernel, tactic, sorted(told)))
-            symbols.append(f"{kernel.problem.family}_general_{hashlib.sha256(said.encode()).hexdigest()[:16]}")
+        for (kernel, tactic), dynamic in zip(candidates, leaves, strict=True):
+            key = repr((COMPILER_VERSION, self._isa.name, kernel, tactic, sorted(dynamic)))
+            symbols.append(f"{kernel.problem.family}_general_{hashlib.sha256(key.encode()).hexdigest()[:16]}")
             traces.append(Trace())
             module = Module(trace=traces[-1])
-            told_kernel(kernel, traces[-1], told).emit(module, symbols[-1], self._isa, tactic)
+            dynamic_kernel(kernel, traces[-1], dynamic).emit(module, symbols[-1], self._isa, tactic)
             yield module.text()
 
     def _leaves(self, one: Spelling) -> frozenset[int]:
@@ -153,10 +154,10 @@ def _fits(one: DynamicKernel, numbers: Numbers) -> bool:
 
 def symbolic_numbers(problem: Problem) -> frozenset[int]:
     """Return the positions of the symbolic numbers of a problem."""
-    return frozenset(place for place, number in enumerate(_numbers(problem)) if is_symbolic(number))
+    return frozenset(position for position, number in enumerate(_numbers(problem)) if is_symbolic(number))
 
 
-def told(one: DynamicKernel, kernel: Kernel[Any]) -> Numbers:
+def parameters_of(one: DynamicKernel, kernel: Kernel[Any]) -> Numbers:
     """Return the table of a dynamic kernel for a problem with symbolic numbers, and guard that its own guards hold.
 
     Raises NotSymbolic if the kernel is not valid for the problem.
@@ -164,10 +165,10 @@ def told(one: DynamicKernel, kernel: Kernel[Any]) -> Numbers:
     numbers = tuple(_numbers(kernel.problem))
     if not _fits(one, numbers):     # not an assert: the comparisons record guards, which python -O would drop
         raise NotSymbolic(f"{one.symbol} does not hold for what it was found for")
-    return _told(one, numbers)
+    return _parameters(one, numbers)
 
 
-def _told(one: DynamicKernel, numbers: Numbers) -> Numbers:
+def _parameters(one: DynamicKernel, numbers: Numbers) -> Numbers:
     return tuple(value_of(term, numbers) for term in one.table)
 
 
@@ -190,7 +191,7 @@ def _differences(numbers: Numbers, others: Numbers) -> frozenset[int]:
     return frozenset(i for i, (a, b) in enumerate(zip(numbers, others, strict=True)) if a != b)
 
 
-def told_kernel(kernel: Kernel[Any], trace: Trace, leaves: frozenset[int]) -> Kernel[Any]:
+def dynamic_kernel(kernel: Kernel[Any], trace: Trace, leaves: frozenset[int]) -> Kernel[Any]:
     """Return the kernel with KernelInts in place of some of its problem's numbers; it can only be emitted."""
     numbers = iter([KernelInt(trace, number, leaf(i)) if i in leaves else number
                     for i, number in enumerate(spelling(kernel).numbers)])

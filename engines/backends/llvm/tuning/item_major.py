@@ -33,7 +33,7 @@ ROUNDS = 3
 GAIN = 0.97                     # relative time that counts as a gain over noise
 
 
-def with_item_major_runs(plan: Plan, cache: TimingCache, processor: str, beside: LoadedPlan | None = None) -> Plan:
+def with_item_major_runs(plan: Plan, cache: TimingCache, processor: str, base: LoadedPlan | None = None) -> Plan:
     """Return the plan with the item-major runs that save most, timed on this machine.
 
     Of adjacent steps that may form a run, the whole sequence is tried, and windows of a few steps. A window that is
@@ -43,13 +43,13 @@ def with_item_major_runs(plan: Plan, cache: TimingCache, processor: str, beside:
     Parameters
     ----------
     processor : name of this machine's CPU, for the cache.
-    beside : the loaded plan that this one shares constants with.
+    base : the loaded plan that this one shares constants with.
     """
     if plan.max_batch < ITEMS or _is_watched(plan.machine):
         return plan
     runs = [run for run in _runs(plan.machine.steps) if _moves_much(plan.machine.steps, run)]
     windows = {run: [window for window in _windows(run) if _moves_much(plan.machine.steps, window)] for run in runs}
-    saved = _saved(plan, windows, cache, processor, beside)
+    saved = _saved(plan, windows, cache, processor, base)
     chosen: list[ItemMajorRun] = []
     for run in runs:
         apart = [window for window in windows[run] if saved[window] > 0]
@@ -132,15 +132,15 @@ def _joined(runs: Sequence[ItemMajorRun]) -> list[ItemMajorRun]:
 
 
 def _saved(plan: Plan, windows: Mapping[ItemMajorRun, Sequence[ItemMajorRun]], cache: TimingCache,
-           processor: str, beside: LoadedPlan | None) -> dict[ItemMajorRun, float]:
+           processor: str, base: LoadedPlan | None) -> dict[ItemMajorRun, float]:
     """Return the microseconds that each run and window saves item by item; 0 if the gain is not above the noise."""
     runs = list(windows)
     pieces = [window for run in runs for window in windows[run] if window != run]
     saved = {run: cache.get(_key(plan, run, processor)) for run in (*runs, *pieces)}
     if None in saved.values():
-        by_step = _Way(plan, False, beside)
+        by_step = _Way(plan, False, base)
         for some in (runs, pieces):
-            by_item = _Way(run_item_major(plan, some), True, beside)
+            by_item = _Way(run_item_major(plan, some), True, base)
             for run in some:
                 if saved[run] is None:
                     saved[run] = found = _difference(by_step, by_item, run)
@@ -157,8 +157,8 @@ def _key(plan: Plan, run: ItemMajorRun, processor: str) -> str:
 class _Way:
     """Loaded plan with its own memory, to be timed."""
 
-    def __init__(self, plan: Plan, by_item: bool, beside: LoadedPlan | None) -> None:
-        self._program, self._by_item = LoadedPlan(plan, beside=beside), by_item
+    def __init__(self, plan: Plan, by_item: bool, base: LoadedPlan | None) -> None:
+        self._program, self._by_item = LoadedPlan(plan, base=base), by_item
         self._arena = Arena(self._program, self._program.shared_layout)
         self._arena.prepare(ITEMS)
 

@@ -17,7 +17,7 @@ SECONDS = 5.0       # limit for all steps together; the remaining steps are not 
 AGAIN = 0.05        # seconds; shorter steps are timed twice, because the first run also imports and allocates
 
 
-def with_reference_times(plan: Plan, beside: LoadedPlan | None = None) -> Plan:
+def with_reference_times(plan: Plan, base: LoadedPlan | None = None) -> Plan:
     """Return the plan with the time of each fallback step.
 
     The time is 0 for a step that rejects the initial contents of an arena, without any input.
@@ -25,7 +25,7 @@ def with_reference_times(plan: Plan, beside: LoadedPlan | None = None) -> Plan:
     steps = list(plan.machine.steps)
     if not any(step.fallback for step in steps):
         return plan
-    program = LoadedPlan(plan, beside=beside)
+    program = LoadedPlan(plan, base=base)
     arena = Arena(program, program.shared_layout)
     arena.prepare(1)
     left = SECONDS

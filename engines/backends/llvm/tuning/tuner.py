@@ -1,7 +1,7 @@
 """Tuner: compiles kernels for problems, times their tactics alone on this machine, and takes the fastest.
 
-Candidates whose times are close to the fastest are timed again inside the network (in_place.py). All problems of a
-graph are timed together (candidate_times.py).
+Candidates whose times are close to the fastest are timed again inside the network (network_timing.py). All problems of
+a graph are timed together (candidate_times.py).
 """
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ from infer_server.engines.backends.llvm.tuning.candidate_times import (
     promising,
 )
 from infer_server.engines.backends.llvm.tuning.candidates import Candidate, CandidateCode, Choice, packing
-from infer_server.engines.backends.llvm.tuning.dynamic import DynamicKernels, Found, symbolic_numbers, told
+from infer_server.engines.backends.llvm.tuning.dynamic import (
+    DynamicKernels,
+    KernelMatch,
+    parameters_of,
+    symbolic_numbers,
+)
 from infer_server.engines.backends.llvm.tuning.layouts import COST_TOLERANCE, TOLERANCE, with_common_layouts
 from infer_server.engines.backends.llvm.tuning.nearest import Timed, correction
 from infer_server.engines.backends.llvm.tuning.timing import CLOCK_US, Times, mean_ratios
@@ -97,22 +102,22 @@ class Tuner:
         """
         self._timed = Timed(corrections)
         self.code.take_over(objects)
-        self.dynamic_kernels.add(dynamic, self.code.made)
+        self.dynamic_kernels.add(dynamic, self.code.reused)
 
-    def choose(self, wanted: Mapping[Problem, Constants], progress: Progress | None = None,
+    def choose(self, problems: Mapping[Problem, Constants], progress: Progress | None = None,
                batches: Sequence[int] = (1,), sharing: Iterable[tuple[Problem, ...]] = ()) -> dict[Problem, Choice]:
         """Return the kernel, the tactic and the code for each problem.
 
         Parameters
         ----------
-        wanted : problems, each with constants of the right shapes to time with; their values do not matter.
+        problems : problems, each with constants of the right shapes to time with; their values do not matter.
         progress : progress(done, of, what) is called as kernels are compiled and timed.
         batches : batch sizes to time with. Kernels that are not divided by batch are timed with the first only.
         sharing : groups of problems that share weights, which are packed in few layouts.
         """
         self._times.batches = tuple(batches)
         self._sharing |= dict.fromkeys(sharing)
-        new = {problem: constants for problem, constants in wanted.items() if problem not in self._choices}
+        new = {problem: constants for problem, constants in problems.items() if problem not in self._choices}
         self._batches_of |= dict.fromkeys(new, self._times.batches)
         # With timing each is compiled and timed three times, and compiled once more.
         report = Report(progress, len(new), steps=7 if self.timing else 1)
@@ -126,9 +131,9 @@ class Tuner:
         for problem, candidate in taken.items():
             found = self._alone[problem][candidate] if self.timing else (0.0,)
             self._choices[problem] = self._choice(candidate, found, code[candidate])
-        return {problem: self._choices[problem] for problem in wanted}
+        return {problem: self._choices[problem] for problem in problems}
 
-    def dynamic(self, wanted: Iterable[Problem], batches: Sequence[int] = (1,),
+    def dynamic(self, problems: Iterable[Problem], batches: Sequence[int] = (1,),
                 others: Callable[[], Iterable[Problem]] = lambda: ()) -> dict[Problem, Choice]:
         """Return a kernel for each problem, compiling only what is missing.
 
@@ -137,45 +142,45 @@ class Tuner:
 
         Parameters
         ----------
-        wanted : problems.
+        problems : problems.
         batches : batch sizes that tactics are chosen for.
         others : return the model's problems at other shapes, which show the numbers to take at run time.
         """
-        self._times.batches, wanted = tuple(batches), list(wanted)
-        found = {problem: self._without_compiling(problem) for problem in dict.fromkeys((*self._choices, *wanted))}
+        self._times.batches, problems = tuple(batches), list(problems)
+        found = {problem: self._without_compiling(problem) for problem in dict.fromkeys((*self._choices, *problems))}
         missing = [self._usual(problem) for problem, choice in found.items() if choice is None]
         if missing:
-            for graph in (wanted, self._choices or others()):
+            for graph in (problems, self._choices or others()):
                 self.dynamic_kernels.meet(kernel for problem in graph for kernel in kernels_for(problem, batches[-1]))
         with compiler_pool(self.isa) as pool:
             made = self.dynamic_kernels.make([(one.kernel, one.tactic) for one in missing], pool)
         return {problem: choice for problem, choice in found.items() if choice} | {
-            one.kernel.problem: self._told(one.kernel, general) for one, general in zip(missing, made, strict=True)}
+            one.kernel.problem: self._dynamic(one.kernel, match) for one, match in zip(missing, made, strict=True)}
 
-    def symbolic(self, wanted: Sequence[Problem], batches: Sequence[int] = (1,)) -> list[Choice]:
+    def symbolic(self, problems: Sequence[Problem], batches: Sequence[int] = (1,)) -> list[Choice]:
         """Return a kernel for each problem with symbolic numbers, which takes those at run time."""
         self._times.batches = tuple(batches)
-        known = {structure(problem): problem for problem in wanted}
-        places = {key: symbolic_numbers(problem) for key, problem in known.items()}
+        known = {structure(problem): problem for problem in problems}
+        positions = {key: symbolic_numbers(problem) for key, problem in known.items()}
         values = {key: plain(problem) for key, problem in known.items()}
-        found = {key: self._without_compiling(problem, places[key]) for key, problem in values.items()}
+        found = {key: self._without_compiling(problem, positions[key]) for key, problem in values.items()}
         missing = [key for key, choice in found.items() if choice is None]
         usual = [self._usual(values[key]) for key in missing]
         with compiler_pool(self.isa) as pool:
             made = self.dynamic_kernels.make([(one.kernel, one.tactic) for one in usual], pool,
-                                      open_numbers=[places[key] for key in missing])
-        found |= {key: self._told(one.kernel, general) for key, one, general in zip(missing, usual, made, strict=True)}
+                                      open_numbers=[positions[key] for key in missing])
+        found |= {key: self._dynamic(one.kernel, match) for key, one, match in zip(missing, usual, made, strict=True)}
         symbolic = {key: self._symbolic(choice, known[key]) for key, choice in found.items() if choice}
-        return [symbolic[structure(problem)] for problem in wanted]
+        return [symbolic[structure(problem)] for problem in problems]
 
     def _symbolic(self, choice: Choice, problem: Problem) -> Choice:
         """Convert the choice for the current values of a problem to one for the symbolic problem."""
-        if choice.told is None:
+        if choice.parameters is None:
             return choice
         kernel = type(choice.kernel)(problem, choice.kernel.items)
         if not kernel.applies(self.isa):    # not an assert: the comparisons record guards, which python -O would drop
             raise NotSymbolic("the kernel does not solve what its problem is now")
-        return replace(choice, kernel=kernel, told=told(self.dynamic_kernels.named(choice.symbol), kernel))
+        return replace(choice, kernel=kernel, parameters=parameters_of(self.dynamic_kernels.get(choice.symbol), kernel))
 
     def _without_compiling(self, problem: Problem, open_numbers: Set[int] = frozenset()) -> Choice | None:
         """Return the best choice whose code exists, or None.
@@ -185,33 +190,33 @@ class Tuner:
         if problem in self._choices and not open_numbers:
             return self._choices[problem]
         own: list[Candidate] = []
-        tellable: dict[Candidate, Found] = {}
+        matches: dict[Candidate, KernelMatch] = {}
         for kernel in kernels_for(problem, self._times.batches[-1]):
             tactics = kernel.tactics(self.isa)
             own += [one for tactic in tactics if not open_numbers
-                    and self.code.symbol(one := Candidate(kernel, tactic)) in self.code.made]
-            tellable |= {Candidate(kernel, one.tactic): one
-                         for one in self.dynamic_kernels.find(kernel, tactics, open_numbers)}
-        if not own and not tellable:
+                    and self.code.symbol(one := Candidate(kernel, tactic)) in self.code.reused]
+            matches |= {Candidate(kernel, one.tactic): one
+                        for one in self.dynamic_kernels.find(kernel, tactics, open_numbers)}
+        if not own and not matches:
             return None
-        best = min(own or tellable, key=self._estimate)
-        if best in tellable:
-            return self._told(best.kernel, tellable[best])
-        return Choice(best.kernel, best.tactic, symbol := self.code.symbol(best), self.code.made[symbol], 0.0, 1.0)
+        best = min(own or matches, key=self._estimate)
+        if best in matches:
+            return self._dynamic(best.kernel, matches[best])
+        return Choice(best.kernel, best.tactic, symbol := self.code.symbol(best), self.code.reused[symbol], 0.0, 1.0)
 
-    def _told(self, kernel: Kernel[Any], one: Found) -> Choice:
-        symbol = one.general.symbol
-        return Choice(kernel, one.tactic, symbol, self.dynamic_kernels.code[symbol], 0.0, 1.0, one.table)
+    def _dynamic(self, kernel: Kernel[Any], match: KernelMatch) -> Choice:
+        symbol = match.compiled.symbol
+        return Choice(kernel, match.tactic, symbol, self.dynamic_kernels.code[symbol], 0.0, 1.0, match.parameters)
 
-    def survey(self, wanted: Mapping[Problem, Constants]) -> dict[Problem, dict[Candidate, float]]:
+    def survey(self, problems: Mapping[Problem, Constants]) -> dict[Problem, dict[Candidate, float]]:
         """Return the microseconds of every candidate for each problem, hopeless ones too, to compare costs with."""
-        self._batches_of |= dict.fromkeys(wanted, self._times.batches)
-        every = {problem: self._candidates(problem) for problem in wanted}
+        self._batches_of |= dict.fromkeys(problems, self._times.batches)
+        every = {problem: self._candidates(problem) for problem in problems}
         with compiler_pool(self.isa) as pool:
-            found = self._times.find(pool, wanted, every, Report(None, 0, steps=0))
+            found = self._times.find(pool, problems, every, Report(None, 0, steps=0))
         return {problem: {one: us for one, (us, *_) in times.items()} for problem, times in found.items()}
 
-    def rivals(self, problem: Problem, most: int) -> list[Candidate]:
+    def close_candidates(self, problem: Problem, most: int) -> list[Candidate]:
         """Return the candidate taken, then those that may be faster than it inside a network.
 
         In a network constants come from outer caches. So a time alone is the best case, and the worst case adds the
@@ -240,29 +245,29 @@ class Tuner:
     def constant_bytes(self, one: Candidate) -> int:
         return one.kernel.constant_bytes(self.isa, one.tactic)
 
-    def trials(self, rivals: Mapping[Problem, Sequence[Candidate]],
+    def trials(self, candidates: Mapping[Problem, Sequence[Candidate]],
                progress: Progress | None = None) -> dict[Problem, list[Choice]]:
         """Return the close candidates as choices that can be run; those of a problem share one module."""
-        report = Report(progress, len(rivals), steps=1)
+        report = Report(progress, len(candidates), steps=1)
         with compiler_pool(self.isa) as pool:
-            code = self.code.beside(pool, list(rivals.values()), lambda: report("compiled"))
+            code = self.code.compile_groups(pool, list(candidates.values()), lambda: report("compiled"))
         return {problem: [self._choice(one, self._alone[problem][one], code[one]) for one in some]
-                for problem, some in rivals.items()}
+                for problem, some in candidates.items()}
 
     def settle(self, found: Mapping[Problem, Mapping[Candidate, float]]) -> dict[Problem, Choice]:
         """Choose among close candidates by their microseconds inside the network, for a batch of the first size.
 
         The candidate taken by its time alone stays if the gain is below the noise.
         """
-        times = {problem: {one: (us, *self._alone[problem][one][1:]) for one, us in in_place.items()}
-                 for problem, in_place in found.items()}
+        times = {problem: {one: (us, *self._alone[problem][one][1:]) for one, us in in_network.items()}
+                 for problem, in_network in found.items()}
         taken = {}
-        for problem, of_rivals in times.items():
-            ratios, alone = mean_ratios(of_rivals), self._least(self._alone[problem])
+        for problem, of_candidates in times.items():
+            ratios, alone = mean_ratios(of_candidates), self._least(self._alone[problem])
             best = min(ratios, key=lambda one: ratios[one])
             taken[problem] = best if ratios[best] < GAIN * ratios[alone] else alone
-        taken = with_common_layouts(taken, self._sharing, {problem: mean_ratios(of_rivals)
-                                                           for problem, of_rivals in times.items()}, TOLERANCE)
+        taken = with_common_layouts(taken, self._sharing, {problem: mean_ratios(of_candidates)
+                                                           for problem, of_candidates in times.items()}, TOLERANCE)
         with compiler_pool(self.isa) as pool:
             code = self.code.alone(pool, taken.values())
         return {problem: self._choice(one, times[problem][one], code[one]) for problem, one in taken.items()}
@@ -284,22 +289,22 @@ class Tuner:
         symbol = self.code.symbol(candidate)
         return Choice(candidate.kernel, candidate.tactic, symbol, code, found[0] / batches[0], further)
 
-    def _time_alone(self, pool: CompilerPool, wanted: Mapping[Problem, Constants], report: Report) -> None:
+    def _time_alone(self, pool: CompilerPool, problems: Mapping[Problem, Constants], report: Report) -> None:
         """Time the cheapest candidate of each kernel, then those that may be faster, then refinements of the fastest.
 
         Compiling takes longer than timing: where a problem takes little of all problems' time, fewer are tried.
         """
-        likely = {problem: self._cheapest(self._candidates(problem)) for problem in wanted}
-        times = self._times.find(pool, wanted, {
+        likely = {problem: self._cheapest(self._candidates(problem)) for problem in problems}
+        times = self._times.find(pool, problems, {
             problem: cheapest_of_each_kernel(some) for problem, some in likely.items()}, report)
         shares = self._shares(times)
         more = {problem: promising(some, {one: one.kernel.cost(self.isa, one.tactic) for one in some},
                                    {one: self._us(found) for one, found in times[problem].items()}, shares[problem])
                 for problem, some in likely.items()}
-        times = joined(times, self._times.find(pool, wanted, more, report))
+        times = joined(times, self._times.find(pool, problems, more, report))
         refined = {problem: [one for one in self._refinements(self._least(found)) if one not in found]
                    if shares[problem] >= REFINED else [] for problem, found in times.items()}
-        self._alone |= joined(times, self._times.find(pool, wanted, refined, report, share_tiles=True))
+        self._alone |= joined(times, self._times.find(pool, problems, refined, report, share_tiles=True))
 
     def _us(self, found: Times) -> float:
         """Microseconds of an item: the sum of those in batches of each size."""

@@ -43,7 +43,7 @@ class TensorRtDevice:
             return f"made for '{plan.machine.target}', but {error}"
         return ""
 
-    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedEngine:
+    def load(self, plan: Plan, threads: int, base: Loaded | None = None) -> LoadedEngine:
         if threads > 1:
             raise ConfigError(f"{plan.name}: threads={threads}, but a plan for a GPU is run by one; for more requests "
                               "at a time use several contexts")

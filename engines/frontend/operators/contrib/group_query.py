@@ -17,6 +17,7 @@ from infer_server.engines.frontend.operators.normalise import OperatorCall
 from infer_server.engines.ir.deferred import array_of
 from infer_server.engines.ir.graph import Node
 from infer_server.engines.ir.shapes import fixed
+from infer_server.engines.ops.tokens import causal_mask, column, last_places, row, token_places
 
 _INT64 = 7          # TensorProto.INT64
 QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COS, SIN, POSITIONS, BIAS, SINK = range(12)
@@ -38,10 +39,10 @@ def _rotary(call: OperatorCall) -> list[Node]:
 
 @dataclass(frozen=True)
 class _Cache:
-    """Sizes of the cache: `new` of `tokens` tokens, and the capacities of the past (`room`) and the `present`."""
+    """Sizes of the cache: `new` of `tokens` tokens, and the capacities of the past (`capacity`) and the `present`."""
     new: int
     tokens: int
-    room: int
+    capacity: int
 
     @property
     def prompt(self) -> bool:
@@ -49,17 +50,17 @@ class _Cache:
 
     @property
     def present(self) -> int:
-        return max(self.room, self.tokens)
+        return max(self.capacity, self.tokens)
 
     @staticmethod
     def of(call: OperatorCall) -> _Cache:
         (new,) = fixed(call.type().shape[1:2])
-        room = fixed(call.type(PAST_KEY).shape[2:3])[0] if call.has(PAST_KEY) else 0
-        (tokens,) = (call.ints(TOTAL) or (new,)) if room else (new,)
-        if tokens not in (new, new + room) and not new < tokens <= room:
+        capacity = fixed(call.type(PAST_KEY).shape[2:3])[0] if call.has(PAST_KEY) else 0
+        (tokens,) = (call.ints(TOTAL) or (new,)) if capacity else (new,)
+        if tokens not in (new, new + capacity) and not new < tokens <= capacity:
             raise GraphError(f"total_sequence_length is {tokens}, which does not fit {new} new tokens and a past of "
-                             f"{room}")
-        return _Cache(new, tokens, room)
+                             f"{capacity}")
+        return _Cache(new, tokens, capacity)
 
 
 @contrib("GroupQueryAttention", "query:T key:T? value:T? past_key:T? past_value:T? seqlens_k:I "
@@ -103,9 +104,9 @@ def _heads(w: StandardNodeBuilder, call: OperatorCall) -> list[str]:
 def _positions(w: StandardNodeBuilder, call: OperatorCall, cache: _Cache) -> str:
     """Return the positions of the new tokens in their items, int64 [N or 1, S]."""
     if cache.prompt:
-        return w.constant(array_of(_row, [cache.new], (1, cache.new), np.int64))
+        return w.constant(array_of(row, [cache.new], (1, cache.new), np.int64))
     lengths = w("Cast", w.reshape(call.node.inputs[LENGTHS], -1, 1), to=_INT64)     # lengths less one
-    return w("Add", lengths, w.constant(array_of(_last, [cache.new], (cache.new,), np.int64)))
+    return w("Add", lengths, w.constant(array_of(last_places, [cache.new], (cache.new,), np.int64)))
 
 
 def _turns(w: StandardNodeBuilder, call: OperatorCall, cache: _Cache, positions: str) -> str:
@@ -128,21 +129,22 @@ def _present(w: StandardNodeBuilder, call: OperatorCall, cache: _Cache, new: str
 
     Elements behind an item's tokens are unspecified: they are what the past has there, or another token.
     """
-    before = call.node.inputs[past] if cache.room else ""
+    before = call.node.inputs[past] if cache.capacity else ""
     if not before:
         return new
     if cache.prompt:
-        return w("Concat", new, w.cut(before, 2, cache.new, cache.room), axis=2) if cache.room > cache.new else new
-    if cache.new == 1 and cache.room >= cache.tokens:       # each item's token follows its last one
+        has_rest = cache.capacity > cache.new
+        return w("Concat", new, w.cut(before, 2, cache.new, cache.capacity), axis=2) if has_rest else new
+    if cache.new == 1 and cache.capacity >= cache.tokens:   # each item's token follows its last one
         return _scattered(w, call, before, new)
     if cache.new == 1:
-        here = w("Equal", w.constant(array_of(_column, [cache.room], (cache.room, 1), np.int32)),
+        here = w("Equal", w.constant(array_of(column, [cache.capacity], (cache.capacity, 1), np.int32)),
                  w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
         return w("Concat", w("Where", here, new, before), new, axis=2)
-    if cache.room < cache.tokens:
+    if cache.capacity < cache.tokens:
         return w("Concat", before, new, axis=2)
-    old, behind = (w.cut(before, 2, *ends) for ends in ((0, cache.tokens - cache.new), (cache.tokens, cache.room)))
-    return w("Concat", old, new, *[behind] * (cache.tokens < cache.room), axis=2)
+    old, behind = (w.cut(before, 2, *ends) for ends in ((0, cache.tokens - cache.new), (cache.tokens, cache.capacity)))
+    return w("Concat", old, new, *[behind] * (cache.tokens < cache.capacity), axis=2)
 
 
 def _scattered(w: StandardNodeBuilder, call: OperatorCall, past: str, new: str) -> str:
@@ -159,44 +161,19 @@ def _mask(w: StandardNodeBuilder, call: OperatorCall, cache: _Cache, positions: 
     tokens = cache.tokens
     bias = call.node.inputs[BIAS] if call.has(BIAS) else ""
     if causal and cache.prompt:
-        mask = w.constant(array_of(_causal, [tokens, window, dtype], (1, 1, tokens, tokens), dtype))
+        mask = w.constant(array_of(causal_mask, [tokens, window, dtype], (1, 1, tokens, tokens), dtype))
     else:
         mask = w("Where", _seen(w, call, tokens, positions, window if causal else None),
                  *(w.number(number, dtype) for number in (0, -np.inf)))
     return w("Add", mask, bias) if bias else mask
 
 
-def _causal(tokens: int, window: int, dtype: np.dtype[np.generic]) -> np.ndarray:
-    """Return the mask of a prompt: -inf for keys after a query, or `window` and more before it."""
-    keys = np.arange(tokens)
-    behind = keys[:, None] - keys
-    seen = (behind >= 0) & ((behind < window) | (window < 0))
-    return np.where(seen, 0, -np.inf).astype(dtype)[None, None]
-
-
-def _row(count: int) -> np.ndarray:
-    return np.arange(count)[None]
-
-
-def _keys(count: int, dtype: type[np.signedinteger]) -> np.ndarray:
-    return np.arange(count, dtype=dtype)
-
-
-def _last(count: int) -> np.ndarray:
-    """Return the positions of the last tokens relative to the last one: 1 - count, ..., 0."""
-    return np.arange(count) - count + 1
-
-
-def _column(count: int) -> np.ndarray:
-    return np.arange(count, dtype=np.int32)[:, None]
-
-
 def _seen(w: StandardNodeBuilder, call: OperatorCall, tokens: int, positions: str, window: int | None) -> str:
     """Return the visible keys as bools. A window of None means attention that is not causal: all keys of the item."""
     if window is None:
-        return w("LessOrEqual", w.constant(array_of(_keys, [tokens, np.int32], (tokens,), np.int32)),
+        return w("LessOrEqual", w.constant(array_of(token_places, [tokens, np.int32], (tokens,), np.int32)),
                  w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
-    keys = w.constant(array_of(_keys, [tokens, np.int64], (tokens,), np.int64))
+    keys = w.constant(array_of(token_places, [tokens, np.int64], (tokens,), np.int64))
     behind = w("Sub", w("Unsqueeze", positions, w.ints(1, 3)), keys)
     seen = w("GreaterOrEqual", behind, w.ints(0))
     return w("And", seen, w("Less", behind, w.ints(window))) if window >= 0 else seen

@@ -26,8 +26,8 @@ def lower_coupling(ctx: Context, node: Node) -> Sequence[ProblemCall]:
         raise Refused(f"{len(classes)} classes; {MOST_CLASSES} are the most")
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     row, own = w.axes
-    places = [w.constant(one, "i64") for one in classes]
-    r = [[w.at(node.inputs[0], [row, i, j]) for j in places] for i in places]
+    labels = [w.constant(one, "i64") for one in classes]
+    r = [[w.at(node.inputs[0], [row, i, j]) for j in labels] for i in labels]
     gradient = [[_sum([r[k][i] * r[k][i] for k in classes if k != i]) if i == j else -(r[j][i] * r[i][j])
                  for j in classes] for i in classes]
     p = [w.constant(1 / len(classes), KINDS[pairs.dtype.name])] * len(classes)
@@ -38,8 +38,8 @@ def lower_coupling(ctx: Context, node: Node) -> Sequence[ProblemCall]:
         moves = error >= ERROR / len(classes)       # false for NaN
         p = [w.where(moves, new, old) for old, new in zip(p, _swept(gradient, p, slope, whole), strict=True)]
     value = p[0]
-    for place, one in zip(places[1:], p[1:], strict=True):
-        value = w.where(own.equals(place), one, value)
+    for label, one in zip(labels[1:], p[1:], strict=True):
+        value = w.where(own.equals(label), one, value)
     return [w.call(value)]
 
 

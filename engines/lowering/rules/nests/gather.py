@@ -34,9 +34,9 @@ def lower_gather_elements(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     data, index = node.inputs
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     axis = node.attrs.get("axis", 0) % len(ctx.type(data).shape)
-    place = list(w.axes)
-    place[axis] = w.wrapped_index(w.broadcast(index), w.extent(data, axis))
-    return [w.call(w.at(data, place))]
+    indices = list(w.axes)
+    indices[axis] = w.wrapped_index(w.broadcast(index), w.extent(data, axis))
+    return [w.call(w.at(data, indices))]
 
 
 @fallback_rule("GatherND")

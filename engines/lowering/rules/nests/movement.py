@@ -18,12 +18,12 @@ from infer_server.engines.ops.movement import Slice
 @fallback_rule("Slice")
 def lower_slice(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
-    place = list(w.axes)
-    for axis, cut in Slice.cuts(node, len(place)):
+    indices = list(w.axes)
+    for axis, cut in Slice.cuts(node, len(indices)):
         if (cut.start, cut.stop, cut.step) != (None, None, 1):
             kept = range(w.extent(name, axis))[cut]
-            place[axis] = place[axis] * kept.step + kept.start
-    return [w.call(w.at(name, place))]
+            indices[axis] = indices[axis] * kept.step + kept.start
+    return [w.call(w.at(name, indices))]
 
 
 @fallback_rule("Split")
@@ -32,9 +32,9 @@ def lower_split(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     starts = [0, *accumulate(as_int(size) for size in node.attrs["split"])]
     for output, start in zip(node.outputs, starts, strict=False):
         w = NestWriter(ctx, replace(node, outputs=(output,)), ctx.type(output).shape)
-        place = list(w.axes)
-        place[axis] = place[axis] + start
-        calls.append(w.call(w.at(name, place)))
+        indices = list(w.axes)
+        indices[axis] = indices[axis] + start
+        calls.append(w.call(w.at(name, indices)))
     return calls
 
 
@@ -54,9 +54,9 @@ def lower_expand(ctx: Context, node: Node) -> Sequence[ProblemCall]:
 @fallback_rule("Tile")
 def lower_tile(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
-    place = [index if times == 1 else index % w.extent(name, axis)
-             for axis, (index, times) in enumerate(zip(w.axes, node.attrs["repeats"], strict=True))]
-    return [w.call(w.at(name, place))]
+    indices = [index if times == 1 else index % w.extent(name, axis)
+               for axis, (index, times) in enumerate(zip(w.axes, node.attrs["repeats"], strict=True))]
+    return [w.call(w.at(name, indices))]
 
 
 @fallback_rule("ConstantOfShape")
@@ -98,6 +98,6 @@ def lower_reversed(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     items, time = node.attrs.get("batch_axis", 1), node.attrs.get("time_axis", 0)
     length, step = w.at(lengths, [w.axes[items]]).to("i64"), w.axes[time]
-    place = list(w.axes)
-    place[time] = w.where(step < length, length - 1 - step, step).within(w.extent(name, time))
-    return [w.call(w.at(name, place))]
+    indices = list(w.axes)
+    indices[time] = w.where(step < length, length - 1 - step, step).within(w.extent(name, time))
+    return [w.call(w.at(name, indices))]

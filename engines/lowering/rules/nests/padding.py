@@ -26,16 +26,16 @@ def lower_pad(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     widths, mode = Pad.widths(node, len(ctx.type(name).shape)), node.attrs.get("mode", "constant")
     shape = ctx.type(name).shape
 
-    def read(w: NestWriter, place: list[Term]) -> Term:
+    def read(w: NestWriter, indices: list[Term]) -> Term:
         for axis, (before, after) in enumerate(widths):
             if before or after:
                 cut = max(-before, 0)
                 extent = as_int(shape[axis]) - cut - max(-after, 0)
-                index = place[axis] - max(before, 0)
+                index = indices[axis] - max(before, 0)
                 bounds = w.bounds(index)
-                beside = not bounds or bounds[0] < 0 or bounds[1] >= extent
-                place[axis] = (_padded(index, extent, mode, max(before, after)) if beside else index) + cut
-        return w.at(name, place, outside=number_of(ctx, name, node.attrs.get("value", 0)))
+                outside = not bounds or bounds[0] < 0 or bounds[1] >= extent
+                indices[axis] = (_padded(index, extent, mode, max(before, after)) if outside else index) + cut
+        return w.at(name, indices, outside=number_of(ctx, name, node.attrs.get("value", 0)))
 
     whole = ctx.placements[output]
     whole = whole if BATCH in shape else as_one_item(whole)
@@ -46,7 +46,7 @@ def boxes(ctx: Context, node: Node, shape: Sequence[Dim], widths: Sequence[tuple
           read: Callable[[NestWriter, list[Term]], Term]) -> list[ProblemCall]:
     """Return a nest per part of a padded tensor.
 
-    `read` returns the element at a place of the padded tensor.
+    `read` returns the element at these indices of the padded tensor.
     """
     extents = [as_int(extent) for extent in shape if extent != BATCH]
     sides = [width for width, extent in zip(widths, shape, strict=True) if extent != BATCH]
@@ -56,12 +56,12 @@ def boxes(ctx: Context, node: Node, shape: Sequence[Dim], widths: Sequence[tuple
         for axis, (start, stop) in enumerate(ranges):
             part = part.part(axis, start, stop)
         rest = iter(ranges)
-        places = [(0, 0) if extent == BATCH else next(rest) for extent in shape]
+        item_ranges = [(0, 0) if extent == BATCH else next(rest) for extent in shape]
         lengths: list[Dim] = [BATCH if extent == BATCH else stop - start
-                              for extent, (start, stop) in zip(shape, places, strict=True)]
+                              for extent, (start, stop) in zip(shape, item_ranges, strict=True)]
         w = NestWriter(ctx, node, lengths)
-        place = [index + start if start else index for index, (start, _) in zip(w.axes, places, strict=True)]
-        calls.append(w.call(read(w, place), targets=[part]))
+        indices = [index + start if start else index for index, (start, _) in zip(w.axes, item_ranges, strict=True)]
+        calls.append(w.call(read(w, indices), targets=[part]))
     return calls
 
 
@@ -117,8 +117,8 @@ def padded(ctx: Context, node: Node, name: str, widths: Sequence[tuple[int, int]
         seen = replace(target, items=own[0], view=replace(view, shape=own[1:], strides=view.strides[1:],
                                                           item=view.strides[0]))
 
-    def read(w: NestWriter, place: list[Term]) -> Term:
-        moved = [index - before if before else index for index, (before, _) in zip(place, widths, strict=True)]
+    def read(w: NestWriter, indices: list[Term]) -> Term:
+        moved = [index - before if before else index for index, (before, _) in zip(indices, widths, strict=True)]
         return w.at(name, moved, outside=fill)
 
     return seen, shape, boxes(ctx, node, shape, widths, target, read)

@@ -15,9 +15,9 @@ def lower_scatter_elements(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     data, index, updates = node.inputs
     w = NestWriter(ctx, node, ctx.type(updates).shape)
     axis = node.attrs.get("axis", 0) % len(ctx.type(data).shape)
-    place = list(w.axes)
-    place[axis] = w.wrapped_index(w.at(index, w.axes), w.extent(data, axis))
-    return [w.scatter(data, w.at(updates, w.axes), place, COMBINED[node.attrs.get("reduction", "none")])]
+    indices = list(w.axes)
+    indices[axis] = w.wrapped_index(w.at(index, w.axes), w.extent(data, axis))
+    return [w.scatter(data, w.at(updates, w.axes), indices, COMBINED[node.attrs.get("reduction", "none")])]
 
 
 @fallback_rule("Unpool")

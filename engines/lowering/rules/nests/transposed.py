@@ -113,7 +113,7 @@ class Transposed:
         item, w = self.w.axes[0], self.w
         order = [item, *self.indices, channel] if self.last else [item, channel, *self.indices]
         if not self._by_tests:
-            return w.at_placed(self.image, self.seen, order)
+            return w.at_placement(self.image, self.seen, order)
         value = w.at(self.x, order, number_of(self.ctx, self.x, 0))
         return w.where(w.both(self.tests), value, value.like(0)) if self.tests else value
 

@@ -63,7 +63,7 @@ class Sliding:
                            (before, _) in zip(coordinates, self.window.pads, strict=True)]
         order = [self.item, *coordinates, channel] if self.last else [self.item, channel, *coordinates]
         if self._image is not None:
-            return self.w.at_placed(*self._image, order)
+            return self.w.at_placement(*self._image, order)
         return self.w.at(self.x, order, outside)
 
     def tap_coordinates(self) -> list[Term]:
@@ -120,7 +120,7 @@ def _transposed_weight(s: Sliding, name: str) -> Term:
     s.before.append(w.call(w.at(name, [w.axes[-1], *w.axes[:-1]]), targets=[target]))
     lying = replace(target, items=extents[1], view=replace(view, shape=view.shape[1:], strides=view.strides[1:],
                                                            item=view.strides[0]))
-    return s.w.at_placed(lying, view.shape, [s.w.inner[0], *s.taps, s.channel])
+    return s.w.at_placement(lying, view.shape, [s.w.inner[0], *s.taps, s.channel])
 
 
 def in_group(channel: Term, count: int, groups: int, each: int) -> Term:

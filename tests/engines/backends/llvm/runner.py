@@ -11,7 +11,7 @@ import numpy as np
 from infer_server.engines.backends.llvm import kernels  # noqa: F401  (fills KERNELS)
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel, Window, kernels_for
-from infer_server.engines.backends.llvm.tuning.dynamic import spelling, told_kernel
+from infer_server.engines.backends.llvm.tuning.dynamic import dynamic_kernel, spelling
 from infer_server.engines.codegen.extents import Trace, value_of
 from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.lowering.problems.problem import Array, Problem
@@ -84,15 +84,15 @@ class CpuRunner:
 
 
 @dataclass(frozen=True)
-class ToldRunner(CpuRunner):
+class DynamicRunner(CpuRunner):
     """Runner of dynamic kernels, which take all numbers of a problem that their code does not need at run time."""
 
     @property
     def name(self) -> str:
-        return f"{self.isa.name}, told"
+        return f"{self.isa.name}, dynamic"
 
     def loaded(self, kernel: Kernel[Any], tactic: Any, native: bool) -> Called:
-        run, table = loaded_told(kernel, self.isa, tactic, native)
+        run, table = loaded_dynamic(kernel, self.isa, tactic, native)
 
         def called(operands: list[Array], rows: tuple[int, int], columns: tuple[int, int]) -> None:
             """Run on copies of the inputs followed by SLACK, since the last vector of a row is read whole."""
@@ -106,11 +106,11 @@ class ToldRunner(CpuRunner):
 
 
 @cache
-def loaded_told(kernel: Kernel[Any], isa: Isa, tactic: Any, native: bool) -> tuple[LoadedKernel, Array]:
+def loaded_dynamic(kernel: Kernel[Any], isa: Isa, tactic: Any, native: bool) -> tuple[LoadedKernel, Array]:
     """Compile a dynamic kernel; return it and its table of run-time numbers."""
     trace, numbers = Trace(), spelling(kernel).numbers
     module = Module(None if native else EMULATION, trace)
-    told_kernel(kernel, trace, frozenset(range(len(numbers)))).emit(module, "kernel", isa, tactic)
+    dynamic_kernel(kernel, trace, frozenset(range(len(numbers)))).emit(module, "kernel", isa, tactic)
     for term, value in trace.guards.values():
         assert value_of(term, numbers) == value
     table = np.array([value_of(term, numbers) for term in trace.table] or [0], np.int64)

@@ -57,7 +57,7 @@ def test_what_was_kept_of_another_kernel_is_guarded_for_this_one() -> None:
         assert any(value_of(term, [5]) == value != value_of(term, [7]) for term, value in trace.guards.values())
 
 
-def test_a_number_that_is_told_is_read_from_the_table_in_every_function() -> None:
+def test_a_dynamic_number_is_read_from_the_table_in_every_function() -> None:
     trace, rows = extent(77)
     module = Module(trace=trace)
     inner = module.function("inner", internal=True, x=PTR)
@@ -67,7 +67,7 @@ def test_a_number_that_is_told_is_read_from_the_table_in_every_function() -> Non
     outer.run("inner", outer.parameters["operands"] + (rows + 1))
     assert trace.table == [["*", ["n", 0], 8], ["+", ["n", 0], 1]] and not trace.guards
     text = module.text()
-    assert "i64 8\n" in text and "ptr %told)" in text and "77" not in text
+    assert "i64 8\n" in text and "ptr %parameters)" in text and "77" not in text
 
 
 def pool(height: int, width: int) -> Pool:
@@ -82,14 +82,14 @@ def test_a_general_kernel_is_found_for_the_numbers_that_its_guards_allow() -> No
     tactics = small.tactics(PORTABLE)
     with compiler_pool(PORTABLE) as workers:
         (made,) = kernels.make([(small, tactics[0])], workers)
-    assert made.general.symbol in kernels.code
+    assert made.compiled.symbol in kernels.code
     for height, width in ((16, 30), (8, 10), (32, 12)):
         (kernel,) = kernels_for(pool(height, width))
         (found,) = kernels.find(kernel, tactics)
-        assert found.tactic == tactics[0] and found.general == made.general and height // 2 in found.table
+        assert found.tactic == tactics[0] and found.compiled == made.compiled and height // 2 in found.parameters
     (other,) = kernels_for(Pool(dense_view("float32", (8, 10, 9)), dense_view("float32", (4, 5, 9)), (),
                                 EpilogueProgram(()), "max", (2, 2), (2, 2)))
     assert not kernels.find(other, tactics)         # different channel counts
     guarded = DynamicKernels(PORTABLE)
-    guarded.add([replace(made.general, guards=((leaf(0), 8),))], kernels.code)
+    guarded.add([replace(made.compiled, guards=((leaf(0), 8),))], kernels.code)
     assert guarded.find(small, tactics) and not guarded.find(large, tactics)

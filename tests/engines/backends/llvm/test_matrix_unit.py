@@ -27,7 +27,7 @@ from infer_server.engines.lowering.epilogue.program import EpilogueProgram
 from scripts.testing.suite import check, random_array, run
 from tests.engines.backends.llvm.emulation import EMULATION
 from tests.engines.backends.llvm.jit import LoadedKernel, assembly, runs_here, spills
-from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner
+from tests.engines.backends.llvm.runner import CpuRunner, DynamicRunner
 from tests.engines.backends.test_contraction import SHAPES, TOLERANCE, Shape, problem
 
 CPU = CpuRunner(AVX512_AMX)
@@ -98,7 +98,7 @@ def test_emulated_tile_registers_give_what_the_machine_gives(name: str, precisio
 @EVERY_LAYER
 def test_kernels_that_read_their_extents_at_run_time_equal_the_reference(name: str) -> None:
     kernel, inputs, constants = kernel_of(name, "int8")
-    check(kernel, ToldRunner(AVX512_AMX), inputs, constants, pieces=2, slack=3)
+    check(kernel, DynamicRunner(AVX512_AMX), inputs, constants, pieces=2, slack=3)
 
 
 @pytest.mark.parametrize("name", ["3x3, 7 pixels a row", "1x1, 49 pixels", "a narrow last panel"])
@@ -121,7 +121,7 @@ def test_images_of_few_columns_have_tiles_of_whole_rows_in_one_run() -> None:
     wide = AmxTile(7, 7, 1)
     assert wide in kernel.tactics(AVX512_AMX) and kernel.wide == 9
     assert [places for _, _, places in kernel.cut(7, 7).runs] == [16] * 4       # 6 * 9 + 7 places
-    check(kernel, ToldRunner(AVX512_AMX), inputs, constants, tactic=wide, pieces=2, slack=3)
+    check(kernel, DynamicRunner(AVX512_AMX), inputs, constants, tactic=wide, pieces=2, slack=3)
     strided, _, _ = kernel_of("3x3, stride 2", "int8")
     assert strided.wide == 0 and all(runs(strided, tile.rows, tile.cols) == tile.rows * runs(strided, 1, tile.cols)
                                      for tile in strided.tactics(AVX512_AMX))

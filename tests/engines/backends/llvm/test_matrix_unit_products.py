@@ -15,7 +15,7 @@ from infer_server.engines.backends.llvm.kernels.matrix_unit.product import (
 from scripts.testing.suite import check, run
 from tests.engines.backends import test_attention, test_product
 from tests.engines.backends.llvm.jit import runs_here
-from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner
+from tests.engines.backends.llvm.runner import CpuRunner, DynamicRunner
 
 CPU = CpuRunner(AVX512_AMX)
 ATTENTION = test_attention.SHAPES | {
@@ -71,7 +71,8 @@ def test_attention_of_bfloat_agrees_with_its_reference(name, native):
 def test_attention_that_reads_its_extents_at_run_time_agrees_with_its_reference(name, precision):
     kernel, inputs, constants = attention(name, precision, result="uint8" if precision == "int8" else "float32")
     tolerance = test_attention.TOLERANCE[precision]
-    check(kernel, ToldRunner(AVX512_AMX), inputs, constants, tolerance, tactic=tactics_of(kernel)[0], pieces=2, slack=4)
+    check(kernel, DynamicRunner(AVX512_AMX), inputs, constants, tolerance, tactic=tactics_of(kernel)[0], pieces=2,
+          slack=4)
 
 
 # ---- products
@@ -101,7 +102,7 @@ def test_a_product_of_bfloat_agrees_with_its_reference(name, native):
 @pytest.mark.parametrize("precision", ["int8", "bf16"])
 def test_a_product_that_reads_its_extents_at_run_time_agrees_with_its_reference(name, precision):
     kernel, inputs, constants = product(name, precision, result="uint8" if precision == "int8" else "float32")
-    check(kernel, ToldRunner(AVX512_AMX), inputs, constants, test_product.TOLERANCE[precision],
+    check(kernel, DynamicRunner(AVX512_AMX), inputs, constants, test_product.TOLERANCE[precision],
           tactic=tactics_of(kernel)[0], pieces=2, slack=4)
 
 

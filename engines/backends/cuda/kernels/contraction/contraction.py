@@ -163,10 +163,10 @@ class _ContractionEmitter:
         row = self.pixel0 + warp_row * rows + of_lane
         step = self.kernel.channels_per_store(tile)
         for first in range(0, tile.lanes, step):
-            place = first_cout + first
-            numbers = load_constants(f, self.constants, self.column0 + place, step, problem.program.constants,
+            column = first_cout + first
+            numbers = load_constants(f, self.constants, self.column0 + column, step, problem.program.constants,
                                      columns(problem, tile))
-            cout = self.cout0 + place
+            cout = self.cout0 + column
             with f.when(cout.below(problem.cout)):
                 channel = wide(self.group * problem.cout + cout) if problem.groups > 1 else wide(cout)
                 for m in range(rows // 16):

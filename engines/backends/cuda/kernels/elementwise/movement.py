@@ -48,15 +48,15 @@ class TakeByThreads(ThreadKernel[Take]):
         x, index, _ = operands
         problem, axis = self.problem, self.problem.axis
         if self.inner:
-            place = f.load(I32, index + wide(channel) * 4, 4, "index")
-            source = x + offset_in(problem.x, pixel) + wide(place) * problem.x.strides[-1]
+            position = f.load(I32, index + wide(channel) * 4, 4, "index")
+            source = x + offset_in(problem.x, pixel) + wide(position) * problem.x.strides[-1]
         else:
             shape = (*problem.y.shape[:-1],)
             strides = [0 if i == axis else s for i, s in enumerate(problem.x.strides[:-1])]
             inner = math.prod(shape[axis + 1:])
             row = pixel.divided(inner).remainder(shape[axis])
-            place = f.load(I32, index + wide(row) * 4, 4, "index")
-            source = x + pixel_offset(pixel, shape, strides, problem.x.item) + wide(place) * problem.x.strides[axis]
+            position = f.load(I32, index + wide(row) * 4, 4, "index")
+            source = x + pixel_offset(pixel, shape, strides, problem.x.item) + wide(position) * problem.x.strides[axis]
             source = source + wide(channel) * problem.x.strides[-1]
         store_stored(self.y, load_stored(problem.x, source, self.each), self.at(-1, operands, pixel, channel))
 
@@ -92,11 +92,11 @@ class GatherByThreads(ThreadKernel[GatherElements]):
     def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
         problem, axis = self.problem, self.problem.axis
         x, index, _ = operands
-        place = f.load(ELEMENTS[problem.index.dtype], self.at(1, operands, pixel, channel), problem.index.size, "index")
-        place = _clamped(place, problem.x.shape[axis])
+        row = f.load(ELEMENTS[problem.index.dtype], self.at(1, operands, pixel, channel), problem.index.size, "index")
+        row = _clamped(row, problem.x.shape[axis])
         strides = [0 if i == axis else s for i, s in enumerate(problem.x.strides)]
         source = x + pixel_offset(pixel, problem.y.shape[:-1], strides[:-1], problem.x.item)
-        source = source + wide(channel) * strides[-1] + place * problem.x.strides[axis]
+        source = source + wide(channel) * strides[-1] + row * problem.x.strides[axis]
         store_stored(self.y, load_stored(problem.x, source, 1), self.at(-1, operands, pixel, channel))
 
 
@@ -126,8 +126,8 @@ class HaloByThreads(GpuKernel[HaloFill]):
             item, byte = thread.divided(sum(self.sizes)), thread.remainder(sum(self.sizes))
             first = 0
             for view, size, address in zip(self.problem.runs, self.sizes, operands, strict=True):
-                place = byte - first        # unsigned: wraps to a large number for bytes of earlier runs
-                with f.when(place.below(size)):
-                    at = pixel_offset(place, view.shape, view.strides, 0) + wide(item) * view.item
+                position = byte - first     # unsigned: wraps to a large number for bytes of earlier runs
+                with f.when(position.below(size)):
+                    at = pixel_offset(position, view.shape, view.strides, 0) + wide(item) * view.item
                     f.store(f.constant(self.problem.value, I8), address + at)
                 first += size

@@ -78,8 +78,8 @@ class PoolByThreads(ProgramKernel[Pool]):
             *others, axis = axes
             total: Sums = dict.fromkeys(range(self.each), zero)
             for p in f.range("tap", wide(taps[axis][0]), wide(taps[axis][1]), total=total):
-                place = origin[axis] + f.cast("trunc", p, I32, "p") * problem.dilation[axis]
-                self._take(total, window(others, at + wide(place) * x.strides[axis]))
+                position = origin[axis] + f.cast("trunc", p, I32, "p") * problem.dilation[axis]
+                self._take(total, window(others, at + wide(position) * x.strides[axis]))
             return list(total.values())
 
         sums = window(problem.summed, base)

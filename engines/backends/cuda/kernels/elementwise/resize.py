@@ -47,9 +47,9 @@ class ResizeByThreads(ProgramKernel[Resize]):
         lines = []
         for row, weight in down:
             line = base + wide(row) * x.strides[0]
-            places = [(load_channels(self.gpu, x, line + wide(column) * x.strides[1], self.each), v)
+            pixels = [(load_channels(self.gpu, x, line + wide(column) * x.strides[1], self.each), v)
                       for column, v in right]
-            lines.append((self._weighted(places), weight))
+            lines.append((self._weighted(pixels), weight))
         self.finish(operands, pixel, channel, self._weighted(lines), range(1, inputs), inputs + 2)
 
     def _taps(self, table: Value, index: Value, count: int) -> Taps:

@@ -298,11 +298,11 @@ class OneQuery:
 
     def _of_all_warps(self, peak: Value) -> Value:
         """Return the maximum over all warps, in every lane."""
-        place = (self.cut.columns + 1) * WORD
+        offset = (self.cut.columns + 1) * WORD
         with self.f.when((self.thread & WARP - 1).compare("eq", 0)):
-            self.f.store(peak, self._of_warp(self.warp) + place, WORD)
+            self.f.store(peak, self._of_warp(self.warp) + offset, WORD)
         barrier(self.f)
-        return self._largest([self.f.load(FLOAT, self._of_warp(warp) + place, WORD, "peak")
+        return self._largest([self.f.load(FLOAT, self._of_warp(warp) + offset, WORD, "peak")
                               for warp in map(self.warp.like, range(self.cut.warps))])
 
     def _over_warps(self, total: Value, columns: Columns) -> tuple[Value, Columns]:
@@ -311,20 +311,20 @@ class OneQuery:
         if cut.warps == 1:
             return total, columns
         with f.when((self.thread & WARP - 1).below(cut.lanes)):
-            for place, part in self._pieces(columns):
+            for offset, part in self._pieces(columns):
                 for n, value in enumerate(part):
-                    f.store(value, self._of_warp(self.warp) + (place + n) * WORD, WORD)
+                    f.store(value, self._of_warp(self.warp) + (offset + n) * WORD, WORD)
         with f.when((self.thread & WARP - 1).compare("eq", 0)):
             f.store(total, self._of_warp(self.warp) + cut.columns * WORD, WORD)
         barrier(f)
         warps = [self._of_warp(self.warp.like(warp)) for warp in range(cut.warps)]
 
-        def whole(place: Value | int) -> Value:
-            first, *others = (f.load(total.type, at + place * WORD, WORD, "sum") for at in warps)
+        def whole(offset: Value | int) -> Value:
+            first, *others = (f.load(total.type, at + offset * WORD, WORD, "sum") for at in warps)
             for other in others:
                 first = first + other
             return first
-        return whole(cut.columns), [whole(place + n) for place, part in self._pieces(columns)
+        return whole(cut.columns), [whole(offset + n) for offset, part in self._pieces(columns)
                                     for n in range(len(part))]
 
     def _pieces(self, columns: Columns) -> list[tuple[Value, Columns]]:
@@ -345,9 +345,9 @@ class OneQuery:
         problem, f, gpu, width = self.problem, self.f, self.gpu, self.problem.y.shape[-1]
         part = softmax_scale(peak, gpu.to_float(total) if self.integers else total)
         step = vector_width([(problem.y, base)], width, self.cut.v.each)
-        for place, some in self._pieces(columns):
+        for offset, some in self._pieces(columns):
             for n in range(0, len(some), step):
-                column = place + n
+                column = offset + n
                 with f.when(valid & self.first & column.below(width)):
                     means = [mean_of(gpu, problem, x, part, is_unmasked(peak), self.zeros[2]) for x in some[n:n + step]]
                     numbers = load_constants(f, constants, column, step, problem.program.constants, width)
@@ -359,10 +359,10 @@ class OneQuery:
         """Store the sums without normalisation in a row of `view`."""
         width = view.shape[-1]
         step = vector_width([(view, base)], width, self.cut.v.each)
-        for place, some in self._pieces(columns):
+        for offset, some in self._pieces(columns):
             for n in range(0, len(some), step):
-                with self.f.when(valid & self.first & (place + n).below(width)):
-                    at = to + (wide(row) * width + wide(place + n)) * view.size
+                with self.f.when(valid & self.first & (offset + n).below(width)):
+                    at = to + (wide(row) * width + wide(offset + n)) * view.size
                     store_stored(view, some[n:n + step], at)
 
 

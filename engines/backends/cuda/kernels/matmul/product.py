@@ -92,8 +92,8 @@ class GpuProduct(ProgramKernel[Product]):
             SharedProduct(self.problem, self.gpu, self.aligned, operands, block, thread).write(block.below(rows))
             return
         tile = special_register(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
-        place = ProductTile(self.problem, self.gpu, self.aligned, operands, tile.at_most(rows - 1), thread & WARP - 1)
-        place.write(tile.below(rows))
+        product = ProductTile(self.problem, self.gpu, self.aligned, operands, tile.at_most(rows - 1), thread & WARP - 1)
+        product.write(tile.below(rows))
 
     @property
     def program(self) -> EpilogueProgram:

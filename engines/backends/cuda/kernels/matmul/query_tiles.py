@@ -261,9 +261,9 @@ class QueryTile:
         starts = [self._of_head(2, view) + wide((block.first + key).at_most(self.problem.keys - 1)) * view.strides[-2]
                   for key in self.lanes.factor_columns(self.keys_at_once)]
         for pair in range(-(-view.shape[-1] // TILE)):
-            places = [wide((column + pair * TILE).at_most(view.shape[-1] - 1)) * view.strides[-1]
-                      for column in self.lanes.columns]
-            yield [words_of_column(view, [start + place for start in starts]) for place in places]
+            offsets = [wide((column + pair * TILE).at_most(view.shape[-1] - 1)) * view.strides[-1]
+                       for column in self.lanes.columns]
+            yield [words_of_column(view, [start + at_column for start in starts]) for at_column in offsets]
 
     def _column(self, n: int, c: int) -> Value:
         """Return the column of v and y of the lane's sum."""

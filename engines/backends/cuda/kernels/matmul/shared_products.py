@@ -142,8 +142,8 @@ class SharedProduct(ProductTile):
     def _columns(self, k: Value, byte: Value) -> tuple[Value, Value, int]:
         """Return the source of a row of b, with no valid bytes if k is past the end."""
         b, size = self.problem.b, self.problem.b.shape[-1] * self.problem.b.size
-        place = self.f.select(k.below(self.problem.depth), byte, byte.like(size), "byte")
-        return self.at_b + wide(k.at_most(self.problem.depth - 1)) * b.strides[-2], place, size
+        position = self.f.select(k.below(self.problem.depth), byte, byte.like(size), "byte")
+        return self.at_b + wide(k.at_most(self.problem.depth - 1)) * b.strides[-2], position, size
 
     def _copy_rows(self, rows: int, size: int, source: Callable[[Value, Value], tuple[Value, Value, int]],
                    to: Value) -> None:
@@ -154,9 +154,9 @@ class SharedProduct(ProductTile):
         chunks = size // CHUNK
         for i in range(rows * chunks // THREADS):
             row, byte = self.thread.divided(chunks) + i * (THREADS // chunks), self.thread.remainder(chunks) * CHUNK
-            start, place, end = source(row, byte)
-            valid = place.below(end)
-            at = self.f.select(valid, place, place.like(0), "place")
+            start, position, end = source(row, byte)
+            valid = position.below(end)
+            at = self.f.select(valid, position, position.like(0), "place")
             copy_chunk(self.gpu, shared(self.f) + (to + (row * (size + CHUNK) + byte)), start + wide(at),
                        number_if(valid, CHUNK))
 

@@ -152,8 +152,8 @@ class SharedTile(QueryTile):
         for number, view, at in ((1, problem.k, 0), (2, problem.v, self.values_at))[:1 + mixes]:
             chunks, start = view.shape[-1] * view.size // CHUNK, self._of_head(number, view)
             for i in range(KEYS * chunks // THREADS):
-                place = self.thread + i * THREADS
-                row, column = place.divided(chunks), place.remainder(chunks)
+                position = self.thread + i * THREADS
+                row, column = position.divided(chunks), position.remainder(chunks)
                 if THREADS % chunks == 0:       # the same numbers without a division per i
                     row, column = self.thread.divided(chunks) + i * (THREADS // chunks), self.thread.remainder(chunks)
                 key = (first + row).at_most(problem.keys - 1)

@@ -45,9 +45,9 @@ class CodeTogether(Code):
             yield turn, 1
 
     def _end(self, one: int, copy: Copy, acc: dict[object, Value]) -> LaneValue:
-        operation, place = self.loops.program.operations[one], self._accumulator_of(one, copy)
+        operation, accumulator = self.loops.program.operations[one], self._accumulator_of(one, copy)
         how, kind = str(operation.what), self.loops.program.operations[operation.args[0]].kind
-        pair = acc[one, place], acc.get((one, place, "where"))
+        pair = acc[one, accumulator], acc.get((one, accumulator, "where"))
         for distance in (16, 8, 4, 2, 1):
             pair = self._merged(how, kind, pair, (
                 shuffle_xor(pair[0], distance), None if pair[1] is None else shuffle_xor(pair[1], distance)))

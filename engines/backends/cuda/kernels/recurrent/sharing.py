@@ -1,6 +1,6 @@
 """Interface of the ways to distribute items, units and weights of a recurrent direction over a block's threads.
 
-    sum[gate] = sum over k of state[k] * R[gate, k, unit]       for each place of a thread: a unit of an item
+    sum[gate] = sum over k of state[k] * R[gate, k, unit]       for each assignment of a thread: a unit of an item
 """
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SIZES = {"int8": 1, "int16": 2, "fp32": 4}
 PIECE = 16              # bytes of weights or states per load
 ACTIVATION = 36         # instructions, counted in SASS
 
-Sums = dict[int, list[Value]]       # gate -> sum of each place
+Sums = dict[int, list[Value]]       # gate -> sum of each assignment
 
 
 def update(problem: Recurrence) -> int:
-    """Return the instructions per place and step other than products: activations of the gates and of c of an LSTM."""
+    """Return the instructions per assignment and step other than products: activations of gates and of c of an LSTM."""
     return ACTIVATION * (problem.cells[0].gates + problem.cells[0].kept - 1)
 
 
@@ -105,7 +105,7 @@ class Seat:
     weights: Value
 
     def assign(self, unit: Value, column: Value, stores: Value | None = None, surely: bool = False) -> Assignment:
-        """Return the place of a unit of the block's item `column`.
+        """Return the assignment of a unit of the block's item `column`.
 
         Units and items past the end repeat the last one; `surely` asserts that the unit is valid. `stores` (i1) selects
         the threads that store.
@@ -137,10 +137,10 @@ class StepProducts(ABC):
 
     Attributes
     ----------
-    places : sequence of Place
-        Places of this thread.
+    assignments : sequence of Assignment
+        Units and items of this thread.
     of_item : sequence of sequence of int
-        Numbers of the places of each item.
+        Numbers of the assignments of each item.
     """
     assignments: Sequence[Assignment]
     of_item: Sequence[Sequence[int]]
@@ -164,7 +164,7 @@ class StepProducts(ABC):
 
     @abstractmethod
     def put(self, row: Value, assignment: Assignment, state: Value, zero: Value | None) -> None:
-        """Store a place's state, a float or an i32 without zero point.
+        """Store the state of an assignment, a float or an i32 without zero point.
 
         `zero` is the zero point to add if the state was quantised to its own range.
         """
@@ -173,7 +173,7 @@ class StepProducts(ABC):
     def sums(self, stage: Stage, row: Value, zeros: Sequence[Value]) -> Sums:
         """Return the sums over all k.
 
-        `zeros` are the places' zero points if states were quantised to their own range.
+        `zeros` are the assignments' zero points if states were quantised to their own range.
         """
 
 

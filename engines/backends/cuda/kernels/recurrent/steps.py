@@ -1,4 +1,4 @@
-"""Time steps of one direction, run by a block for its items; each thread updates its places (sharing.py).
+"""Time steps of one direction, run by a block for its items; each thread updates its assignments (sharing.py).
 
 States that later products read go to shared memory: h alternates between two rows, so that a step needs one barrier for
 it; other states follow their stage. Integer states are rounded there; if the model quantises h to its own range, the
@@ -29,7 +29,7 @@ from infer_server.engines.lowering.epilogue.program import EpilogueProgram
 from infer_server.engines.lowering.problems.recurrence import QUANTIZED_STATES, Cell, Recurrence, Stage
 from infer_server.engines.lowering.problems.view import View
 
-Key = tuple[int, int]           # (place of the thread, slot or gate)
+Key = tuple[int, int]           # (assignment of the thread, slot or gate)
 States = dict[Key, Value]
 Carried = dict[Any, Value]      # "row": offset of h; with quantised h ("zero", item) and ("step", item)
 
@@ -132,7 +132,7 @@ class Direction:
             for n, assignment in enumerate(self.assignments):
                 if view and addresses:
                     with f.when(assignment.valid):
-                        store_channels(self.gpu, view, [states[n, slot]], self._place(addresses, view, n))
+                        store_channels(self.gpu, view, [states[n, slot]], self._address(addresses, view, n))
 
     def _time(self, turn: Value, item: int) -> Value:
         """Return the time index of a step of an item, clamped to valid steps."""
@@ -200,7 +200,7 @@ class Direction:
     def _first(self, n: int, slot: int) -> Value:
         view, addresses = self.problem.first[slot], self.first[slot]
         if view and addresses:
-            return load_channels(self.gpu, view, self._place(addresses, view, n), 1)[0]
+            return load_channels(self.gpu, view, self._address(addresses, view, n), 1)[0]
         if slot in self.problem.given:
             return self._of_unit(self.tables[2], n, self.problem.given.index(slot))
         return self.f.constant(0, FLOAT)
@@ -283,16 +283,16 @@ class Direction:
         if view and self.y:
             result = self._program(self.problem.program, h, [], self.problem.numbers)
             with self.f.when(valid):
-                store_channels(self.gpu, view, [result], self._place(self.y, view, n) + t * view.strides[0])
+                store_channels(self.gpu, view, [result], self._address(self.y, view, n) + t * view.strides[0])
 
-    # ---- addresses of a place
-    def _place(self, addresses: Sequence[Value], view: View, n: int) -> Value:
-        """Return the address of a place's unit in a tensor whose innermost axis is [D H]."""
+    # ---- addresses of an assignment
+    def _address(self, addresses: Sequence[Value], view: View, n: int) -> Value:
+        """Return the address of the unit of an assignment in a tensor whose innermost axis is [D H]."""
         unit = self.assignments[n].unit + self.d * self.problem.hidden
         return addresses[self.item_of[n]] + wide(unit) * view.strides[-1]
 
     def _of_unit(self, table: Value, n: int, row: int) -> Value:
-        """Load the place's number from a float32 table [row][D unit]."""
+        """Load the number of an assignment from a float32 table [row][D unit]."""
         width = len(self.problem.cells) * self.problem.hidden
         at = table + wide(self.assignments[n].unit + (row * width + self.d * self.problem.hidden)) * 4
         return self.f.load(FLOAT, at, 4, "number")

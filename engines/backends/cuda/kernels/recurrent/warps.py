@@ -42,7 +42,7 @@ TURN = 2 * STEP         # bytes of k per iteration
 ONES = 0x01010101
 BASE_REGISTERS = 56     # registers per thread in addition to those of its assignments
 AT_EDGE = 32            # further registers if the last warp is partial
-TOGETHER = (8, 16)      # items per block; with more, a lane's places spill
+TOGETHER = (8, 16)      # items per block; with more, a lane's values spill
 MOST_TILED = {"int8": 512, "int16": 128}        # units; beyond them threads spill
 BY_ONE = 16             # warps per block up to which a warp has one tile; else two
 
@@ -87,7 +87,7 @@ class Tiled(Sharing):
         """Return the pieces per lane and iteration."""
         return problem.cells[0].gates * self.tiles * SIZES[problem.precision] * (TURN // STEP)
 
-    def settled(self, problem: Recurrence, registers: int, room: int) -> Tiled:
+    def settled(self, problem: Recurrence, registers: int, shared_bytes: int) -> Tiled:
         """Return the tactic with as many resident weights as fit.
 
         Parameters
@@ -96,12 +96,12 @@ class Tiled(Sharing):
             Problem to solve.
         registers : int
             Registers per thread.
-        room : int
-            Bytes of shared memory.
+        shared_bytes : int
+            Shared memory of a block.
         """
         each, threads = self.pieces(problem), self.threads(problem)
         mine = max(registers - self.work(problem).registers, 0) // 4
-        beyond = max(room - self._rows(problem), 0) // (threads * PIECE)
+        beyond = max(shared_bytes - self._rows(problem), 0) // (threads * PIECE)
         resident = min(self.turns(problem), (mine + beyond) // each)
         return replace(self, registers=min(mine, resident * each), resident=resident)
 
@@ -195,7 +195,7 @@ class _Products(StepProducts):
         self.row = (self.lane & 7) * self.pitch + self.lane.binary("lshr", 3) * PIECE
 
     def _numbers(self) -> list[tuple[int, int, int]]:
-        """Return tile, group of eight items and sum of each of the lane's places."""
+        """Return tile, group of eight items and sum of each of the lane's assignments."""
         return [(tile, n, e) for tile in range(self.tactic.tiles) for n in range(self.eights) for e in range(4)]
 
     def _keys(self, gates: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
@@ -281,6 +281,6 @@ class _Products(StepProducts):
                 weights = pieces[((half * self.gates + gate) * tiles + tile) * size + of_weight]()
                 for n in range(self.eights):
                     keys = [(gate, tile, n, e) for e in range(4)]
-                    made = multiply_bytes(self.gpu, types, [acc[key] for key in keys], weights,
+                    sums = multiply_bytes(self.gpu, types, [acc[key] for key in keys], weights,
                                           found[of_state][n][half])
-                    acc.update(zip(keys, made, strict=True))
+                    acc.update(zip(keys, sums, strict=True))

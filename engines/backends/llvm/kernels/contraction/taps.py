@@ -56,5 +56,5 @@ class TapAxis:
     def runs(self, outputs: range) -> list[tuple[int, frozenset[int]]]:
         """Return all taps in order, as runs of (number of taps, outputs for which they are live)."""
         live = {output: self.live(output) for output in outputs}
-        wanted = [frozenset(o for o in outputs if tap in live[o]) for tap in range(self.taps)]
-        return [(len(list(members)), who) for who, members in groupby(wanted)]
+        users = [frozenset(o for o in outputs if tap in live[o]) for tap in range(self.taps)]
+        return [(len(list(members)), who) for who, members in groupby(users)]

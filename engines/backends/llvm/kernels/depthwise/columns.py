@@ -51,8 +51,8 @@ class Columns:
         """Return the result of make(*arguments), computed at most once; it stays in registers until its last use."""
         if (make, arguments) not in self._results:
             self._results[make, arguments] = make(*arguments)
-        made: T = self._results[make, arguments]
-        return made
+        result: T = self._results[make, arguments]
+        return result
 
     def _interleaved(self, group: Group, column: int, v: int) -> Operand:
         positions = [(row, column + k * self._problem.dilation[1]) for row in group.rows for k in range(group.across)]

@@ -69,11 +69,11 @@ class CumulativeSumKernel(Kernel[CumulativeSum]):
         def row(at: Value, to: Value, before: Value | None) -> None:
             for start, count in f.tiles("element", run, VECTORS * isa.lanes):
                 for first in range(0, count, isa.lanes):
-                    lanes, place = min(isa.lanes, count - first), start * size + first * size
-                    value = load(isa, dtype, at + place, size, lanes)
+                    lanes, step = min(isa.lanes, count - first), start * size + first * size
+                    value = load(isa, dtype, at + step, size, lanes)
                     if before is not None:
-                        value = COMBINED[how](kind, load(isa, dtype, before + place, size, lanes), value)
-                    store(isa, dtype, value, to + place, size, lanes)
+                        value = COMBINED[how](kind, load(isa, dtype, before + step, size, lanes), value)
+                    store(isa, dtype, value, to + step, size, lanes)
 
         row(x, y, None)
         for i in f.loop("index", self.problem.x.shape[self.problem.axis] - 1):

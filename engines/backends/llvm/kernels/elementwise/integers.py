@@ -42,9 +42,9 @@ class IntegersKernel(Kernel[Integers]):
 
     def _vector(self, isa: Isa, at: list[Value], start: Value, count: int) -> None:
         *views, output = self.runs.views
-        *places, target = (offset(a, [start], [v.strides[-1]]) for a, v in zip(at, self.runs.views, strict=True))
-        values = [load_integers(isa, view, place, count, self.bits)
-                  for view, place in zip(views, places, strict=True)]
+        *addresses, target = (offset(a, [start], [v.strides[-1]]) for a, v in zip(at, self.runs.views, strict=True))
+        values = [load_integers(isa, view, address, count, self.bits)
+                  for view, address in zip(views, addresses, strict=True)]
         store_integers(output, OPERATIONS[self.problem.operation](*values), target, count)
 
 

@@ -99,8 +99,8 @@ class TopKKernel(Kernel[TopK]):
             state["here"] = state["here"] + isa.lanes
         best = f.call(f"i{self.bits}", f"llvm.vector.reduce.smax.v{isa.lanes}i{self.bits}", state["best"], hint="best")
         highest_lanes = state["best"].compare("eq", f.splat(best, isa.lanes))
-        places = f.select(highest_lanes, state["place"], f.constant(FAR, isa.ints))
-        first = f.call(I32, f"llvm.vector.reduce.smin.v{isa.lanes}i32", places, hint="first")
+        positions = f.select(highest_lanes, state["place"], f.constant(FAR, isa.ints))
+        first = f.call(I32, f"llvm.vector.reduce.smin.v{isa.lanes}i32", positions, hint="first")
         return f.cast("zext", first, I64, "place")
 
     def _largest(self, f: Function, isa: Isa, addresses: Sequence[Value], begin: Value, end: Value) -> None:
@@ -116,20 +116,20 @@ class TopKKernel(Kernel[TopK]):
                     f.store(f.constant(0, I32), slots + i * 4)
             for turn in f.loop("turn", problem.indices.shape[-1]):
                 value = highest(f, isa, peaks[-1], self.peaks[-1], bits)
-                place = first_of(f, isa, peaks[-1], self.peaks[-1], value)
+                position = first_of(f, isa, peaks[-1], self.peaks[-1], value)
                 for below in reversed(peaks[:-1]):
-                    place = place * BLOCK + first_of(f, isa, below + place * (size * BLOCK), BLOCK, value)
-                block = self._slot(isa, x, keys, slots, place) if slots else place
+                    position = position * BLOCK + first_of(f, isa, below + position * (size * BLOCK), BLOCK, value)
+                block = self._slot(isa, x, keys, slots, position) if slots else position
                 start = keys + block * (size * BLOCK)
                 inside = first_of(f, isa, start, BLOCK, value)
-                self._store(x, place * BLOCK + inside,
+                self._store(x, position * BLOCK + inside,
                             [a + turn * v.strides[-1] for a, v in zip(values, problem.outputs, strict=False)],
                             indices + turn * problem.indices.strides[-1])
                 f.store(f.constant(lowest_of(bits), f"i{bits}"), start + inside * size)
                 for above in peaks:
-                    f.store(highest(f, isa, start, BLOCK, bits), above + place * size)
-                    place = place.divided(BLOCK)
-                    start = above + place * (size * BLOCK)
+                    f.store(highest(f, isa, start, BLOCK, bits), above + position * size)
+                    position = position.divided(BLOCK)
+                    start = above + position * (size * BLOCK)
 
     def _make_peaks(self, f: Function, isa: Isa, x: Value, keys: Value, peaks: Sequence[Value]) -> None:
         """Compute the keys of all blocks (overwriting each other if memory is short) and the peaks of every level."""

@@ -235,11 +235,11 @@ class AttentionEmitter:
     def _block(self, f: Function, head: Head, first: Value) -> None:
         queries, block = self.problem.queries, self.tiles.block
         whole, tail = divmod(queries, block)
-        told = isinstance(queries, KernelInt)
-        if not told and not tail:
+        is_dynamic = isinstance(queries, KernelInt)
+        if not is_dynamic and not tail:
             self.queries(f, head, first, block)
             return
-        if told or whole:
+        if is_dynamic or whole:
             with f.when(first.below(whole * block)):
                 self.queries(f, head, first, block)
         with f.when(first.compare("uge", whole * block)):
@@ -319,9 +319,9 @@ class AttentionEmitter:
         if self.k.padded_columns is self.problem.keys:
             return load_channels(lanes, mask, address)
         f, width, one = address.f, self.isa.lanes, Lanes(self.isa, self.isa.lanes, packed=False)
-        places = [f.select(left.compare("ugt", v * width), address + v * width * mask.strides[-1], address)
-                  for v in range(lanes.vectors)]
-        return [load_channels(one, mask, place)[0] for place in places]
+        addresses = [f.select(left.compare("ugt", v * width), address + v * width * mask.strides[-1], address)
+                     for v in range(lanes.vectors)]
+        return [load_channels(one, mask, one_address)[0] for one_address in addresses]
 
     def softmax_arguments(self) -> list[Value]:
         """Return the arguments of the function `softmax`, except the number of rows."""

@@ -173,12 +173,12 @@ class Right(Factor):
             last, rows = f.constant(rows - 1, I64), -(-rows // elements) * elements
         for row, size in f.tiles("packed row", rows, elements):
             parts: list[Value] = []
-            for place in (row + e for e in range(elements)):
+            for index in (row + e for e in range(elements)):
                 part = self._absent(f, lanes)
                 if count and len(parts) < size:
-                    here = place if last is None else place.at_most(last)
+                    here = index if last is None else index.at_most(last)
                     there = self._elements(source + here * row_bytes, count, lanes, zero)
-                    part = there if last is None else f.select(place.compare("ule", last), there, part)
+                    part = there if last is None else f.select(index.compare("ule", last), there, part)
                 parts.append(part)
             self._store(self._joined(parts), target + row.divided(elements) * pitch)
 

@@ -88,20 +88,20 @@ class AttentionSoftmax:
     def _integers(self, here: Value, there: Value, peak: Value) -> Value:
         f, isa = here.f, self.isa
         total = {"sum": f.constant(0, isa.ints)}
-        for _, places in strips(f, isa, self.keys, 4, total):
-            for first in range(0, len(places), 4):
+        for _, vectors in strips(f, isa, self.keys, 4, total):
+            for first in range(0, len(vectors), 4):
                 ints = []
-                for at in places[first:first + 4]:
+                for at in vectors[first:first + 4]:
                     ints.append(isa.round(self._power(here, peak, at)))
                     total["sum"] += live(isa, ints[-1], at.count, 0)
-                f.store(in_order(isa, (ints * 4)[:4]), there + places[first].column)
+                f.store(in_order(isa, (ints * 4)[:4]), there + vectors[first].column)
         return total["sum"]
 
     def _floats(self, here: Value, there: Value, peak: Value) -> Value:
         f, isa = here.f, self.isa
         total = dict.fromkeys(range(2), f.constant(0, isa.floats))
-        for start, places in strips(f, isa, self.keys, 1, total):
-            for i, at in enumerate(places, start):
+        for start, vectors in strips(f, isa, self.keys, 1, total):
+            for i, at in enumerate(vectors, start):
                 stored = from_float(isa, self.dtype, live(isa, self._power(here, peak, at), at.count, 0))
                 f.store(stored, there + at.column * SIZES[self.dtype])
                 total[i % 2] += to_float(isa, self.dtype, stored)

@@ -116,11 +116,11 @@ class _StreamedEmitter:
                 parts = [f.load(self.isa.floats, row + s * self.problem.b.strides[-2] + v * self.isa.bytes, hint="b")
                          for s in range(streams)]
                 for m in range(self.rows):
-                    place = sums + m * self.pitch + v * self.isa.bytes
-                    total = f.load(self.isa.floats, place, self.isa.bytes, "sum")
+                    address = sums + m * self.pitch + v * self.isa.bytes
+                    total = f.load(self.isa.floats, address, self.isa.bytes, "sum")
                     for factor, part in zip(factors[m], parts, strict=True):
                         total = self.isa.fma(factor, part, total)
-                    f.store(total, place, self.isa.bytes)
+                    f.store(total, address, self.isa.bytes)
 
     def _finish(self, f: Function, sums: Value, constants: Value, others: list[Value], columns: int) -> None:
         problem = self.problem

@@ -127,8 +127,8 @@ class _TileAttentionEmitter(AttentionEmitter):
     def queries(self, f: Function, head: Head, first: Value, count: int) -> None:
         """Emit `count` queries from `first` on, in groups of 16; the scores of a group are made ahead."""
         whole, rest, copied = count // ROWS, count % ROWS, self.at["q"]
-        source, in_place = self.left.matrix.at(head.q, first, 0), self.left.direct
-        if not in_place:
+        source, direct = self.left.matrix.at(head.q, first, 0), self.left.direct
+        if not direct:
             self.left.copy(source, count, copied, self.zeros[0])
         elif isinstance(rest, KernelInt) or rest:
             self.left.copy(source + (count - rest) * self.left.matrix.strides[0], rest, copied, self.zeros[0])
@@ -137,7 +137,7 @@ class _TileAttentionEmitter(AttentionEmitter):
         def rows_of(group: Value) -> tuple[Value, Value]:
             """Return the address of a group's rows, and their pitch."""
             pitch = f.constant(self.left.copied_pitch, I64)
-            if not in_place:
+            if not direct:
                 return copied + group * (ROWS * self.left.copied_pitch), pitch
             here, whole_group = source + group * (ROWS * self.left.matrix.strides[0]), group.below(complete)
             return (f.select(whole_group, here, copied),
@@ -230,15 +230,15 @@ class _TileAttentionEmitter(AttentionEmitter):
         type_ = isa.ints if self.exact else isa.floats
 
         def score(row: Value, at: RowVector) -> Value:
-            place = x + row * (4 * self.pitch) + at.column * 4
-            value = self.arithmetic.finish(isa, x.f.load(type_, place, isa.bytes, "sum"))
+            address = x + row * (4 * self.pitch) + at.column * 4
+            value = self.arithmetic.finish(isa, x.f.load(type_, address, isa.bytes, "sum"))
             if mask:
                 lanes = Lanes(isa, at.lanes(isa), packed=False)
                 added, = load_channels(lanes, mask, offset(masks, [row, at.column], mask.strides[-2:]))
                 value = isa.fma(value, scale, added)
             else:
                 value = value * scale
-            x.f.store(value, place, isa.bytes)
+            x.f.store(value, address, isa.bytes)
             return value
 
         self.row_softmax().group_peaks(peaks, totals, rows, score)

@@ -88,9 +88,9 @@ class MatrixUnitContraction(TiledContraction):
 
     @cached_property
     def wide(self) -> int:
-        """Return the places between the first pixels of two rows, as PixelRuns counts them.
+        """Return the positions between the first pixels of two rows, as PixelRuns counts them.
 
-        The result is 0 if that is not a whole number, or if too many places between rows would be computed and
+        The result is 0 if that is not a whole number, or if too many positions between rows would be computed and
         discarded.
         """
         x, stride = self.flat.x, self.flat.stride
@@ -103,7 +103,7 @@ class MatrixUnitContraction(TiledContraction):
         if rows == 1 or cols != self.flat.cols or not self.wide:
             return apart
         return min(PixelRuns(rows, cols, self.wide), apart,
-                   key=lambda cut: sum(self.unit.cycles(places) for _, _, places in cut.runs))
+                   key=lambda cut: sum(self.unit.cycles(positions) for _, _, positions in cut.runs))
 
     @property
     def exact(self) -> bool:
@@ -179,7 +179,7 @@ class MatrixUnitContraction(TiledContraction):
     # ---- cost
     def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
         runs = self.cut(pixels // tile.cols or 1, min(pixels, tile.cols)).runs
-        products = vectors * sum(self.unit.cycles(places) for _, _, places in runs)
+        products = vectors * sum(self.unit.cycles(positions) for _, _, positions in runs)
         copies = COPY_CYCLES * pixels if self.staged else 0.0
         return max(products, self.unit.load_cycles * (len(runs) + vectors)) + copies
 

@@ -159,8 +159,8 @@ class TileProduct:
         """
         f, isa, (height, columns) = x.f, self.right.isa, map(index, shape)
         tiles, vectors, width = Tiles(f), -(-columns // isa.lanes), isa.vectors_for(columns) * LINE
-        places = [(t, v, t * vectors + v) for t in range(height) for v in range(vectors)]
-        for _, v, register in places:
+        accumulators = [(t, v, t * vectors + v) for t in range(height) for v in range(vectors)]
+        for _, v, register in accumulators:
             if start is None:
                 tiles.zero(register)
             else:
@@ -178,7 +178,7 @@ class TileProduct:
             at["x"] += self.depth
             at["w"] += self.right.blocks.size * width
         target, target_pitch = sums
-        for t, v, register in places:
+        for t, v, register in accumulators:
             tiles.store(register, target + t * ROWS * target_pitch + v * LINE, target_pitch)
 
 
@@ -192,8 +192,8 @@ class StoredSums(Mapping[tuple[int, int], Value]):
         self._rows, self._columns = shape
         self._type = isa.ints if exact else isa.floats
 
-    def __getitem__(self, place: tuple[int, int]) -> Value:
-        m, v = place
+    def __getitem__(self, index: tuple[int, int]) -> Value:
+        m, v = index
         f = self._address.f
         if v * self._isa.lanes >= self._columns:        # a vector without columns
             return self._finish(m, f.constant(0, self._type))

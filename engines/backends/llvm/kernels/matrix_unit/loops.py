@@ -119,7 +119,7 @@ class MatrixLoops(TiledLoops):
         ----------
         depth : bytes of x in a block of K.
         block_starts : bytes from the start of a run to each block.
-        wide : places between two rows in one run (see PixelRuns), or 0.
+        wide : positions between two rows in one run (see PixelRuns), or 0.
         staged : elements of a run that is copied, or 0.
         items : items that are processed with one panel of weights before the next one is read.
         """
@@ -229,9 +229,9 @@ class MatrixLoops(TiledLoops):
 
     def _epilogue(self, f: Function, part: Part, channels: int, pending: _Pending) -> None:
         problem, scratch, lanes = self.problem, pending.scratch, self._lanes(channels)
-        pitch, places = lanes.vectors * LINE, [self.cut(part).position(i, j) for i, j in part.pixels]
+        pitch, positions = lanes.vectors * LINE, [self.cut(part).position(i, j) for i, j in part.pixels]
         emit_epilogue(f, lanes, problem.program, problem.operands, problem.y, part.pixels,
-                      lambda p: _StoredSums(self.isa, scratch + places[p] * pitch, lanes.vectors, self.exact),
+                      lambda p: _StoredSums(self.isa, scratch + positions[p] * pitch, lanes.vectors, self.exact),
                       pending.addresses(), sums_in_memory=True)
 
 
@@ -250,7 +250,7 @@ class _TileProducts:
         self.loops, self.f, self.scratch = loops, f, scratch
         self.registers = Registers(loops.unit, [count for _, _, count in cut.runs], vectors, loops.depth)
         self.offsets = [loops.offset(i, j) for i, j, _ in cut.runs]     # bytes of x from the tile's first pixel
-        self.places = [cut.position(i, j) for i, j, _ in cut.runs]
+        self.positions = [cut.position(i, j) for i, j, _ in cut.runs]
         self.tiles, self.step = Tiles(f, loops.unit), loops.depth * loops.isa.lanes
         self.x_pitch = loops.problem.x.strides[1] * loops.problem.stride[1]
         starts = loops.block_starts
@@ -283,14 +283,14 @@ class _TileProducts:
 
     def store(self) -> None:
         """Store all accumulators."""
-        for t in range(len(self.places)):
+        for t in range(len(self.positions)):
             for v in range(self.registers.vectors):
                 self._store(t, v)
 
     def _store(self, t: int, v: int) -> None:
-        """Store an accumulator; the layout of the scratch memory is [place][vector][lane]."""
+        """Store an accumulator; the layout of the scratch memory is [position][vector][lane]."""
         pitch = self.registers.vectors * LINE
-        self.tiles.store(self.registers.c(t, v), self.scratch + (self.places[t] * pitch + v * LINE), pitch)
+        self.tiles.store(self.registers.c(t, v), self.scratch + (self.positions[t] * pitch + v * LINE), pitch)
 
     def _taps(self, levels: Sequence[Level], at: dict[str, Value], epilogue: Any) -> None:
         """Emit the loops over taps; with an epilogue, the first run is separate from the others."""
@@ -371,10 +371,10 @@ class _TileProducts:
         row, mask = vector(elements, I16), vector(elements, I1)
         valid = ", ".join(f"{I1} {int(n < self.loops.staged)}" for n in range(elements))
         stage = self.scratch + (SCRATCH + t * AMX.rows * LINE)
-        for place in range(self.registers.rows[t]):
-            copied = f.call(row, f"llvm.masked.load.v{elements}i16.p0", address + place * self.x_pitch,
+        for row_index in range(self.registers.rows[t]):
+            copied = f.call(row, f"llvm.masked.load.v{elements}i16.p0", address + row_index * self.x_pitch,
                             f.constant(1, I32), Value(f, mask, f"<{valid}>"), f.constant(0, row), hint="pixel")
-            f.store(copied, stage + place * LINE, LINE)
+            f.store(copied, stage + row_index * LINE, LINE)
         self.tiles.load(register, stage, LINE)
 
 

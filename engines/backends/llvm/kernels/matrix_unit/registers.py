@@ -9,10 +9,10 @@ from infer_server.engines.backends.llvm.codegen.tiles import AMX, MatrixUnit, Sh
 
 @dataclass(frozen=True)
 class PixelRuns:
-    """Division of a tile's pixels into x registers: runs of up to 16 places that are one pixel pitch apart.
+    """Division of a tile's pixels into x registers: runs of up to 16 pixels that are one pixel pitch apart.
 
-    Each row of the tile has its own runs. If the pitch of rows is `wide` places, one run continues through all rows,
-    and the results at the places between two rows are discarded.
+    Each row of the tile has its own runs. If the pitch of rows is `wide` positions, one run continues through all rows,
+    and the results at the positions between two rows are discarded.
     """
     rows: int
     cols: int
@@ -20,29 +20,29 @@ class PixelRuns:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """Return (row, column, places) of each register.
+        """Return (row, column, positions) of each register.
 
         Runs of a row are as even as possible. Runs through all rows are of equal size, so that the last one may overlap
         the one before.
         """
         if self.wide:
-            places = (self.rows - 1) * self.wide + self.cols
-            count = -(-places // AMX.rows)
-            size = -(-places // count)
-            return [(0, min(n * size, places - size), size) for n in range(count)]
+            positions = (self.rows - 1) * self.wide + self.cols
+            count = -(-positions // AMX.rows)
+            size = -(-positions // count)
+            return [(0, min(n * size, positions - size), size) for n in range(count)]
         return [(i, start, size) for i in range(self.rows) for start, size in _even(self.cols)]
 
     def position(self, i: int, j: int) -> int:
-        """Return the number of pixel (i, j) among all places."""
+        """Return the number of pixel (i, j) among all positions."""
         return i * (self.wide or self.cols) + j
 
 
-def _even(places: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, size) of even pieces of up to 16 places."""
-    pieces = -(-places // AMX.rows)
+def _even(positions: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, size) of even pieces of up to 16 positions."""
+    pieces = -(-positions // AMX.rows)
     for n in range(pieces):
-        start = n * places // pieces
-        yield start, (n + 1) * places // pieces - start
+        start = n * positions // pieces
+        yield start, (n + 1) * positions // pieces - start
 
 
 @dataclass(frozen=True)

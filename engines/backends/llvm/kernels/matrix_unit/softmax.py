@@ -77,12 +77,12 @@ class GroupSoftmax(AttentionSoftmax):
         if self.dtype != "bfloat16":
             return super()._floats(here, there, peak)
         pairs, total = arithmetic_for("bf16", isa), dict.fromkeys(range(2), f.constant(0, isa.floats))
-        ones = f.cast("bitcast", f.constant(BFLOAT_ONES, isa.ints), vector(2 * isa.lanes, "bfloat"), "ones")
-        for _, places in strips(f, isa, self.keys, 2, total):
-            for i, at in enumerate(places[::2]):
-                both = [live(isa, self._power(here, peak, one), one.count, 0) for one in places[2 * i:2 * i + 2]]
+        for _, vectors in strips(f, isa, self.keys, 2, total):
+            for i, at in enumerate(vectors[::2]):
+                both = [live(isa, self._power(here, peak, one), one.count, 0) for one in vectors[2 * i:2 * i + 2]]
                 stored = isa.floats_to_bfloats(both[0], both[1] if len(both) == 2 else both[0].like(0))
                 f.store(stored, there + at.column * SIZES[self.dtype])
+                ones = f.cast("bitcast", f.constant(BFLOAT_ONES, isa.ints), vector(2 * isa.lanes, "bfloat"), "ones")
                 bfloats = f.cast("bitcast", stored, ones.type, "bfloats")
                 total[i % 2] = pairs.dot(isa, total[i % 2], (bfloats,), (ones,))
         return total[0] + total[1]

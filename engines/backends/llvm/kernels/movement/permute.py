@@ -156,9 +156,9 @@ class PermuteKernel(Kernel[Permute]):
         extent, rows = self.views[0].shape[across], math.prod(self._outer) * self._blocks(isa)
         for row in f.range("row", begin, end):
             at = item_addresses([x, y], self.views, row.divided(rows))
-            *places, index = unravel(row.remainder(rows), (*self._outer, self._blocks(isa)))
-            places.insert(across, index * block)
-            x0, y0 = (offset(a, places, view.strides[:-1]) for a, view in zip(at, self.views, strict=True))
+            *indices, index = unravel(row.remainder(rows), (*self._outer, self._blocks(isa)))
+            indices.insert(across, index * block)
+            x0, y0 = (offset(a, indices, view.strides[:-1]) for a, view in zip(at, self.views, strict=True))
             x_step, y_step = (view.strides[across] for view in self.views)
             count = (index.like(extent - extent % step) - index * block).at_most(block)
             for i in f.range("tile", count.like(0), count, step):

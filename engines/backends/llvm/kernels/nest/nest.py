@@ -54,7 +54,7 @@ class GridBlocks:
     def of(loops: Loops, lanes: int) -> GridBlocks:
         work = max(math.prod(loops.extents[loop] for loop in loops.inner), 1)
         several = {loops.cut.rows} | ({loops.cut.lanes} if loops.cut.within != NONE else set())
-        last = next((place for place, loop in enumerate(loops.order) if loop in several), len(loops.order))
+        last = next((position for position, loop in enumerate(loops.order) if loop in several), len(loops.order))
         for split in reversed(range(len(loops.order))):
             extent, step = loops.extents[loops.order[split]], loops.width(lanes, loops.order[split])
             if work * extent >= BLOCK and split <= last or not split:

@@ -85,8 +85,8 @@ class MatrixMicroKernels(MicroKernels):
                   for item in range(size * self.problem.rounds)]
         for v in range(vectors):
             for g in range(gates):
-                place = f.parameters["w"] + (v * kernel.stage_vector(isa, stage) + g * isa.bytes)
-                start = f.load(isa.ints, place, isa.bytes, "start") if head else None
+                address = f.parameters["w"] + (v * kernel.stage_vector(isa, stage) + g * isa.bytes)
+                start = f.load(isa.ints, address, isa.bytes, "start") if head else None
                 for item in range(size):
                     first = (v * gates + g) * kernel.orders
                     total, *higher = (f.load(isa.ints, f.parameters["sums"] + ((first + order) * self.sum_bytes

@@ -79,8 +79,8 @@ class MicroKernels:
             shifts = [load_shift(isa, source + (item * self.pitch + self.numbers))
                       for item in range(size * self.problem.rounds)]
             for item, g, v in keys:
-                place = at["w"] + (v * kernel.stage_vector(isa, stage) + g * isa.bytes)
-                start = f.load(isa.ints, place, isa.bytes, "start")
+                start_address = at["w"] + (v * kernel.stage_vector(isa, stage) + g * isa.bytes)
+                start = f.load(isa.ints, start_address, isa.bytes, "start")
                 acc[0, (item, g, v)] = start * shifts[item] if shifts else start
             at["w"] += len(stage.gates) * isa.bytes
         step, weight = arithmetic.step_bytes, arithmetic.weight_bytes(isa)
@@ -110,23 +110,23 @@ class MicroKernels:
         """Add state * weight to acc for each pair of addresses. The side with fewer vectors stays in registers."""
         isa, arithmetic = self.isa, self.arithmetic
 
-        def add(item: int, place: tuple[int, int], state: Operand, weight: Operand) -> None:
-            key = part, (item, *place)
+        def add(item: int, position: tuple[int, int], state: Operand, weight: Operand) -> None:
+            key = part, (item, *position)
             acc[key] = arithmetic.dot(isa, acc[key], state, weight)
 
         if len(states) <= len(weights):
             pixels = {item: arithmetic.pixel(isa, address) for item, address in states.items()}
-            for place, address in weights.items():
+            for position, address in weights.items():
                 # Opaque address; otherwise LLVM loads all weights at once, and the tile spills.
                 weight = arithmetic.weights(isa, hidden(address) if len(pixels) > 1 else address)
                 for item, pixel in pixels.items():
-                    add(item, place, pixel, weight)
+                    add(item, position, pixel, weight)
             return
-        loaded = {place: arithmetic.weights(isa, address) for place, address in weights.items()}
+        loaded = {position: arithmetic.weights(isa, address) for position, address in weights.items()}
         for item, address in states.items():
             pixel = arithmetic.pixel(isa, address)
-            for place, weight in loaded.items():
-                add(item, place, pixel, weight)
+            for position, weight in loaded.items():
+                add(item, position, pixel, weight)
 
     def store_integers(self, integers: Value, state: Value, unit: Value) -> None:
         """Store the integers of a vector of units, from `unit` on, into those of a state."""
@@ -195,8 +195,8 @@ class _Unit:
 
     def _constant(self, index: int) -> Value:
         isa, each = self.e.isa, self.cell.units + self.e.kernel.scales
-        place = self.f.parameters["units"] + (self.v * each + index) * isa.bytes
-        return self.f.load(isa.floats, place, isa.bytes, "constant")
+        address = self.f.parameters["units"] + (self.v * each + index) * isa.bytes
+        return self.f.load(isa.floats, address, isa.bytes, "constant")
 
     def _address(self, slot: int, h: str) -> Value:
         """Return the address of this vector of a state; h: which of its two buffers."""

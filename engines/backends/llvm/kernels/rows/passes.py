@@ -85,8 +85,8 @@ class RowCode:
 
     def visit(self, body: Callable[[RowVector], Value]) -> None:
         """Run a pass whose body has its own effects."""
-        for _, places in strips(self.f, self.isa, self.width, 1, {}):
-            for at in places:
+        for _, vectors in strips(self.f, self.isa, self.width, 1, {}):
+            for at in vectors:
                 body(at)
 
     def store(self, body: Callable[[RowVector], Value]) -> None:
@@ -117,8 +117,8 @@ class RowCode:
 
     def _constants(self, program: EpilogueProgram, address: Value, at: RowVector) -> list[Value]:
         pitch = 4 * _pitch(self.problem.constants_width)
-        place = address + (at.column * 4 if self.problem.constants_width > 1 else 0)
-        return [self.f.load(self.isa.floats, place + c * pitch, self.isa.bytes, "constant")
+        address = address + (at.column * 4 if self.problem.constants_width > 1 else 0)
+        return [self.f.load(self.isa.floats, address + c * pitch, self.isa.bytes, "constant")
                 for c in range(program.constants)]
 
 
@@ -131,11 +131,11 @@ def reduce_vectors(f: Function, isa: Isa, width: int, kind: str, body: Callable[
     """Return the partial results of each lane."""
     neutral, together = f.constant(NEUTRAL[kind], isa.floats), min(STRANDS, READ_TOGETHER // isa.lanes)
     partial = dict.fromkeys(range(PARTIALS // isa.lanes), neutral)
-    for start, places in strips(f, isa, width, together, partial):
-        for first in range(0, len(places), STRANDS):
+    for start, vectors in strips(f, isa, width, together, partial):
+        for first in range(0, len(vectors), STRANDS):
             values = []
             with f.interleaved(STRANDS) as begin:
-                for at in places[first:first + STRANDS]:
+                for at in vectors[first:first + STRANDS]:
                     begin()
                     values.append(live(isa, body(at), at.count, NEUTRAL[kind]))
             for i, value in enumerate(values, start + first):
@@ -187,8 +187,8 @@ def live(isa: Isa, value: Value, count: int | Value, neutral: float) -> Value:
     """Replace the lanes from `count` on by the neutral element."""
     if isinstance(count, Value):
         f, lanes = value.f, vector(isa.lanes, I64)
-        places = Value(f, lanes, f"<{', '.join(f'{I64} {lane}' for lane in range(isa.lanes))}>")
-        return f.select(places.compare("slt", f.splat(count, isa.lanes)), value, value.like(neutral))
+        vectors = Value(f, lanes, f"<{', '.join(f'{I64} {lane}' for lane in range(isa.lanes))}>")
+        return f.select(vectors.compare("slt", f.splat(count, isa.lanes)), value, value.like(neutral))
     if count == isa.lanes:
         return value
     mask = ", ".join(f"{I1} {int(lane < count)}" for lane in range(isa.lanes))

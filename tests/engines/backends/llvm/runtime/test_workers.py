@@ -58,11 +58,11 @@ def run_lent(execution: ParallelExecution, plan: Plan, x: Array) -> tuple[dict[s
     given = lendable(*x.shape)
     given[...] = x
     results = {view.name: lendable(len(x), *view.shape) for view in plan.machine.outputs}
-    lent = [execution.lend(plan.machine.inputs[0], given)]
-    lent += [execution.lend(view, results[view.name]) for view in plan.machine.outputs]
+    lent = [execution.set_buffer(plan.machine.inputs[0], given)]
+    lent += [execution.set_buffer(view, results[view.name]) for view in plan.machine.outputs]
     assert all(lent)
     execution.run(len(x))
-    is_ours = execution.take_back()
+    is_ours = execution.release_buffers()
     results = results if is_ours else {name: result.copy() for name, result in results.items()}
     given[...] = -1
     return results, is_ours
@@ -200,8 +200,9 @@ def test_what_is_not_numpys_memory_is_not_lent() -> None:
     plan, _, _ = random_plan(np.random.default_rng(5))
     execution = ParallelExecution(ParallelProgram(LoadedPlan(plan), workers=2))
     owned = lendable(1, ROWS, COLUMNS)
-    assert not execution.lend(plan.machine.inputs[0], np.frombuffer(memoryview(owned), np.int32).reshape(owned.shape))
-    assert execution.lend(plan.machine.inputs[0], owned)
+    view = np.frombuffer(memoryview(owned), np.int32).reshape(owned.shape)
+    assert not execution.set_buffer(plan.machine.inputs[0], view)
+    assert execution.set_buffer(plan.machine.inputs[0], owned)
     execution.close()
 
 

@@ -79,8 +79,8 @@ class ZeroCopyBuffers:
             step.tactic.partition(":")[0] in VOLATILE_SAFE
             for step in steps if any(operand.buffer == buffer for operand in step.operands)))
 
-    def takes(self, view: TensorView, array: Array | None) -> bool:
-        """Return True if the items of an input may be replaced, by this array if it is given; see TakesItems."""
+    def accepts(self, view: TensorView, array: Array | None) -> bool:
+        """Return True if the items of an input may be replaced, by this array if it is not None."""
         return view.buffer in self.items and (array is None or self.address(view, array) is not None)
 
     def address(self, view: TensorView, array: Array) -> int | None:

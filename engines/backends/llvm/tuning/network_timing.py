@@ -1,17 +1,16 @@
-"""Tuning in place: tactics whose times alone are close are timed again inside the network.
+"""Timing inside the network: tactics whose times alone are close are timed again between the other layers.
 
 A kernel that is timed alone was the last to use its weights and inputs, so they are in L1 or L2. Inside a network all
 other layers ran in between: weights come from the last level of cache or from memory, and inputs are where the step
 before left them. Times alone do not show how a tactic copes with that (prefetched weights, fewer bytes of them, another
 order of blocks).
 
-So the close candidates ("rivals") of every call become steps of their own, on the same buffers, in one trial plan. A
-run executes one of each in order, and times every step. All problems are judged at once, within some dozens of runs.
-Runs with one choice follow each other, and the first does not count, so that each choice finds the caches as it left
-them.
+So the close candidates of every call become steps of their own, on the same buffers, in one trial plan. A run executes
+one of each in order, and times every step. All problems are judged at once, within some dozens of runs. Runs with one
+choice follow each other, and the first does not count, so that each choice finds the caches as it left them.
 
-A time in place is a sample of a few runs on a busy machine; a time alone is the least of many, but biased. The two are
-combined, weighted by their errors.
+A time inside the network is a sample of a few runs on a busy machine; a time alone is the least of many, but biased.
+The two are combined, weighted by their errors.
 """
 from __future__ import annotations
 
@@ -35,11 +34,11 @@ from infer_server.engines.version import COMPILER_VERSION
 
 LEAST_SHARE = 0.002         # least share of all kernels' time that is worth a trial
 MOST_RUN = 1.0              # seconds of a run above which times alone suffice
-MOST_RIVALS = (2, 6)        # candidates of a problem, if a run takes seconds, and otherwise
+MOST_CANDIDATES = (2, 6)    # candidates of a problem, if a run takes seconds, and otherwise
 MOST_BYTES = 1 << 30        # most bytes of constants in packings of the trial only
 RUNS = 2                    # runs with one choice, of which the first does not count
 ROUNDS = (3, 200)           # least and most rounds over all choices
-LEAST_ERROR = 0.003         # least relative error of a time in place: two copies of one network differ by as much
+LEAST_ERROR = 0.003         # least relative error of such a time: two copies of one network differ by as much
 REFINEMENTS = 3             # iterations of the estimate of each run's speed
 SECONDS = 4.0               # time limit of the rounds beyond the least number
 
@@ -50,7 +49,7 @@ Run = dict[int, float]      # seconds of the steps of one run, by their numbers
 class Trial(NamedTuple):
     """Plan in which the candidates of every call are consecutive steps."""
     plan: Plan
-    rivals: Sequence[range]         # steps of each call
+    candidates: Sequence[range]     # steps of the candidates of each call
     problems: Sequence[Problem | None]      # problem of each call; None for a fallback
 
 
@@ -68,42 +67,42 @@ def settled(choices: Mapping[Problem, Choice], uses: Sequence[Problem], tuner: T
     """
     if sum(choices[problem].time_us for problem in uses) * items > MOST_RUN * 1e6:
         return dict(choices)
-    rivals = _rivals(choices, uses, tuner, items)
+    candidates = _close_candidates(choices, uses, tuner, items)
     key = _Key(tuner, uses, items)
-    known = {problem: {one: tuner.cache.get(key(one)) for one in some} for problem, some in rivals.items()}
+    known = {problem: {one: tuner.cache.get(key(one)) for one in some} for problem, some in candidates.items()}
     if any(None in times.values() for times in known.values()):
-        trial = make_trial(tuner.trials(rivals, progress))
-        measured = times_in_place(trial, items, progress)
-        for problem, some in rivals.items():
-            calls = [steps for steps, its in zip(trial.rivals, trial.problems, strict=True) if its == problem]
+        trial = make_trial(tuner.trials(candidates, progress))
+        measured = times_in_network(trial, items, progress)
+        for problem, some in candidates.items():
+            calls = [steps for steps, its in zip(trial.candidates, trial.problems, strict=True) if its == problem]
             times = [_mean([measured[steps[rank]] for steps in calls]) for rank in range(len(some))]
             taken = times[0]
             for one, time in zip(some, times, strict=True):
-                in_place = Estimate(time.value / taken.value, math.hypot(time.error, taken.error) / taken.value)
-                known[problem][one] = us = taken.value * in_place.with_(tuner.alone(problem, one)).value
+                ratio = Estimate(time.value / taken.value, math.hypot(time.error, taken.error) / taken.value)
+                known[problem][one] = us = taken.value * ratio.with_(tuner.alone(problem, one)).value
                 tuner.cache.put(key(one), us)
     return tuner.settle({problem: {one: us for one, us in times.items() if us is not None}
                          for problem, times in known.items()})
 
 
-def _rivals(choices: Mapping[Problem, Choice], uses: Sequence[Problem], tuner: Tuner,
-            items: int) -> dict[Problem, list[Candidate]]:
+def _close_candidates(choices: Mapping[Problem, Choice], uses: Sequence[Problem], tuner: Tuner,
+                      items: int) -> dict[Problem, list[Candidate]]:
     """Return the close candidates of each problem; only the choice itself if its share of the time is too small."""
     times = {problem: choice.time_us * uses.count(problem) for problem, choice in choices.items()}
     whole = sum(times.values())
     most = int(SECONDS / max(whole * items / 1e6 * RUNS * ROUNDS[0], 1e-9))
-    most = min(max(most, MOST_RIVALS[0]), MOST_RIVALS[1])
-    rivals, room = {}, MOST_BYTES
+    most = min(max(most, MOST_CANDIDATES[0]), MOST_CANDIDATES[1])
+    candidates, bytes_left = {}, MOST_BYTES
     for problem, us in times.items():
-        rivals[problem] = list[Candidate]()
+        candidates[problem] = list[Candidate]()
         packed = {packing(choices[problem])}
-        for one in tuner.rivals(problem, most if us >= LEAST_SHARE * whole else 1):
+        for one in tuner.close_candidates(problem, most if us >= LEAST_SHARE * whole else 1):
             more = 0 if packing(one) in packed else uses.count(problem) * tuner.constant_bytes(one)
-            if more <= room:
-                rivals[problem].append(one)
+            if more <= bytes_left:
+                candidates[problem].append(one)
                 packed.add(packing(one))
-                room -= more
-    return rivals
+                bytes_left -= more
+    return candidates
 
 
 def _mean(times: Sequence[Estimate]) -> Estimate:
@@ -123,13 +122,13 @@ class _Key:
         return f"{self._tuner.processor}/{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def trial_buffers(buffers: Sequence[Buffer], rivals: Sequence[range]) -> tuple[Buffer, ...]:
+def trial_buffers(buffers: Sequence[Buffer], candidates: Sequence[range]) -> tuple[Buffer, ...]:
     """Convert buffer lifetimes from numbers of calls to numbers of the steps of a trial.
 
     A tensor that no call accesses, such as the states of a layer of which only the last is used, is alive at the end.
     """
-    end = rivals[-1].stop if rivals else 0
-    starts, stops = [*(steps.start for steps in rivals), end], [*(steps.stop - 1 for steps in rivals), end]
+    end = candidates[-1].stop if candidates else 0
+    starts, stops = [*(steps.start for steps in candidates), end], [*(steps.stop - 1 for steps in candidates), end]
 
     def alive(buffer: Buffer) -> Buffer:
         first = starts[buffer.first] if buffer.first >= 0 else buffer.first
@@ -137,12 +136,12 @@ def trial_buffers(buffers: Sequence[Buffer], rivals: Sequence[range]) -> tuple[B
     return tuple(map(alive, buffers))
 
 
-def times_in_place(trial: Trial, items: int, progress: Progress | None = None) -> list[Estimate]:
+def times_in_network(trial: Trial, items: int, progress: Progress | None = None) -> list[Estimate]:
     """Return the microseconds of each step inside the network; 0 for fallbacks."""
     program = LoadedPlan(trial.plan)
     arena = Arena(program, program.shared_layout)
     arena.prepare(items)
-    native = [steps for steps, problem in zip(trial.rivals, trial.problems, strict=True) if problem is not None]
+    native = [steps for steps, problem in zip(trial.candidates, trial.problems, strict=True) if problem is not None]
     calls = {step: call_of(program, arena, Segment(step, step + 1), items) for steps in native for step in steps}
 
     def run(choice: int) -> Run:
@@ -163,10 +162,10 @@ def times_in_place(trial: Trial, items: int, progress: Progress | None = None) -
         for choice in range(ways):
             counted += [run(choice) for _ in range(RUNS)][1:]
         if progress:
-            progress(done + 1, rounds, "timed in place")
+            progress(done + 1, rounds, "timed in the network")
     seconds = typical(counted)
     nothing = Estimate(0.0, 0.0)
-    return [Estimate(1e6 * found.value, 1e6 * found.error) for steps in trial.rivals for step in steps
+    return [Estimate(1e6 * found.value, 1e6 * found.error) for steps in trial.candidates for step in steps
             for found in (seconds.get(step, nothing),)]
 
 

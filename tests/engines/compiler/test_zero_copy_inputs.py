@@ -27,7 +27,7 @@ def test_what_one_run_was_lent_is_not_read_by_the_next_one() -> None:
     model = small_model([node("Relu", "a", "ra"), node("Relu", "b", "rb"), node("Concat", "ra rb", "y", axis=1)],
                         {"a": ["n", *SHAPE], "b": ["n", *SHAPE]}, ["y"])
     context = build_engine(model, cache=False, timing=False, max_batch=4).engine().create_context()
-    assert context.in_place == {"a", "b"}
+    assert context.zero_copy_inputs == {"a", "b"}
     lent, copied, items = ending_at(2047, 7), ending_at(PAGE - 1, 1), ending_at(2047, 5)
     context.run({"a": lent, "b": copied}, 2)
     lent[...] = 99                                          # the caller owns the array again

@@ -48,7 +48,7 @@ def quantize_by_fake_quantize(graph: Graph, keep_float: Collection[str] = (), lo
     graph, split = with_offsets_apart(graph, [
         node for node in contractions(graph, keep_float) if _input_type(graph, node, known) is not None
         and grid_params(graph.constants[node.anchor.inputs[1]], output_axis(node)) is None])
-    wanted: dict[int, TensorType] = {}
+    required: dict[int, TensorType] = {}
     weights: dict[tuple[str, ...], QParams] = {}
     for node in contractions(graph, keep_float):
         weight, axis = graph.constants[node.anchor.inputs[1]], output_axis(node)
@@ -58,8 +58,8 @@ def quantize_by_fake_quantize(graph: Graph, keep_float: Collection[str] = (), lo
         if quant is None or not sums_fit(weight, axis):
             note(log, node, "quantize", "stays float: its weights are not quantised to 8 bits")
             continue
-        wanted[id(node)], weights[node.outputs] = kind, quant
-    return in_int8(graph, wanted, weights, keep_float)
+        required[id(node)], weights[node.outputs] = kind, quant
+    return in_int8(graph, required, weights, keep_float)
 
 
 def _fits_uint8(node: Node) -> bool:

@@ -16,9 +16,9 @@ from infer_server.engines.backends.llvm.runtime.execution import Arena, run_segm
 from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
 from infer_server.engines.backends.llvm.runtime.segments import Segment
 from infer_server.engines.backends.llvm.session import LlvmSession
-from infer_server.engines.backends.llvm.tuning import in_place, tuner
+from infer_server.engines.backends.llvm.tuning import network_timing, tuner
 from infer_server.engines.backends.llvm.tuning.candidates import Candidate
-from infer_server.engines.backends.llvm.tuning.in_place import Trial, times_in_place, typical
+from infer_server.engines.backends.llvm.tuning.network_timing import Trial, times_in_network, typical
 from infer_server.engines.backends.llvm.tuning.tuner import Estimate, Tuner
 from infer_server.engines.compiler.builder import BuildConfig, Builder
 from infer_server.engines.ir.graph import Graph, Node, TensorType
@@ -66,37 +66,37 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
 
     def noted(trial: Trial, items: int, progress: Any = None) -> list[Estimate]:
         found.append(trial)
-        return times_in_place(trial, items, progress)
+        return times_in_network(trial, items, progress)
 
-    monkeypatch.setattr(in_place, "SECONDS", 0.0)
-    monkeypatch.setattr(in_place, "MOST_RIVALS", (6, 6))
-    monkeypatch.setattr(in_place, "times_in_place", noted)
+    monkeypatch.setattr(network_timing, "SECONDS", 0.0)
+    monkeypatch.setattr(network_timing, "MOST_CANDIDATES", (6, 6))
+    monkeypatch.setattr(network_timing, "times_in_network", noted)
     return found
 
 
-def test_every_rival_of_a_trial_leaves_the_same_bytes(
+def test_every_candidate_of_a_trial_leaves_the_same_bytes(
         graph: Graph, cache: TimingCache, trials: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "NEAR", math.inf)        # whatever they took alone
     judge = session(cache)
     judge.settle(judge.choose(graph, ITEMS))
-    plan, rivals, _ = trials[0]
+    plan, candidates, _ = trials[0]
     program = LoadedPlan(plan)
     arena = Arena(program, program.separate_layout)
     arena._bytes[:] = np.random.default_rng(0).integers(0, 64, arena.bytes)      # no float of these is a NaN
     arena.prepare(1)
-    for steps in rivals:
+    for steps in candidates:
         left = []
         for step in steps:
             run_segment(program, arena, Segment(step, step + 1), 1)
             left.append(arena._bytes.copy())
         for ours in left[1:]:
             np.testing.assert_array_equal(ours, left[0], plan.machine.steps[steps[0]].name)
-    assert sum(map(len, rivals)) > len(rivals), "or nothing was compared"
+    assert sum(map(len, candidates)) > len(candidates), "or nothing was compared"
 
 
 def test_a_network_that_runs_for_seconds_is_left_to_times_alone(
         graph: Graph, cache: TimingCache, trials: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_place, "MOST_RUN", 1e-9)
+    monkeypatch.setattr(network_timing, "MOST_RUN", 1e-9)
     judge = session(cache)
     chosen = judge.choose(graph, ITEMS)
     assert judge.settle(chosen).choices == chosen.choices and not trials
@@ -119,7 +119,7 @@ def test_a_trial_has_the_constants_that_the_reference_reads(graph: Graph, cache:
 def test_a_tensor_that_no_call_touches_has_its_place_in_a_trial() -> None:
     """States of an LSTM are an example if only the last one is used: their lifetime starts after the last call."""
     buffers = [Buffer("x", 4, -1, 0), Buffer("hidden", 4, 0, 1), Buffer("unused", 4, 2, 2), Buffer("y", 4, 1, 2)]
-    lives = [(buffer.first, buffer.last) for buffer in in_place.trial_buffers(buffers, [range(3), range(3, 5)])]
+    lives = [(buffer.first, buffer.last) for buffer in network_timing.trial_buffers(buffers, [range(3), range(3, 5)])]
     assert lives == [(-1, 2), (0, 4), (5, 5), (3, 5)]
 
 
@@ -146,14 +146,14 @@ def test_what_is_faster_inside_the_network_is_taken_though_it_is_slower_alone(
 
     def times(trial: Trial, items: int, progress: Any = None) -> list[Estimate]:
         said.append(trial)
-        return [Estimate(1.0 if step != steps[-1] else 0.5, 1e-6) for steps in trial.rivals for step in steps]
+        return [Estimate(1.0 if step != steps[-1] else 0.5, 1e-6) for steps in trial.candidates for step in steps]
 
-    monkeypatch.setattr(in_place, "times_in_place", times)
+    monkeypatch.setattr(network_timing, "times_in_network", times)
     judge = session(cache)
     alone = judge.choose(graph, ITEMS)
     settled = judge.settle(alone)
     last = {problem: said[0].plan.machine.steps[steps[-1]].symbol
-            for steps, problem in zip(said[0].rivals, said[0].problems, strict=True) if problem}
+            for steps, problem in zip(said[0].candidates, said[0].problems, strict=True) if problem}
     assert {problem: choice.symbol for problem, choice in settled.choices.items()} == last
     assert any(alone.choices[problem].symbol != symbol for problem, symbol in last.items())
 
@@ -178,9 +178,9 @@ def test_a_time_that_scatters_is_less_sure() -> None:
     assert Estimate(1.0, 0.03).with_(Estimate(0.9, 0.01)).value == pytest.approx(0.91)
 
 
-def test_who_reads_many_weights_has_rivals_that_are_far_slower_alone() -> None:
+def test_who_reads_many_weights_has_candidates_that_are_far_slower_alone() -> None:
     """Winograd's weights are four times as large: from memory, the direct kernel may be faster."""
-    def rivals(cin: int, us_direct: float) -> set[type]:
+    def candidates(cin: int, us_direct: float) -> set[type]:
         x, y = dense_view("uint8", (16, 16, cin)), dense_view("uint8", (14, 14, cin))
         problem = Contraction(x, y, (), EpilogueProgram(), "int8", (3, 3), border=Halo(1, 1, 1, 1), bounded=True)
         isa = best_isa(detect().features)
@@ -190,11 +190,11 @@ def test_who_reads_many_weights_has_rivals_that_are_far_slower_alone() -> None:
             pytest.skip(f"{isa.name} has no Winograd tactic for {cin} channels")
         judge._alone[problem] = {Candidate(one, one.tactics(isa)[0]): (us_direct,),
                                  Candidate(other, other.tactics(isa)[0]): (100.0,)}
-        return {type(rival.kernel) for rival in judge.rivals(problem, most=6)}
+        return {type(candidate.kernel) for candidate in judge.close_candidates(problem, most=6)}
 
-    assert rivals(64, 200.0) == {WinogradContraction}
-    assert rivals(64, 104.0) == {WinogradContraction, DirectContraction}
-    assert rivals(128, 200.0) == {WinogradContraction, DirectContraction}
+    assert candidates(64, 200.0) == {WinogradContraction}
+    assert candidates(64, 104.0) == {WinogradContraction, DirectContraction}
+    assert candidates(128, 200.0) == {WinogradContraction, DirectContraction}
 
 
 def test_a_trial_packs_no_more_constants_than_it_may(graph: Graph, times_alone: TimingCache, trials: list[Trial],
@@ -202,10 +202,10 @@ def test_a_trial_packs_no_more_constants_than_it_may(graph: Graph, times_alone: 
     """Every tactic is a candidate here; without spare bytes, only those with the chosen packing remain."""
     monkeypatch.setattr(tuner, "NEAR", math.inf)
     for room in (1 << 30, 0):
-        monkeypatch.setattr(in_place, "MOST_BYTES", room)
+        monkeypatch.setattr(network_timing, "MOST_BYTES", room)
         judge = session(deepcopy(times_alone))
         judge.settle(judge.choose(graph, ITEMS))
-    packed = [max(len({operands_of(trial.plan.machine.steps[step]) for step in steps}) for steps in trial.rivals)
+    packed = [max(len({operands_of(trial.plan.machine.steps[step]) for step in steps}) for steps in trial.candidates)
               for trial in trials]
     assert packed[0] > packed[1] == 1
 

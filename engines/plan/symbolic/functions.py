@@ -1,17 +1,8 @@
-"""Symbolic plans: plans as functions of their extents.
-
-    symbolic = SymbolicPlan(plan, env, {"T": 40}, ("T",), {})      # plan: traced with symbolic extents
-    symbolic.plan({"T": 77})                                        # None if it does not hold for this extent
-
-The plan and its guards become the source of Python functions. The first one checks the guards, computes each number
-once, computes the constants that depend on extents, and makes what each run needs: inputs and outputs. Steps, buffers
-and halos are made when they are asked for (LateMachine); a backend's runtime takes their numbers as one vector.
-"""
+"""Functions of extents, compiled from the source that symbolic values are written as."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,114 +11,9 @@ from infer_server.engines.ir.deferred import Deferred, LateBytes
 from infer_server.engines.ir.polynomials import Polynomial
 from infer_server.engines.ir.shapes import BatchInt, SymbolicDim
 from infer_server.engines.ir.symbolic import ByteSize, NotSymbolic, Quotient, ShapeEnv, SymbolicInt, is_symbolic
-from infer_server.engines.plan.extents import Extents
-from infer_server.engines.plan.plan import MachinePart, Plan
-
-_LATE = ("steps", "buffers", "fills")       # fields of MachinePart
 
 
-class SymbolicPlan:
-    """Function from extents to a plan."""
-
-    def __init__(self, plan: Plan, env: ShapeEnv, extents: Extents, names: Sequence[str], fixed: Extents) -> None:
-        """Compile a traced plan to functions of its extents.
-
-        Parameters
-        ----------
-        plan : Plan
-            Plan with symbolic numbers.
-        env : ShapeEnv
-            The trace.
-        extents : mapping
-            Extents of the trace.
-        names : sequence of str
-            Those that are symbolic, in the order of their creation.
-        fixed : mapping
-            The others, and the values of deciding inputs.
-
-        Raises
-        ------
-        NotSymbolic
-            A part of the plan cannot be written as a function of the extents.
-        """
-        self._env = env       # first, because pickle writes it first: others refer to it
-        if not any(step.fallback for step in plan.machine.steps):       # only these read the weights
-            plan = dataclasses.replace(plan, weights={}, machine=dataclasses.replace(plan.machine, weight_offsets={}))
-        self.traced, self.of_shape, self.names, self.fixed = plan, dict(extents), tuple(names), dict(fixed)
-        _ = self._head, self._late              # compiled now, to raise NotSymbolic now
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_head", "_late")}
-
-    @cached_property
-    def _head(self) -> Callable[..., Any]:
-        """Function that checks the guards and returns the plan without late fields, and the bytes of all buffers."""
-        machine = self.traced.machine
-        empty: dict[str, Any] = dict.fromkeys(_LATE, ())
-        head = dataclasses.replace(self.traced, machine=dataclasses.replace(machine, **empty))
-        value = head, sum(buffer.bytes for buffer in machine.buffers)
-        return function_of(value, self._env, len(self.names))
-
-    @cached_property
-    def _late(self) -> dict[str, Callable[..., Any]]:
-        return {name: self.function(getattr(self.traced.machine, name)) for name in _LATE}
-
-    def function(self, value: Any) -> Callable[..., Any]:
-        """Compile a part of the symbolic plan to a function of its extents, without guards. Raises NotSymbolic."""
-        return function_of(value, self._env, len(self.names), guarded=False)
-
-    def plan(self, extents: Extents) -> Plan | None:
-        """Return the plan for these extents; None if a guard does not hold or a constant cannot be computed."""
-        if any(extents[name] != value for name, value in self.fixed.items()):
-            return None
-        arguments = tuple([extents[name] for name in self.names])
-        if not all(arguments):
-            return None
-        try:
-            with np.errstate(all="ignore"):
-                made = self._head(*arguments)
-        except (NotSymbolic, Exception):     # a real fault recurs when the plan is made for the shape only
-            return None
-        if made is None:
-            return None
-        head, buffer_bytes = made
-        plan: Plan = object.__new__(Plan)
-        machine = LateMachine.of(head.machine, self, arguments, buffer_bytes)
-        vars(plan).update(vars(head), machine=machine, extents=dict(extents))
-        return plan
-
-    def late(self, name: str, arguments: Sequence[int]) -> Any:
-        """Return a field of the machine part that is made when it is asked for."""
-        return self._late[name](*arguments)
-
-
-class LateMachine(MachinePart):
-    """Machine part that a symbolic plan made; its steps, buffers and halos are made when they are first asked for.
-
-    symbolic        the symbolic plan that made it; None for a changed copy (dataclasses.replace)
-    arguments       its symbolic extents
-    buffer_bytes    sum of the sizes of all buffers
-    """
-    symbolic: SymbolicPlan | None = None
-    arguments: tuple[int, ...] = ()
-    buffer_bytes = 0
-
-    @staticmethod
-    def of(machine: MachinePart, symbolic: SymbolicPlan, arguments: tuple[int, ...], buffer_bytes: int) -> LateMachine:
-        made = object.__new__(LateMachine)
-        fields = vars(made)
-        fields.update(vars(machine))
-        for name in _LATE:
-            del fields[name]
-        fields.update(symbolic=symbolic, arguments=arguments, buffer_bytes=buffer_bytes)
-        return made
-
-    steps = cached_property(lambda self: self.symbolic.late("steps", self.arguments))
-    buffers = cached_property(lambda self: self.symbolic.late("buffers", self.arguments))
-    fills = cached_property(lambda self: self.symbolic.late("fills", self.arguments))
-
-
-def function_of(value: Any, env: ShapeEnv, extents: int, guarded: bool = True) -> Callable[..., Any]:
+def function_of(value: Any, env: ShapeEnv, extents: int, checked: bool = False) -> Callable[..., Any]:
     """Compile a symbolic value to a function of its extents.
 
     Parameters
@@ -138,8 +24,8 @@ def function_of(value: Any, env: ShapeEnv, extents: int, guarded: bool = True) -
         Record of the symbolic numbers and guards.
     extents : int
         Number of parameters: the symbols created first.
-    guarded : bool
-        Check the guards.
+    checked : bool
+        Check what `guards_of` leaves out: guards on sizes of computed constants, and that constants can be computed.
 
     Returns
     -------
@@ -152,14 +38,21 @@ def function_of(value: Any, env: ShapeEnv, extents: int, guarded: bool = True) -
         A part of the value cannot be written as a function.
     """
     writer = _SourceWriter(env, extents)
-    if guarded:
-        writer.guards()
+    if checked:
+        writer.guards(of_constants=True)
         for check in env.checks.values():
             writer.expression(check)
-    source, namespace = writer.function(writer.expression(value))
-    exec(compile(source, "<symbolic plan>", "exec"), namespace)
-    made: Callable[..., Any] = namespace["made"]
-    return made
+    return writer.function(writer.expression(value))
+
+
+def guards_of(env: ShapeEnv, extents: int) -> Callable[..., bool]:
+    """Compile the guards of a trace to a function of its extents, which returns True if they hold.
+
+    Guards on the sizes of computed constants are left out.
+    """
+    writer = _SourceWriter(env, extents)
+    writer.guards(of_constants=False)
+    return writer.function("True")
 
 
 class _SourceWriter:
@@ -177,11 +70,18 @@ class _SourceWriter:
         self._held: list[Any] = []                  # keeps values alive, so that their ids stay unique
 
     # ---- numbers
-    def guards(self) -> None:
-        """Write the guards: the function returns None if one does not hold."""
+    def guards(self, of_constants: bool) -> None:
+        """Write guards: the function returns None if one does not hold. of_constants: those on sizes of constants."""
         for (relation, polynomial), holds in self._env.guards.items():
+            if self._asks_constants(polynomial) != of_constants:
+                continue
             answer = f"{self.number(polynomial)} {relation} 0"
             self._lines.append(f"if {'not ' if holds else ''}{answer}: return None")
+
+    def _asks_constants(self, polynomial: Polynomial) -> bool:
+        atoms = [self._env.atoms[index] for monomial, _ in polynomial for index in monomial]
+        return any(isinstance(atom, ByteSize) or isinstance(atom, Quotient) and (
+            self._asks_constants(atom.over) or self._asks_constants(atom.by)) for atom in atoms)
 
     def number(self, polynomial: Polynomial) -> str:
         """Return the name of the variable for a number, or its expression if that is short."""
@@ -197,11 +97,11 @@ class _SourceWriter:
         if index not in self._atoms:
             what = self._env.atoms[index]
             if isinstance(what, Quotient):
-                made = f"({self.number(what.over)})//({self.number(what.by)})"
+                result = f"({self.number(what.over)})//({self.number(what.by)})"
             else:
                 assert isinstance(what, ByteSize)
-                made = f"{self.expression(what.array)}.nbytes"
-            self._atoms[index] = self._name("q", made)
+                result = f"{self.expression(what.array)}.nbytes"
+            self._atoms[index] = self._name("q", result)
         return self._atoms[index]
 
     def _name(self, kind: str, text: str, after: str = "") -> str:
@@ -278,11 +178,14 @@ class _SourceWriter:
             self._open[id(value)] = any(map(self._is_open, parts))
         return self._open[id(value)]
 
-    def function(self, result: str) -> tuple[str, dict[str, Any]]:
-        """Return the source of the function and the namespace of the values that it names."""
+    def function(self, result: str) -> Callable[..., Any]:
+        """Compile the function that returns a result."""
         parameters = ", ".join(self._atoms[index] for index in range(self._extents))
         body = "".join(f"    {line}\n" for line in (*self._lines, f"return {result}"))
-        return f"def made({parameters}):\n{body}", dict(self._values)
+        namespace = dict(self._values)
+        exec(compile(f"def head({parameters}):\n{body}", "<symbolic plan>", "exec"), namespace)
+        head: Callable[..., Any] = namespace["head"]
+        return head
 
 
 def _text_of(extent: BatchInt) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer_server.engines.backends.llvm.runtime.lending import VOLATILE_SAFE, ZeroCopyBuffers, address_of
 from infer_server.engines.backends.llvm.runtime.loaded import LoadedPlan
+from infer_server.engines.backends.llvm.runtime.zero_copy import VOLATILE_SAFE, ZeroCopyBuffers, address_of
 from infer_server.engines.errors import InputError
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.lowering import problems
@@ -31,7 +31,7 @@ READS, OUTPUTS = [(0, 0), (0, 1), (2, 1)], [2, 3]
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "LENT_BYTES", 0)
+    monkeypatch.setattr(context, "ZERO_COPY_BYTES", 0)
     monkeypatch.setattr(context, "ITEM_BYTES", 0)
 
 
@@ -116,10 +116,10 @@ def test_items_are_read_wherever_they_lie(threads: int, monkeypatch: pytest.Monk
     own.execute_with(4, {"x": pieces})
     assert_right({f"t{i}": own.output(f"t{i}", 4) for i in OUTPUTS}, x)
     if threads == 1:
-        assert own.in_place == {"x"} and [own.takes("x", piece) for piece in pieces] == [True, True, False]
+        assert own.zero_copy_inputs == {"x"} and [own.accepts("x", piece) for piece in pieces] == [True, True, False]
         assert [id(array) for array in copied] == [id(pieces[2])]
     else:
-        assert not own.in_place and not own.takes("x", pieces[0])
+        assert not own.zero_copy_inputs and not own.accepts("x", pieces[0])
     own.close()
 
 
@@ -186,7 +186,7 @@ def test_what_others_may_write_meanwhile_is_lent_to_steps_that_only_compute(monk
     for family, lent in (("pointwise", True), ("top_k", False), ("of tomorrow", False)):
         own = context_of(family)
         for piece in pieces:
-            assert own.takes("x", piece) == lent and not own.takes("x", at_the_end) and own.takes("x", x)
+            assert own.accepts("x", piece) == lent and not own.accepts("x", at_the_end) and own.accepts("x", x)
             own.execute_with(4, {"x": [piece]})
             assert_right({f"t{i}": own.output(f"t{i}", 4) for i in OUTPUTS}, x)
             assert len(copied) == (not lent)
@@ -253,5 +253,5 @@ def test_results_of_many_shapes_are_not_kept_without_end() -> None:
     results = Results()
     for rows in range(1, 100):
         results.array((rows, 1 << 18), np.dtype(np.float32))
-    kept = sum(array.nbytes for arrays in results._made.values() for array in arrays)
+    kept = sum(array.nbytes for arrays in results._arrays.values() for array in arrays)
     assert 0 < kept == results._bytes <= MOST_BYTES

@@ -1,0 +1,1 @@
+"""Reduction of a failing ONNX model to the smallest part that still fails a check."""
