@@ -4,6 +4,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from infer_server.calibration.accuracy.comparison import Errors
@@ -11,9 +12,12 @@ from infer_server.calibration.bias_correction import ChannelMeans
 from infer_server.calibration.collect import collect
 from infer_server.calibration.data.checks import DataCheck, dead_channels
 from infer_server.calibration.data.items import CalibrationData, Feed
+from infer_server.calibration.data.padding import Padding
 from infer_server.calibration.growth import Growth
 from infer_server.calibration.histogram import Histogram
 from infer_server.calibration.record import SearchRecord, histograms_json
+from infer_server.calibration.rounding import MOST_ITEMS as MOMENT_ITEMS
+from infer_server.calibration.rounding import SecondMoments, roundings
 from infer_server.calibration.search import CANDIDATES, search
 from infer_server.calibration.smoothing import ALPHAS, ChannelPeaks, smoothing_factors
 from infer_server.calibration.table import CalibrationTable, make_table
@@ -24,13 +28,16 @@ from infer_server.engines.compiler.ranges import Notify, Progress
 from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.errors import CalibrationError
 from infer_server.engines.ir.graph import Array
+from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.passes.quantization.quantize import contractions
+from infer_server.engines.passes.quantization.recipe import prepared
 from infer_server.engines.passes.quantization.smoothing import smoothable
 
 # Budget of the search in multiply-accumulates, so that it is independent of the machine: about 25 s of AVX2.
 BUDGET_MACS = 1.5e12
 MACS_A_WEIGHT = 2600        # cost of quantising and packing a weight in a trial, estimated from VGG-16
 MOST_ITEMS, FEWEST_ITEMS, MOST_TRIALS = 64, 8, 32
+STEPS = 3           # trials of bias correction: with and without; of rounding: with
 FEW_CANDIDATES = ("percentile", "percentile:99.9999")       # candidates if the budget is too small for all
 WIDEST = "percentile:99.9999"       # calibrator with which smoothing, which reduces outliers, is evaluated
 WATCHED_BYTES = 2 << 30     # maximum bytes of the observed tensors of a batch
@@ -61,10 +68,11 @@ class _Watched:
     histograms: dict[str, Histogram] = field(default_factory=dict)
     means: dict[str, Any] = field(default_factory=dict)
     peaks: dict[str, Any] = field(default_factory=dict)
+    moments: SecondMoments | None = None
     growth: Growth = field(default_factory=Growth)
 
     def watch(self, edges: tuple[str, ...], kept: FloatRuns, peaking: tuple[str, ...] = (),
-              check: DataCheck | None = None) -> None:
+              check: DataCheck | None = None, moments: SecondMoments | None = None) -> None:
         """Run over the data once.
 
         Parameters
@@ -77,24 +85,31 @@ class _Watched:
             Tensors whose peaks by channel are collected.
         check : DataCheck, optional
             Checks the items.
+        moments : SecondMoments, optional
+            Collects second moments of the first items.
         """
         means, peaks = ChannelMeans(edges), ChannelPeaks(peaking)
         self.items, self.growth = 0, Growth()
 
         def run(feed: Feed, count: Show) -> None:
+            items, padding = self.data.items_in(feed), Padding(feed)
+
             def observe(tensor: str, values: Array) -> None:
+                typical = padding.without(values)
                 for look in (means.observe, peaks.observe, count):
-                    look(tensor, values)
+                    look(tensor, typical)
+                if moments is not None and (left := MOMENT_ITEMS - self.items) > 0:
+                    moments.observe(tensor, islice(padding.by_item(values, items), left))
 
             if check:
                 check.observe(feed)
-            items = self.data.items_in(feed)
             kept.run(self.engines, feed, items, observe)
             self.items += items
 
         self.histograms = collect(run, self.data, edges, batch=self.batch, progress=self.progress,
                                   growth=self.growth)
         self.means, self.peaks = means.result(), peaks.result()
+        self.moments = moments or self.moments
 
     @property
     def macs(self) -> int:
@@ -122,7 +137,8 @@ class CalibrationRun:
         check = self._check
         judged, trials = self._trial_budget(watched)
         floats = FloatRuns(self._subject.graph, judged)
-        watched.watch(self._edges, floats, self._uneven, check)
+        spare = not self._calibrator and self._spare(trials) >= 0
+        watched.watch(self._edges, floats, self._uneven, check, SecondMoments(self._subject.graph) if spare else None)
         judge = Judge(self._subject, floats, self._tick)
         notes = self._notes(watched, check) if check else ()
         preprocess = self._data.preprocess
@@ -170,7 +186,7 @@ class CalibrationRun:
         self._progress("searching", min(self._spent, self._trials), self._trials, "")
 
     def _trial(self, judge: Judge, table: CalibrationTable, stage: str, label: str) -> Errors:
-        key = tuple(tuple(part.items()) for part in (table.ranges, table.means, table.smoothing))
+        key = (*(tuple(part.items()) for part in (table.ranges, table.means, table.smoothing)), bool(table.rounding))
         if key not in self._known:
             self._known[key] = judge.errors(table.recipe)
         self._spent += 1
@@ -181,23 +197,27 @@ class CalibrationRun:
     def _searched(self, judge: Judge, trials: int, watched: _Watched,
                   report: dict[str, Any]) -> tuple[_Watched, CalibrationTable, Errors]:
         """Search for the ranges of least error by so many trials; also return the statistics behind them."""
-        spare = trials - (1 + len(ALPHAS)) * bool(self._uneven) - len(CANDIDATES) - 2       # 2: with biases corrected,
-        single = min(max(spare, 0), MOST_TRIALS)                                            # and without
+        spare = self._spare(trials)
+        single = min(max(spare, 0), MOST_TRIALS)
         candidates = CANDIDATES if spare >= 0 else FEW_CANDIDATES
-        self._trials = ((1 + len(ALPHAS)) * bool(self._uneven) + 2 * (spare >= 0) + len(candidates) + single)
+        self._trials = ((1 + len(ALPHAS)) * bool(self._uneven) + STEPS * (spare >= 0) + len(candidates) + single)
         factors: dict[str, tuple[float, ...]] = {}
+        moments, plain = watched.moments, watched.histograms
         if self._uneven:
             watched, factors = self._smoothing(judge, watched)
         hash_, items = model_hash(self._subject), watched.items
         usual = replace(make_table("percentile", hash_, items, watched.histograms), smoothing=factors)
         if spare < 0:
-            self._notify("a model of this size leaves the search few trials: biases are not corrected, and of the "
-                         f"calibrators only {' and '.join(FEW_CANDIDATES)} are compared")
-        with_means = self._bias_correction(judge, usual, watched.means) if spare >= 0 else {}
+            self._notify("a model of this size leaves the search few trials: biases are not corrected, weights are "
+                         f"rounded to the nearest, and only {' and '.join(FEW_CANDIDATES)} are compared")
+        steps: dict[str, Any] = {"smoothing": factors}
+        if spare >= 0:
+            steps["means"] = self._bias_correction(judge, usual, watched.means)
+            steps["rounding"] = self._rounding(judge, replace(usual, **steps), moments)
 
         def judged(table: CalibrationTable) -> Errors:
             stage = "calibrator" if table.calibrator in candidates else "range"
-            return self._trial(judge, replace(table, means=with_means, smoothing=factors), stage, table.calibrator)
+            return self._trial(judge, replace(table, **steps), stage, table.calibrator)
 
         found = search(watched.histograms, hash_, items, judged, single, candidates)
         for stage, label in found.kept():
@@ -205,7 +225,13 @@ class CalibrationRun:
         self._notify(f"calibrators by their error on {judge.items} calibration items (--calibrator forces one):\n"
                      f"{found}")
         report["calibrators"] = {name: vars(errors) for name, errors in found.choice.errors.items()}
-        return watched, replace(found.table, means=with_means, smoothing=factors), found.errors
+        before = {name: plain[name] for name in factors if name in plain}
+        unsmoothed = make_table(found.choice.name, hash_, items, before)
+        return watched, replace(found.table, **steps, unsmoothed=unsmoothed.ranges), found.errors
+
+    def _spare(self, trials: int) -> int:
+        """Return how many trials the search has beside those of its steps; below 0 if it has too few for them."""
+        return trials - (1 + len(ALPHAS)) * bool(self._uneven) - len(CANDIDATES) - STEPS
 
     def _smoothing(self, judge: Judge, plain: _Watched) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
         """Return statistics and smoothing factors if smoothing lowers the error, else `plain` and no factors."""
@@ -238,6 +264,21 @@ class CalibrationRun:
         self._notify(f"bias correction {'kept' if better else 'left out'}: "
                      f"{before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
         return plain_means if better else {}
+
+    def _rounding(self, judge: Judge, table: CalibrationTable, moments: SecondMoments | None) -> dict[str, str]:
+        """Return the rounding of weights by the error of their layers if it raises the SQNR, else an empty dict."""
+        if moments is None:
+            return {}
+        graph = prepared(self._subject.graph, Recipe({}, smoothing=table.smoothing))
+        steps = roundings(graph, moments, table.smoothing, bool(table.means), lambda done, of, node: self._progress(
+            "searching", min(self._spent, self._trials), self._trials, f"rounding weights, {done} of {of} layers"))
+        before = self._trial(judge, table, "rounding", "nearest")
+        after = self._trial(judge, replace(table, rounding=steps), "rounding", "by layer error")
+        better = after.sqnr_db > before.sqnr_db
+        self._record.keep("rounding", "by layer error" if better else "nearest")
+        self._notify(f"rounding of weights by their layers' errors {'kept' if better else 'left out'}: "
+                     f"{before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
+        return steps if better else {}
 
 
 def _budget(macs: int, weights: int) -> tuple[int, int]:

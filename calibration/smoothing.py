@@ -30,7 +30,7 @@ class ChannelPeaks:
 
     def observe(self, tensor: str, values: Array) -> None:
         """Update the peaks of a tensor with values of shape [..., C]."""
-        if tensor in self._peaks:
+        if tensor in self._peaks and values.size:
             rows = values.reshape(-1, values.shape[-1])
             self._peaks[tensor] = np.max([self._peaks[tensor] + np.zeros(rows.shape[1]), rows.max(axis=0),
                                           -rows.min(axis=0)], axis=0)

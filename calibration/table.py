@@ -23,7 +23,7 @@ from infer_server.engines.errors import CalibrationError
 from infer_server.engines.ir.recipe import Recipe
 
 FORMAT = "infer-server calibration table"
-VERSION = 4
+VERSION = 5
 TENSORRT_LEVEL = 127            # int8 value of the threshold
 
 
@@ -34,6 +34,8 @@ class CalibrationTable:
     ranges      (low, high) of each tensor in real values, low <= 0 <= high, after smoothing
     means       mean at each index of a tensor's last axis if biases are to be corrected by them, else empty
     smoothing   divisor at each index of a tensor's last axis (smoothing.py)
+    unsmoothed  range of each smoothed tensor before smoothing, for other runtimes
+    rounding    steps that int8 weights lie above the nearest ones, by output of the contraction (rounding.py)
     model_hash  hash of the model; "" from a TensorRT cache
     items       number of calibration items; 0 from a TensorRT cache
     notes       warnings about the data
@@ -45,22 +47,21 @@ class CalibrationTable:
     ranges: Mapping[str, Range]
     means: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     smoothing: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    unsmoothed: Mapping[str, Range] = field(default_factory=dict)
+    rounding: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     fault: str = ""
 
     def __post_init__(self) -> None:
-        for tensor, (low, high) in self.ranges.items():
+        for tensor, (low, high) in (*self.ranges.items(), *self.unsmoothed.items()):
             if not (math.isfinite(low) and math.isfinite(high) and low <= 0.0 <= high):
                 raise CalibrationError(f"'{tensor}': the range ({low}, {high}) must be finite and hold zero")
-        object.__setattr__(self, "ranges", MappingProxyType(dict(self.ranges)))
-        object.__setattr__(self, "means", MappingProxyType(dict(self.means)))
-        object.__setattr__(self, "smoothing", MappingProxyType(dict(self.smoothing)))
-
-
+        for name in ("ranges", "means", "smoothing", "unsmoothed", "rounding"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
     @property
     def recipe(self) -> Recipe:
         """Recipe for the compiler."""
-        return Recipe(self.ranges, self.means, self.smoothing)
+        return Recipe(self.ranges, self.means, self.smoothing, self.rounding)
 
 
 def make_table(calibrator: str, model_hash: str, items: int, histograms: Mapping[str, Histogram]) -> CalibrationTable:
@@ -76,6 +77,8 @@ def write_table(table: CalibrationTable, path: str | Path) -> None:
                 "items": table.items, "ranges": {tensor: list(range_) for tensor, range_ in table.ranges.items()},
                 "means": {tensor: list(means) for tensor, means in table.means.items()},
                 "smoothing": {tensor: list(factors) for tensor, factors in table.smoothing.items()},
+                "unsmoothed": {tensor: list(range_) for tensor, range_ in table.unsmoothed.items()},
+                "rounding": dict(table.rounding),
                 "notes": list(table.notes), "fault": table.fault}
     try:
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -86,14 +89,15 @@ def write_table(table: CalibrationTable, path: str | Path) -> None:
 def write_tensorrt(table: CalibrationTable, path: str | Path, version: tuple[int, int, int]) -> list[str]:
     """Write a table as a calibration cache of a TensorRT version; return the tensors that are omitted.
 
-    Smoothed tensors, which TensorRT's model has unsmoothed, and tensors that are always zero are omitted; TensorRT runs
+    Tensors that are always zero are omitted, and smoothed ones whose range before smoothing is unknown; TensorRT runs
     their consumers in float. Scales are symmetric: the larger side of a range counts. Raises CalibrationError if the
     file cannot be written.
     """
     major, minor, patch = version
     number = major * (1000 if major < 10 else 10000) + minor * 100 + patch      # NV_TENSORRT_VERSION
-    scales = {tensor: max(-low, high) / TENSORRT_LEVEL for tensor, (low, high) in table.ranges.items()
-              if tensor not in table.smoothing and low < high}
+    ranges = {tensor: range_ for tensor, range_ in table.ranges.items() if tensor not in table.smoothing}
+    scales = {tensor: max(-low, high) / TENSORRT_LEVEL for tensor, (low, high) in {**ranges, **table.unsmoothed}.items()
+              if low < high}
     lines = [f"TRT-{number}-EntropyCalibration2",
              *(f"{tensor}: {struct.pack('>f', scale).hex()}" for tensor, scale in scales.items())]
     try:
@@ -131,16 +135,19 @@ def _parse_ours(text: str) -> CalibrationTable:
     if document.get("format") != FORMAT or document.get("version") != VERSION:
         raise CalibrationError(f"format {document.get('format')!r} version {document.get('version')!r}, expected "
                                f"{FORMAT!r} version {VERSION}; delete it to calibrate again")
-    wanted = {"format", "version", "calibrator", "model_hash", "items", "ranges", "means", "smoothing"}
+    wanted = {"format", "version", "calibrator", "model_hash", "items", "ranges", "means", "smoothing", "unsmoothed",
+              "rounding"}
     if document.keys() - {"notes", "fault"} != wanted:
         raise CalibrationError(f"its fields are {sorted(document)}, expected {sorted(wanted)}")
     try:
-        ranges = {str(tensor): (float(low), float(high)) for tensor, (low, high) in document["ranges"].items()}
+        ranges, unsmoothed = ({str(tensor): (float(low), float(high)) for tensor, (low, high) in document[key].items()}
+                              for key in ("ranges", "unsmoothed"))
         means, smoothing = ({str(tensor): tuple(map(float, values)) for tensor, values in document[key].items()}
                             for key in ("means", "smoothing"))
         return CalibrationTable(str(document["calibrator"]), str(document["model_hash"]), int(document["items"]),
-                                ranges, means, smoothing, tuple(map(str, document.get("notes", ()))),
-                                str(document.get("fault", "")))
+                                ranges, means, smoothing, unsmoothed,
+                                {str(output): str(steps) for output, steps in document["rounding"].items()},
+                                tuple(map(str, document.get("notes", ()))), str(document.get("fault", "")))
     except (AttributeError, TypeError, ValueError) as error:
         raise CalibrationError(f"a field of the wrong type: {error}") from error
 

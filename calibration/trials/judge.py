@@ -13,6 +13,7 @@ from infer_server.calibration.accuracy.comparison import Errors, Reference
 from infer_server.calibration.accuracy.parts import parts_by_tensor
 from infer_server.calibration.accuracy.sources import Sources, selections, sources_of
 from infer_server.calibration.data.items import Feed
+from infer_server.calibration.data.padding import Padding
 from infer_server.engines.backends.device import Show
 from infer_server.engines.backends.fallback import to_real
 from infer_server.engines.compiler.subject import KEPT, Subject
@@ -97,7 +98,7 @@ class FloatRuns:
         self.items += items
 
     def values(self, engines: GraphEngines, feed: Feed, observe: Show = lambda name, array: None) -> dict[str, Array]:
-        """Run a feed; return the judged tensors as real numbers (bfloat16 comes as its bits)."""
+        """Run a feed; return the judged tensors as real numbers (bfloat16 comes as its bits), 0 where padded."""
         names = {name: name for name in self.tensors} | {shown_name(name): name for name in self.tensors}
         values: dict[str, Array] = {}
 
@@ -107,7 +108,8 @@ class FloatRuns:
                 values[name] = to_real(array, None, str(self._graph.types[name].dtype))
 
         engines.show(feed, keep)
-        return {name: values[name] for name in self.tensors if name in values}
+        padding = Padding(feed)
+        return {name: padding.zeroed(values[name]) for name in self.tensors if name in values}
 
 
 class Judge:

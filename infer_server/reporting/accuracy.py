@@ -24,8 +24,8 @@ from infer_server.reporting.elements import (
 )
 
 WIDE, TALL = 128, 40      # size of a histogram's drawing
-STAGES = {"smoothing": "smoothing of channels", "bias correction": "bias correction", "calibrator": "calibrators",
-          "range": "single ranges"}
+STAGES = {"smoothing": "smoothing of channels", "bias correction": "bias correction", "rounding": "rounding of weights",
+          "calibrator": "calibrators", "range": "single ranges"}
 Trial = Mapping[str, Any]
 
 

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +14,28 @@ from infer_server.calibration.table import (
     write_tensorrt,
 )
 from infer_server.engines.errors import CalibrationError
+from infer_server.engines.ir.recipe import packed_steps, unpacked_steps
 
 TABLE = CalibrationTable("mse", "abc123", 64, {"x": (-0.1, 2.5), "layer: 1/relu": (0.0, 6.0)})
+ROUNDED = np.arange(-3, 3, dtype=np.int8).reshape(2, 3)
 
 
 def test_our_cache_comes_back_equal(tmp_path):
     write_table(TABLE, tmp_path / "calib.json")
     assert read_table(tmp_path / "calib.json") == TABLE
+
+
+def test_the_rounding_of_weights_comes_back_equal(tmp_path):
+    rounded = replace(TABLE, rounding={"y": packed_steps(ROUNDED)}, unsmoothed={"x": (0.0, 2.0)})
+    write_table(rounded, tmp_path / "c.json")
+    table = read_table(tmp_path / "c.json")
+    np.testing.assert_array_equal(unpacked_steps(table.rounding["y"], (2, 3)), ROUNDED)
+    assert table.unsmoothed == {"x": (0.0, 2.0)}
+
+
+@pytest.mark.parametrize("text", ["", "?", "AAAA", packed_steps(np.zeros(1 << 20, np.int8))])
+def test_a_damaged_rounding_is_ignored(text):
+    assert unpacked_steps(text, (2, 3)) is None
 
 
 def test_a_tensorrt_cache_gives_symmetric_ranges(tmp_path):
@@ -33,10 +49,12 @@ def test_a_tensorrt_cache_gives_symmetric_ranges(tmp_path):
 
 def test_a_cache_for_tensorrt_has_its_version_and_the_bits_of_symmetric_scales(tmp_path):
     table = CalibrationTable("mse", "abc123", 64, {
-        "a: b": (-2048.5 / 2048, 0.5), "zero": (0.0, 0.0), "relu": (0.0, 127.0), "smooth": (0.0, 1.0)},
-        smoothing={"smooth": (1.0, 2.0)})
+        "a: b": (-2048.5 / 2048, 0.5), "zero": (0.0, 0.0), "relu": (0.0, 127.0), "smooth": (0.0, 1.0),
+        "known": (0.0, 1.0)},
+        smoothing={"smooth": (1.0, 2.0), "known": (1.0, 2.0)}, unsmoothed={"known": (0.0, 254.0)})
     assert write_tensorrt(table, tmp_path / "calib.cache", (8, 6, 1)) == ["zero", "smooth"]
-    assert (tmp_path / "calib.cache").read_text() == "TRT-8601-EntropyCalibration2\na: b: 3c010a14\nrelu: 3f800000\n"
+    assert (tmp_path / "calib.cache").read_text() == "TRT-8601-EntropyCalibration2\na: b: 3c010a14\nrelu: 3f800000\n" \
+        "known: 40000000\n"
     assert read_table(tmp_path / "calib.cache").ranges["relu"] == (-127, 127)
     write_tensorrt(table, tmp_path / "calib.cache", (10, 3, 0))
     assert (tmp_path / "calib.cache").read_text().startswith("TRT-100300-")
@@ -72,7 +90,7 @@ def test_a_broken_cache_is_an_error_that_names_it(tmp_path, text, complaint):
 
 
 @pytest.mark.parametrize("change, complaint", [
-    ({"version": 5}, "version 5"), ({"extra": 1}, "fields"), ({"items": "many"}, "wrong type"),
+    ({"version": 4}, "version 4"), ({"extra": 1}, "fields"), ({"items": "many"}, "wrong type"),
     ({"ranges": {"x": [1]}}, "wrong type"), ({"ranges": [1]}, "wrong type"), ({"ranges": {"x": [1, 2]}}, "hold zero")])
 def test_our_format_is_read_strictly(tmp_path, change, complaint):
     path = tmp_path / "calib.json"

@@ -54,19 +54,24 @@ def correct_biases(graph: Graph, quantised: Graph, means: Mapping[str, Array]) -
     nodes, constants, corrected = [], {}, []
     for node in graph.nodes:
         rounded = _rounded_weight(quantised, node.outputs[0])
-        if rounded is None or node.anchor.inputs[0] not in means or not _is_correctable(graph, node.anchor):
+        if rounded is None or node.anchor.inputs[0] not in means or not is_correctable(graph, node.anchor):
             nodes.append(node)
             continue
-        weight, mean = graph.constants[node.anchor.inputs[1]], np.asarray(means[node.anchor.inputs[0]])
-        if node.anchor.op == "Gemm" and not node.anchor.attrs.get("transB"):
-            weight, rounded = weight.T, rounded.T
-        shift = bias_shift(weight, rounded, mean, node.anchor.attrs.get("group", 1))
         name = f"{node.anchor.outputs[0]}.corrected_bias"
-        constants[name] = (_bias(graph, node.anchor) - shift).astype(np.float32)
+        constants[name] = corrected_bias(graph, node.anchor, rounded, means[node.anchor.inputs[0]])
         anchor = replace(node.anchor, inputs=(*node.anchor.inputs[:2], name))
         nodes.append(node.with_body((anchor, *node.body[1:])))
         corrected.append(node.outputs[0])
     return Correction(graph.rebuild(nodes, constants), tuple(corrected))
+
+
+def corrected_bias(graph: Graph, anchor: Node, rounded: Array, mean: Array) -> Array:
+    """Return the bias of a correctable node, float32 [outputs], for rounded weights and its input's channel means."""
+    weight = graph.constants[anchor.inputs[1]]
+    if anchor.op == "Gemm" and not anchor.attrs.get("transB"):
+        weight, rounded = weight.T, rounded.T
+    shift = bias_shift(weight, rounded, np.asarray(mean), anchor.attrs.get("group", 1))
+    return (_bias(graph, anchor) - shift).astype(np.float32)
 
 
 def bias_shift(weight: Array, rounded: Array, mean: Array, groups: int = 1) -> Floats:
@@ -105,7 +110,7 @@ def _rounded_weight(quantised: Graph, output: str) -> Floats | None:
     return np.asarray(scale * (stored - zero), np.float64)
 
 
-def _is_correctable(graph: Graph, anchor: Node) -> bool:
+def is_correctable(graph: Graph, anchor: Node) -> bool:
     """Return True for a channels-last Conv or a plain Gemm with constant weights and bias, if any."""
     attrs = anchor.attrs
     plain = (attrs.get("channels_last", 0) if anchor.op == "Conv" else

@@ -18,11 +18,14 @@ import numpy as np
 from infer_server.engines.errors import ConfigError
 from infer_server.engines.ir.dtypes import dtype_named, is_float
 from infer_server.engines.ir.graph import Array, Graph, Node, QParams, TensorType
+from infer_server.engines.ir.recipe import unpacked_steps
+from infer_server.engines.passes.quantization.bias_correction import corrected_bias, is_correctable
 from infer_server.engines.passes.quantization.floats import closed, float_tensors, kept_tensors
 from infer_server.engines.passes.quantization.joins import with_conversions_at_joins, with_parts_apart, without_idle
 from infer_server.engines.passes.quantization.kept import kept_nodes
 from infer_server.engines.passes.quantization.storage import classes, computes_by, is_image, with_conversions
 from infer_server.engines.passes.quantization.weights import with_int8_weights, with_weights_as_bytes
+from infer_server.engines.passes.rewriting.editor import GraphEditor
 from infer_server.engines.passes.rewriting.facts import ATTENTION, is_product, is_weighted, output_axis
 from infer_server.engines.passes.rewriting.notes import Note, note
 from infer_server.engines.passes.rules.pad import never_negative
@@ -228,3 +231,37 @@ def weight_params(weight: Array, axis: int) -> QParams:
     largest = np.abs(weight).max(axis=tuple(i for i in range(weight.ndim) if i != axis))
     scales = np.where(largest > 0, largest / 127, 1).astype(np.float32)
     return QParams(tuple(map(float, scales)), (0,) * len(scales), "int8", axis)
+
+
+def nearest_steps(weight: Array, quant: QParams) -> Array:
+    """Return the weights in units of their scales, rounded to the nearest integers, float32."""
+    assert quant.axis is not None
+    along = [-1 if axis == quant.axis else 1 for axis in range(weight.ndim)]
+    return np.clip(np.rint(weight / np.array(quant.scale, np.float32).reshape(along)), -127, 127)
+
+
+def with_rounding(graph: Graph, rounding: Mapping[str, str], means: Mapping[str, Array],
+                  keep_float: Collection[str] = ()) -> Graph:
+    """Return the graph with weights on the grid of int8, as a recipe rounds them, for the contractions it names.
+
+    Quantising them again gives the same integers, because the largest weight of a channel stays. The bias of a node
+    whose input has a mean takes back the mean error of the rounding.
+    """
+    editor = GraphEditor(graph)
+    wanted = {node.outputs for node in contractions(graph, kept_nodes(graph, keep_float))
+              if node.outputs[0] in rounding and len(graph.consumers[node.anchor.inputs[1]]) == 1}
+    for node in graph.nodes:
+        if node.outputs in wanted:
+            anchor, (x, source) = node.anchor, node.anchor.inputs[:2]
+            weight = graph.constants[source]
+            if (steps := unpacked_steps(rounding[node.outputs[0]], weight.shape)) is not None:
+                quant = weight_params(weight, output_axis(node))
+                along = [-1 if axis == quant.axis else 1 for axis in range(weight.ndim)]
+                rounded = (nearest_steps(weight, quant) + steps) * np.array(quant.scale, np.float32).reshape(along)
+                inputs = [x, editor.add_constant(f"{source}.rounded", rounded), *anchor.inputs[2:]]
+                if x in means and is_correctable(graph, anchor):
+                    inputs[2:] = [editor.add_constant(f"{anchor.outputs[0]}.rounded_bias",
+                                                      corrected_bias(graph, anchor, rounded, means[x]))]
+                node = node.with_body((replace(anchor, inputs=tuple(inputs)), *node.body[1:]))
+        editor.nodes.append(node)
+    return editor.finish()
