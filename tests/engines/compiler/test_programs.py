@@ -18,7 +18,7 @@ from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.coverage import coverage_of
 from infer_server.engines.plan.file import read_plan
 from infer_server.engines.runtime import iteration
-from infer_server.engines.runtime.iteration import InPlace
+from infer_server.engines.runtime.iteration import BoundBody
 from infer_server.engines.runtime.load.create import engine_of
 from infer_server.engines.runtime.load.options import LoadOptions
 from tests.engines.compiler import program_models as models
@@ -113,13 +113,13 @@ def test_weights_that_a_loop_carries_are_constants_of_its_body() -> None:
 def test_a_body_that_is_one_segment_is_repeated_in_place(
         model: onnx.ModelProto, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """States that grow cannot be kept in place."""
-    found, run = [], InPlace.run
+    found, run = [], BoundBody.run
 
     def spied(*given: Any) -> bool:
         found.append(run(*given))
         return found[-1]
 
-    monkeypatch.setattr(InPlace, "run", spied)
+    monkeypatch.setattr(BoundBody, "run", spied)
     built(model)
     assert set(found) == {expected}
 
