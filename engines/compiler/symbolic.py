@@ -93,9 +93,15 @@ class SymbolicPlans:
         return [one for one in self._known if id(one) not in self._first]
 
     def plan(self, extents: Extents) -> Plan | None:
-        """Return the plan for these extents; None if no symbolic plan holds for them and none can be traced."""
+        """Return the plan for these extents; None if no symbolic plan holds for them and none can be traced.
+
+        None, too, if the plan's largest batch needs more memory at these extents than there is: a plan that is compiled
+        for them takes a smaller batch.
+        """
         for symbolic in reversed(self._known):
-            if plan := _plan(symbolic, extents):
+            if plan := symbolic.plan(extents):
+                if _is_too_large(plan):
+                    return None
                 is_first = id(symbolic) in self._first
                 if is_first and not self._proven(symbolic, plan, extents):
                     return None
@@ -204,6 +210,10 @@ def stored_symbolic_plans(plan: Plan, cache: EngineCache | None, kind: str = ORD
 def _plan(symbolic: SymbolicPlan, extents: Extents) -> Plan | None:
     """Return the plan that a symbolic plan makes, or None. Raises ConfigError if it needs more memory than there is."""
     plan = symbolic.plan(extents)
-    if plan and isinstance(plan.machine, LateMachine) and too_large(plan.machine.buffer_bytes):
+    if plan and _is_too_large(plan):
         check_memory(plan.name, plan.machine.buffers, plan.max_batch)
     return plan
+
+
+def _is_too_large(plan: Plan) -> bool:
+    return isinstance(plan.machine, LateMachine) and too_large(plan.machine.buffer_bytes)
