@@ -216,4 +216,4 @@ def _plan(symbolic: SymbolicPlan, extents: Extents) -> Plan | None:
 
 
 def _is_too_large(plan: Plan) -> bool:
-    return isinstance(plan.machine, LateMachine) and too_large(plan.machine.buffer_bytes)
+    return isinstance(plan.machine, LateMachine) and bool(too_large(plan.machine.buffer_bytes))
