@@ -28,6 +28,7 @@ MOST_ITEMS = 64         # items that H is summed over
 ROWS = 128              # rows of X taken of each item, evenly spaced
 DEEPEST = 2304          # most inputs of an output channel: H and its inverse grow with the square and the cube
 LEAST_ROWS = 8          # least rows of X for each input: with fewer the rounding fits these rows alone
+MOST_BYTES = 1 << 30    # bytes of all H: layers beyond are rounded to the nearest
 DAMPING = 0.01          # share of H's mean diagonal that is added to it
 LIMIT = 127             # largest int8 weight
 BLOCK = 64              # inputs whose errors are applied to later blocks at once
@@ -56,10 +57,15 @@ class SecondMoments:
     def __init__(self, graph: Graph) -> None:
         self._moments: dict[str, dict[tuple[object, ...], _Moments]] = {}
         self._keys: dict[str, tuple[str, tuple[object, ...]]] = {}
+        size = 0
         for node in contractions(graph, ()):
             if _is_roundable(graph, node):
                 tensor, key = node.anchor.inputs[0], _key(graph, node)
-                self._moments.setdefault(tensor, {}).setdefault(key, _Moments(node.anchor))
+                if key not in (known := self._moments.setdefault(tensor, {})):
+                    if size + (needed := _bytes_of(graph, node)) > MOST_BYTES:
+                        continue
+                    size += needed
+                    known[key] = _Moments(node.anchor)
                 self._keys[node.outputs[0]] = tensor, key
 
     def observe(self, tensor: str, items: Iterable[Array]) -> None:
@@ -72,7 +78,7 @@ class SecondMoments:
     def of(self, output: str, centred: bool) -> Floats | None:
         """Return H [groups, K, K] of the contraction that makes `output`; its covariance if `centred`.
 
-        None if there are too few rows.
+        None if there are too few rows, or if values are so large that their squares are not finite.
         """
         tensor, key = self._keys.get(output, ("", ()))
         moments = self._moments.get(tensor, {}).get(key)
@@ -81,6 +87,8 @@ class SecondMoments:
         if moments.rows < LEAST_ROWS * moments.sums.shape[-1]:
             return None
         mean = moments.sums / moments.rows
+        if not np.isfinite(moments.squares).all():
+            return None
         squares = np.asarray(moments.squares / moments.rows, np.float64)
         return squares - mean[:, :, None] * mean[:, None, :] if centred else squares
 
@@ -159,6 +167,13 @@ def _is_roundable(graph: Graph, node: Node) -> bool:
     if anchor.op not in ("Conv", "Gemm", "MatMul") or anchor.attrs.get("transA"):
         return False
     return len(graph.consumers[anchor.inputs[1]]) == 1 and weight.size // weight.shape[output_axis(node)] <= DEEPEST
+
+
+def _bytes_of(graph: Graph, node: Node) -> int:
+    """Return the bytes of H, float64 [groups, K, K]."""
+    weight, groups = graph.constants[node.anchor.inputs[1]], node.anchor.attrs.get("group", 1)
+    depth = weight.size // weight.shape[output_axis(node)]
+    return int(groups * depth ** 2 * 8)
 
 
 def _key(graph: Graph, node: Node) -> tuple[object, ...]:

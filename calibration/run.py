@@ -12,7 +12,7 @@ from infer_server.calibration.bias_correction import ChannelMeans
 from infer_server.calibration.collect import collect
 from infer_server.calibration.data.checks import DataCheck, dead_channels
 from infer_server.calibration.data.items import CalibrationData, Feed
-from infer_server.calibration.data.padding import Padding
+from infer_server.calibration.data.padding import MASK, Padding
 from infer_server.calibration.growth import Growth
 from infer_server.calibration.histogram import Histogram
 from infer_server.calibration.record import SearchRecord, histograms_json
@@ -69,6 +69,7 @@ class _Watched:
     means: dict[str, Any] = field(default_factory=dict)
     peaks: dict[str, Any] = field(default_factory=dict)
     moments: SecondMoments | None = None
+    padded: int = 0                 # positions that an attention_mask pads
     growth: Growth = field(default_factory=Growth)
 
     def watch(self, edges: tuple[str, ...], kept: FloatRuns, peaking: tuple[str, ...] = (),
@@ -89,7 +90,7 @@ class _Watched:
             Collects second moments of the first items.
         """
         means, peaks = ChannelMeans(edges), ChannelPeaks(peaking)
-        self.items, self.growth = 0, Growth()
+        self.items, self.padded, self.growth = 0, 0, Growth()
 
         def run(feed: Feed, count: Show) -> None:
             items, padding = self.data.items_in(feed), Padding(feed)
@@ -105,6 +106,7 @@ class _Watched:
                 check.observe(feed)
             kept.run(self.engines, feed, items, observe)
             self.items += items
+            self.padded += padding.count
 
         self.histograms = collect(run, self.data, edges, batch=self.batch, progress=self.progress,
                                   growth=self.growth)
@@ -139,6 +141,8 @@ class CalibrationRun:
         floats = FloatRuns(self._subject.graph, judged)
         spare = not self._calibrator and self._spare(trials) >= 0
         watched.watch(self._edges, floats, self._uneven, check, SecondMoments(self._subject.graph) if spare else None)
+        if watched.padded:
+            self._notify(f"{watched.padded} positions at which {MASK} is 0 are padding and left out of calibration")
         judge = Judge(self._subject, floats, self._tick)
         notes = self._notes(watched, check) if check else ()
         preprocess = self._data.preprocess
@@ -257,13 +261,9 @@ class CalibrationRun:
     def _bias_correction(self, judge: Judge, table: CalibrationTable, means: Mapping[str, Any]) -> dict[str, Any]:
         """Return the means if correcting biases by them raises the SQNR, else an empty dict."""
         plain_means = {name: tuple(map(float, values)) for name, values in means.items()}
-        before = self._trial(judge, table, "bias correction", "without")
-        after = self._trial(judge, replace(table, means=plain_means), "bias correction", "with")
-        better = after.sqnr_db > before.sqnr_db
-        self._record.keep("bias correction", "with" if better else "without")
-        self._notify(f"bias correction {'kept' if better else 'left out'}: "
-                     f"{before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
-        return plain_means if better else {}
+        is_better = self._is_better(judge, "bias correction", {"without": table,
+                                                               "with": replace(table, means=plain_means)})
+        return plain_means if is_better else {}
 
     def _rounding(self, judge: Judge, table: CalibrationTable, moments: SecondMoments | None) -> dict[str, str]:
         """Return the rounding of weights by the error of their layers if it raises the SQNR, else an empty dict."""
@@ -272,13 +272,18 @@ class CalibrationRun:
         graph = prepared(self._subject.graph, Recipe({}, smoothing=table.smoothing))
         steps = roundings(graph, moments, table.smoothing, bool(table.means), lambda done, of, node: self._progress(
             "searching", min(self._spent, self._trials), self._trials, f"rounding weights, {done} of {of} layers"))
-        before = self._trial(judge, table, "rounding", "nearest")
-        after = self._trial(judge, replace(table, rounding=steps), "rounding", "by layer error")
-        better = after.sqnr_db > before.sqnr_db
-        self._record.keep("rounding", "by layer error" if better else "nearest")
-        self._notify(f"rounding of weights by their layers' errors {'kept' if better else 'left out'}: "
-                     f"{before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
-        return steps if better else {}
+        is_better = self._is_better(judge, "rounding", {"nearest": table,
+                                                        "by layer error": replace(table, rounding=steps)},
+                                    "rounding of weights by their layers' errors")
+        return steps if is_better else {}
+
+    def _is_better(self, judge: Judge, stage: str, tables: Mapping[str, CalibrationTable], name: str = "") -> bool:
+        """Return True if the second of two tables, by label, has the higher SQNR; record both and tell the user."""
+        before, after = (self._trial(judge, table, stage, label).sqnr_db for label, table in tables.items())
+        self._record.keep(stage, [*tables][after > before])
+        self._notify(f"{name or stage} {'kept' if after > before else 'left out'}: "
+                     f"{before:.2f} dB without, {after:.2f} dB with")
+        return after > before
 
 
 def _budget(macs: int, weights: int) -> tuple[int, int]:

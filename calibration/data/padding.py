@@ -22,6 +22,11 @@ class Padding:
         known = mask.ndim == 2 and mask.dtype.kind in "biuf" and bool(((mask == 0) | (mask == 1)).all())
         self._mask = mask != 0 if known and not mask.all() and mask.any() else None
 
+    @property
+    def count(self) -> int:
+        """Number of padded positions."""
+        return 0 if self._mask is None else int(self._mask.size - np.count_nonzero(self._mask))
+
     def without(self, values: Array) -> Array:
         """Return the rows [rows, ...] of a tensor that are not padded; all of a tensor of other axes."""
         mask = self._of(values)

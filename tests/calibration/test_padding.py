@@ -21,6 +21,7 @@ def test_padded_rows_are_left_out_of_tensors_with_the_axes_of_the_mask():
     expected = VALUES[[0, 0, 1], [0, 1, 0]]
     np.testing.assert_array_equal(padding.without(VALUES), expected)
     np.testing.assert_array_equal(padding.without(VALUES.reshape(6, 4)), expected)
+    assert padding.count == 3
     zeroed = padding.zeroed(VALUES)
     np.testing.assert_array_equal(zeroed[MASK != 0], expected)
     assert not zeroed[MASK == 0].any()
@@ -56,6 +57,7 @@ def test_padding_does_not_widen_the_ranges_of_a_build():
             feeds.append({"x": x, "attention_mask": np.array([[1, 1, 0]])})
         calibration = Calibration(feeds, calibrator="minmax")
         build = build_engine(SENTENCES, precision="int8", timing=False, cache=False, calibration=calibration)
+        assert any("8 positions at which attention_mask is 0" in notice for notice in build.notices)
         return build.engine().run(feeds[0])["y"][:, :2]
 
     np.testing.assert_array_equal(outputs(1.0), outputs(1000.0))

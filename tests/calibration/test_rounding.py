@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from onnx import parser
 
-from infer_server.calibration import Calibration
+from infer_server.calibration import Calibration, rounding
 from infer_server.calibration.rounding import SecondMoments, rounded, roundings
 from infer_server.calibration.table import read_table
 from infer_server.engines import build_engine, load_engine
@@ -68,6 +68,24 @@ def test_layers_with_few_rows_are_rounded_to_the_nearest():
     moments.observe("x", correlated(11, 9 * 9 * 4).reshape(11, 1, 9, 9, 4))
     assert moments.of("y", False) is None       # 275 rows of 36 inputs
     assert roundings(graph, moments, {}, False, lambda *_: None) == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in")
+def test_layers_whose_squares_overflow_are_rounded_to_the_nearest():
+    graph, _ = convolution(1)
+    moments = SecondMoments(graph)
+    moments.observe("x", 1e25 * correlated(12, 9 * 9 * 4).reshape(12, 1, 9, 9, 4))
+    assert roundings(graph, moments, {}, False, lambda *_: None) == {}
+
+
+def test_layers_beyond_the_limit_of_memory_are_rounded_to_the_nearest(monkeypatch):
+    graph, _ = convolution(1)
+    items = correlated(12, 9 * 9 * 4).reshape(12, 1, 9, 9, 4)
+    for limit, count in ((36 * 36 * 8, 1), (36 * 36 * 8 - 1, 0)):
+        monkeypatch.setattr(rounding, "MOST_BYTES", limit)
+        moments = SecondMoments(graph)
+        moments.observe("x", items)
+        assert len(roundings(graph, moments, {}, False, lambda *_: None)) == count
 
 
 @pytest.mark.parametrize("groups", [1, 4])
