@@ -13,7 +13,6 @@ from pathlib import Path
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.config.kinds import ModelKind
-from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.in_process import InProcessGrpc
 from infer_server.endpoints.grpc.service.methods import HEADER_PREFIX, service_methods
 from infer_server.endpoints.http.reading import PortLimits
@@ -23,6 +22,7 @@ from infer_server.endpoints.memory_service import MemoryService
 from infer_server.endpoints.metrics import Metrics, MetricsSettings
 from infer_server.endpoints.restrictions import HostCheck, Restrictions, Secret
 from infer_server.endpoints.service import ModelService, Service
+from infer_server.endpoints.services import InferenceServices
 from infer_server.endpoints.settings import LogSettings, SettingsService
 from infer_server.endpoints.shared_memory import Regions
 from infer_server.endpoints.status.history import History
@@ -31,9 +31,9 @@ from infer_server.endpoints.status.state import ServerState
 from infer_server.endpoints.tls import ServerTls
 from infer_server.engines.files import user_cache
 from infer_server.errors import FetchError, RepositoryError
-from infer_server.fronts.fronts import FrontendWorkers
-from infer_server.fronts.ports import ReservedPorts
-from infer_server.fronts.settings import ListenAddress, WorkerSettings
+from infer_server.frontend_workers.ports import ReservedPorts
+from infer_server.frontend_workers.settings import ListenAddress, WorkerSettings
+from infer_server.frontend_workers.supervisor import FrontendWorkers
 from infer_server.grpc_ports import NGHTTP2, grpc_server
 from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.listeners import SENDING_SECS, Listeners
@@ -157,7 +157,7 @@ class Server:
         self._unreadable: dict[str, str] = {}   # reason why the repository cannot be read
         self._looks_again = False               # True while remote storage that is away is asked again
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
-        self._inflight.watch_spent(self.lifecycle.changed)
+        self._inflight.watch_limit(self.lifecycle.changed)
         self._listeners = Listeners(PortLimits(options.max_body_bytes, self._inflight, options.max_json_bytes,
                                                options.min_body_rate, options.body_grace_secs),
                                     shares_ports=options.listen_when_ready)
@@ -204,7 +204,7 @@ class Server:
 
     def _make_lifecycle(self) -> Lifecycle:
         return Lifecycle(lambda: not (self._options.strict_readiness and self.failures()),
-                         lambda: not self._without_repository(), lambda: not self._inflight.is_spent,
+                         lambda: not self._without_repository(), lambda: not self._inflight.is_near_limit,
                          lambda: self._looks_again)
 
     async def start(self) -> Ports:
@@ -382,7 +382,7 @@ class Server:
             options.send_timeout_secs,
             max_json_bytes=options.max_json_bytes, min_body_rate=options.min_body_rate,
             body_grace_secs=options.body_grace_secs, grpc_front=options.grpc_front,
-            tells_metadata=bool(self._tracer or "inference" in options.grpc_secrets or "gRPC" in options.forwarded),
+            forwards_metadata=bool(self._tracer or "inference" in options.grpc_secrets or "gRPC" in options.forwarded),
             reflection=options.grpc_reflection, channel=options.grpc_channel, log_level=log.getEffectiveLevel())
 
     def _host(self, what: str) -> str:

@@ -23,8 +23,8 @@ import uvloop
 from benchmarks.reports.document import Cell, machine, markdown_table
 from benchmarks.transport.cases import CASES, Case, over_grpc, over_http, path_of
 from benchmarks.transport.models import write_repository
-from infer_server.fronts import fronts, link
-from infer_server.fronts.link import Frame, Link
+from infer_server.frontend_workers import link, supervisor
+from infer_server.frontend_workers.link import Frame, Link
 from infer_server.process import tune_malloc
 from infer_server.server import Server, ServerOptions
 
@@ -76,7 +76,7 @@ async def measure(models: Path, case: Case, seconds: float, core: int) -> tuple[
             [sys.executable, "-m", "benchmarks.transport.fed", "--cores", f"{core},{core}",
              "--feed", str(CASES.index(case)), str(descriptor)], pass_fds=[descriptor])
 
-    fronts._start_process = start_feeder
+    supervisor._start_process = start_feeder
     server = Server(ServerOptions((models,), grpc_port=0, http_port=0, metrics_port=0, cores=1, workers=2))
     await server.start()
     await server.loaded()

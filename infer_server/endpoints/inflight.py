@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from infer_server.busy_poller import BusyPoller
 from infer_server.errors import MemoryLimitError
-from infer_server.lookout import BusyPoller
 from infer_server.process import resident_bytes
 from infer_server.protocol.json_values import Steps
 from infer_server.workers import StepRunner, in_daemon_thread, wait_until
@@ -29,7 +29,7 @@ _MUCH_BYTES = 64 << 20          # a peak above this is returned to the system (m
 LITTLE_BYTES = 1 << 20         # ... when at most this is held, ...
 _QUIET_SECS = 1.0               # ... after this delay
 _LOOKING_SECS = 20.0            # interval between checks for memory that messages without a call have left
-_SPENT_SHARE = 15 / 16          # share of the limit above which the server is not ready
+_NEAR_LIMIT_SHARE = 15 / 16     # share of the limit above which the server is not ready
 
 
 class Client(Protocol):
@@ -57,13 +57,13 @@ class Inflight:
 
     def __init__(self, max_bytes: int, send_timeout_secs: float) -> None:
         self.max_bytes = max_bytes
-        self._ample_bytes = int(_SPENT_SHARE * max_bytes)
+        self._near_limit_bytes = int(_NEAR_LIMIT_SHARE * max_bytes)
         self.max_partial_bytes = max_bytes - max_bytes // 4
         self.steps = StepRunner()               # decodes large requests without blocking the event loop
         self._inflating = asyncio.Lock()
         self.send_timeout_secs = send_timeout_secs
         self._loop = asyncio.get_running_loop()
-        self._lookout = BusyPoller(self._loop)
+        self._busy_poller = BusyPoller(self._loop)
         self._calls: dict[OpenCall, None] = {}
         self._peak_bytes = 0                    # peak since memory was last returned to the system
         self._trimming: asyncio.TimerHandle | None = None
@@ -72,17 +72,17 @@ class Inflight:
         self.held_bytes = 0
         self.partial_bytes = 0                  # part of held_bytes of requests that have not arrived completely
         self.on_message: Callable[[Client, int], None] | None = None        # called by begin() with its arguments
-        self._is_spent = False
-        self._spent_changed: Callable[[], None] = lambda: None
+        self._is_near_limit = False
+        self._near_limit_changed: Callable[[], None] = lambda: None
 
     @property
-    def is_spent(self) -> bool:
+    def is_near_limit(self) -> bool:
         """True if the memory in use is close to the limit, so that the next requests will be rejected."""
-        return self.held_bytes > self._ample_bytes
+        return self.held_bytes > self._near_limit_bytes
 
-    def watch_spent(self, changed: Callable[[], None]) -> None:
-        """Have `changed` called whenever `is_spent` changes."""
-        self._spent_changed = changed
+    def watch_limit(self, changed: Callable[[], None]) -> None:
+        """Have `changed` called whenever `is_near_limit` changes."""
+        self._near_limit_changed = changed
 
     async def wait_sent(self, timeout_secs: float) -> None:
         """Wait until the responses of all current calls are sent, at most `timeout_secs`."""
@@ -98,17 +98,17 @@ class Inflight:
             self.on_message(client, request_bytes)
         expected = _ANSWER_COPIES * answer_bytes
         count = request_bytes + expected
-        held = self.held_bytes + count
-        if held > self.max_bytes:
+        held_bytes = self.held_bytes + count
+        if held_bytes > self.max_bytes:
             raise self._limit_error(count)
         call = OpenCall(client, count, expected)
-        self.held_bytes = held
-        if held > self._peak_bytes:
-            self._peak_bytes = held
-        if held > self._ample_bytes and not self._is_spent:
-            self._tell_spent()
+        self.held_bytes = held_bytes
+        if held_bytes > self._peak_bytes:
+            self._peak_bytes = held_bytes
+        if held_bytes > self._near_limit_bytes and not self._is_near_limit:
+            self._update_near_limit()
         if not self._calls:
-            self._lookout.opened()
+            self._busy_poller.opened()
         self._calls[call] = None
         return call
 
@@ -152,14 +152,14 @@ class Inflight:
 
     def _open(self, call: OpenCall) -> None:
         if not self._calls:
-            self._lookout.opened()
+            self._busy_poller.opened()
         self._calls[call] = None
 
     def hold_separately(self, size: int) -> Callable[[], None]:
         """Count bytes that belong to no call; return the function that releases them. Raises MemoryLimitError."""
-        lent = OpenCall(None)
-        self.hold(lent, size)
-        return partial(self.end, lent)
+        call = OpenCall(None)
+        self.hold(call, size)
+        return partial(self.end, call)
 
     def expect(self, call: OpenCall, answer_bytes: int, decoded_bytes: int) -> None:
         """Reserve the bytes of a call's response and of its decoded files before execution. Raises MemoryLimitError."""
@@ -192,27 +192,27 @@ class Inflight:
     def _count(self, call: OpenCall, count: int) -> None:
         """Count bytes without checking the limit: they are allocated already."""
         call.held_bytes += count
-        self.held_bytes = held = self.held_bytes + count
-        if held > self._peak_bytes:
-            self._peak_bytes = held
-        if held > self._ample_bytes and not self._is_spent:
-            self._tell_spent()
+        self.held_bytes = held_bytes = self.held_bytes + count
+        if held_bytes > self._peak_bytes:
+            self._peak_bytes = held_bytes
+        if held_bytes > self._near_limit_bytes and not self._is_near_limit:
+            self._update_near_limit()
 
-    def _tell_spent(self) -> None:
-        self._is_spent = self.is_spent
-        self._spent_changed()
+    def _update_near_limit(self) -> None:
+        self._is_near_limit = self.is_near_limit
+        self._near_limit_changed()
 
     def end(self, call: OpenCall) -> None:
         """Close a call: it was cancelled, or its response has left this process."""
         calls = self._calls
         if calls.pop(call, self) is None and not calls:
-            self._lookout.idle()
+            self._busy_poller.idle()
         if call.partial_bytes:
             self.complete(call)
         self.held_bytes -= call.held_bytes
         call.held_bytes = 0
-        if self._is_spent and self.held_bytes <= self._ample_bytes:
-            self._tell_spent()
+        if self._is_near_limit and self.held_bytes <= self._near_limit_bytes:
+            self._update_near_limit()
         call.client = None                      # breaks a reference cycle, which would delay freeing the memory
         if call.timer:
             call.timer.cancel()
@@ -236,7 +236,7 @@ class Inflight:
         self._trimming = None
         if self.held_bytes <= LITTLE_BYTES:
             self._peak_bytes = self.held_bytes
-            self._giving_back = self._loop.create_task(self._give_back())
+            self._returning = self._loop.create_task(self._return_memory())
 
     def _look(self) -> None:
         """Return memory to the system that transports have freed without a call.
@@ -250,7 +250,7 @@ class Inflight:
         if resident - self._least_bytes >= _MUCH_BYTES:
             self._trim()
 
-    async def _give_back(self) -> None:
+    async def _return_memory(self) -> None:
         from infer_server.engines.capacity import trim  # here: frontend workers start without the package
         await in_daemon_thread(trim)
         self._least_bytes = resident_bytes()

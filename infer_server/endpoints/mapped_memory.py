@@ -54,7 +54,7 @@ class Guard:
             *(ctypes.cast(function, ctypes.c_void_p).value or 0
               for function in (libc.syscall, libc.sigaction, libc["raise"])))
         self._code = LoadedCode([bus_guard.bus_guard_object(process, isa_named("portable"), detect().architecture)])
-        self._place = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(
+        self._set_row = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(
             self._code.addresses["place"])
         self._handler = self._code.addresses["on_bus_error"]
         action = ctypes.create_string_buffer(_SIGACTION_BYTES)
@@ -72,12 +72,12 @@ class Guard:
     def watch(self, begin: int, end: int) -> int:
         """Guard a range of addresses; return its row in the table. Raises IndexError if the table is full."""
         row = self._free.popleft()
-        self._place(ctypes.byref(self._table, row * 8), begin, end)
+        self._set_row(ctypes.byref(self._table, row * 8), begin, end)
         return row
 
     def forget(self, row: int) -> None:
         """Stop guarding a range; to be called before it is unmapped and its addresses are reused."""
-        self._place(ctypes.byref(self._table, row * 8), *self._nowhere)
+        self._set_row(ctypes.byref(self._table, row * 8), *self._nowhere)
         self._free.append(row)
 
     def is_lost(self, row: int) -> bool:

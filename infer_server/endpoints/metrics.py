@@ -122,14 +122,14 @@ class Metrics:
         for name, text, values in of_gpus:
             lines += _family(name, "counter" if name in COUNTERS else "gauge", text,
                              ((f'gpu_uuid="{_escaped(uuid)}"', value) for uuid, value in values.items()))
-        lines += _made_by_models(self._custom)
+        lines += _custom_metrics(self._custom)
         return "\n".join(lines) + "\n"
 
 
 def _durations(seen: list[_Seen], families: Mapping[str, tuple[str, Callable[[Counters], Duration]]]) -> Iterator[str]:
     """Yield the families of durations; none if there are no models."""
-    for name, (what, duration) in families.items() if seen else ():
-        yield from _family(name, "counter", f"Cumulative {what} in microseconds",
+    for name, (description, duration) in families.items() if seen else ():
+        yield from _family(name, "counter", f"Cumulative {description} in microseconds",
                            ((each.labels, duration(each.counters).ns // 1000) for each in seen))
 
 
@@ -166,8 +166,8 @@ def _summaries(seen: list[_Seen], quantiles: tuple[float, ...], prefix: str, pha
     for phase in phases if seen else ():
         name = f"{prefix}{phase}_summary_us"
         yield from _family(name, "summary", f"Summary of {phase.replace('_', ' ')} durations in microseconds", ())
-        for each, found in of_model:
-            for share, ns in zip(quantiles, found[phase], strict=True):
+        for each, quantiles_ns in of_model:
+            for share, ns in zip(quantiles, quantiles_ns[phase], strict=True):
                 yield f'{name}{{{each.labels},quantile="{share:g}"}} {_number(ns / 1000)}'
             total = _OF_PHASE[phase](each.counters)
             yield f"{name}_sum{{{each.labels}}} {total.ns // 1000}"
@@ -185,11 +185,11 @@ def _histogram(seen: list[_Seen]) -> Iterator[str]:
         yield f"{_HISTOGRAM}_count{{{each.labels}}} {each.counters.success.count}"
 
 
-def _made_by_models(custom: CustomMetrics) -> Iterator[str]:
+def _custom_metrics(custom: CustomMetrics) -> Iterator[str]:
     for name, kind, text, samples in custom.families():
         yield from _family(name, kind, text.replace("\\", r"\\").replace("\n", r"\n"), ())
         for suffix, labels, value in samples:
-            tags = ",".join(f'{label}="{_escaped(given)}"' for label, given in labels)
+            tags = ",".join(f'{label}="{_escaped(content)}"' for label, content in labels)
             yield f"{name}{suffix}{f'{{{tags}}}' if tags else ''} {_number(value, is_rounded=False)}"
 
 

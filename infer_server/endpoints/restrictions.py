@@ -55,10 +55,10 @@ class Restrictions:
         if secret is None:
             return
         name = self.prefix + secret.header
-        given = header(name) or ""
-        if not hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), secret.value.encode()):
-            what = "protocol" if self.prefix else "API"         # Triton's messages for gRPC and HTTP
-            raise RestrictedError(f"This {what} is restricted, expecting header '{name}'")
+        value = header(name) or ""
+        if not hmac.compare_digest(value if isinstance(value, bytes) else value.encode(), secret.value.encode()):
+            interface = "protocol" if self.prefix else "API"    # Triton's messages for gRPC and HTTP
+            raise RestrictedError(f"This {interface} is restricted, expecting header '{name}'")
 
 
 class HostCheck:

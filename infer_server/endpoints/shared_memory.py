@@ -206,10 +206,10 @@ class Regions:
 
     def registered(self, kind: type[R], name: str = "") -> list[R]:
         """Return the region of a name, or all of a kind (""). Raises UnknownRegionError."""
-        found = self._those(kind, name)
-        if name and not found:
+        regions = self._those(kind, name)
+        if name and not regions:
             raise UnknownRegionError(f"Unable to find {kind.what} shared memory region: '{name}'")
-        return found
+        return regions
 
     def _those(self, kind: type[R], name: str) -> list[R]:
         return [region for region in self._regions.values() if isinstance(region, kind) and name in ("", region.name)]
@@ -248,8 +248,8 @@ def _opened(name: str, key: str, offset: int, byte_size: int) -> int:
         descriptor = os.open(_FOLDER / file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise UnopenedRegionError(f"Unable to open shared memory region: '{key}': {error.strerror}") from error
-    found = os.fstat(descriptor)
-    size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+    status = os.fstat(descriptor)
+    size = status.st_size if stat.S_ISREG(status.st_mode) else 0
     if offset >= 0 and 0 < byte_size <= size - offset:
         return descriptor
     os.close(descriptor)

@@ -53,7 +53,7 @@ def read(references: Mapping[int, MemoryReference], tensors: Sequence[InputTenso
         Devices whose memory the model reads in place (Model.zero_copy_devices). BYTES, whose contents are decoded, BOOL
         and empty tensors are always copied.
     """
-    found = SharedInputs({}, [])
+    shared = SharedInputs({}, [])
     copied: dict[int, TensorLocation] = {}
     for i, reference in references.items():
         location, datatype = regions.locate(reference), tensors[i].datatype
@@ -64,13 +64,13 @@ def read(references: Mapping[int, MemoryReference], tensors: Sequence[InputTenso
         if tensor is None:
             copied[i] = location
             continue
-        found.arrays[i] = tensor
+        shared.arrays[i] = tensor
         if isinstance(tensor, ChangingArray):
-            found.in_place.append(location)
+            shared.in_place.append(location)
     if copied:
         hold(sum(location.byte_size for location in copied.values()))
-        found.arrays.update({i: location.read() for i, location in copied.items()})
-    return found
+        shared.arrays.update({i: location.read() for i, location in copied.items()})
+    return shared
 
 
 def checking_inputs(in_place: Sequence[TensorLocation], encode: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
@@ -88,10 +88,10 @@ def checking_inputs(in_place: Sequence[TensorLocation], encode: Callable[[Arrays
 
 def gpu_buffers(outputs: Iterable[Output]) -> dict[str, GpuBuffer]:
     """Return the buffers on GPUs of outputs that are written there as computed, by name."""
-    found = {output.spec.name: output.location.region.gpu_buffer(
+    buffers = {output.spec.name: output.location.region.gpu_buffer(
         output.location.offset, output.location.byte_size, output.datatype.array)
         for output in outputs if output.location and not output.classes}
-    return {name: buffer for name, buffer in found.items() if buffer}
+    return {name: buffer for name, buffer in buffers.items() if buffer}
 
 
 @dataclass(frozen=True, slots=True)

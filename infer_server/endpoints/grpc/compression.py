@@ -18,7 +18,7 @@ _GZIP_BYTES = 1 << 10               # smaller responses are not compressed
 _MOST_CONTROL_BYTES = 4 << 20       # maximum decompressed size of messages other than inference
 
 
-async def plain(data: bytes, most_bytes: int, inflight: Inflight, held: OpenCall) -> bytes:
+async def plain(data: bytes, most_bytes: int, inflight: Inflight, open_call: OpenCall) -> bytes:
     """Return the message of an inference call, decompressed if it is compressed.
 
     most_bytes: the limit of a message. held: the call that its bytes are counted for. Raises InvalidRequestError,
@@ -26,7 +26,7 @@ async def plain(data: bytes, most_bytes: int, inflight: Inflight, held: OpenCall
     """
     if not (coding := coding_of(data)):
         return data
-    output = await inflight.inflate(inflated(data, coding, most_bytes, partial(inflight.hold, held)))
+    output = await inflight.inflate(inflated(data, coding, most_bytes, partial(inflight.hold, open_call)))
     return cast(bytes, output)              # a bytearray that is not modified any more
 
 

@@ -82,7 +82,7 @@ class CallClient:
         self._context.disconnect()
 
 
-def asks_for_load(metadata: Iterable[tuple[str, Any]]) -> bool:
+def requests_load_report(metadata: Iterable[tuple[str, Any]]) -> bool:
     """Return True if the metadata of a call asks for a load report with the response."""
     return any(name == HEADER for name, _ in metadata)
 

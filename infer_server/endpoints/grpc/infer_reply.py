@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from infer_server.endpoints.grpc.context import CallContext, asks_for_load
+from infer_server.endpoints.grpc.context import CallContext, requests_load_report
 from infer_server.endpoints.grpc.errors import GrpcStatusError, described
 from infer_server.endpoints.inflight import OpenCall
 
@@ -22,10 +22,10 @@ class InferReply(ABC):
 
     Belongs to the event loop.
     """
-    __slots__ = ("held", "submitted", "gone")
+    __slots__ = ("open_call", "submitted", "gone")
 
     def __init__(self) -> None:
-        self.held: OpenCall | None = None           # counts the bytes of the call
+        self.open_call: OpenCall | None = None      # counts the bytes of the call
         self.submitted: Cancels | None = None
         self.gone = False                           # True once the call has ended: answered, failed, or cancelled
 
@@ -48,7 +48,7 @@ class InferReply(ABC):
         return ()
 
     @property
-    def wants_load(self) -> bool:
+    def needs_load_report(self) -> bool:
         """True if the client asks for a load report with the response."""
         return False
 
@@ -94,8 +94,8 @@ class AwaitedInfer(InferReply):
         return self._context.metadata()
 
     @property
-    def wants_load(self) -> bool:
-        return asks_for_load(self._context.metadata())
+    def needs_load_report(self) -> bool:
+        return requests_load_report(self._context.metadata())
 
     def peer(self) -> str:
         return self._context.peer()

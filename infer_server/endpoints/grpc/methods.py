@@ -23,7 +23,7 @@ class TakesInfer(Protocol):
     def take(self, reply: InferReply, data: bytes, received_ns: int, remaining_secs: float | None) -> None:
         """Submit a serialised ModelInferRequest; `reply` gets its response or error.
 
-        reply.held counts the bytes of `data` if they arrived in pieces; else they are counted here.
+        reply.open_call counts the bytes of `data` if they arrived in pieces; else they are counted here.
         remaining_secs: seconds until the client's deadline; None if it has none.
         """
 
@@ -46,15 +46,15 @@ def awaiting(takes: TakesInfer, inflight: Inflight, max_message_bytes: int) -> S
     async def infer(data: bytes, context: CallContext) -> bytes:
         received_ns, remaining_secs = time.monotonic_ns(), context.time_remaining()
         reply = AwaitedInfer(context)
-        held = reply.held = inflight.begin(reply, len(data))
-        context.when_done(partial(inflight.end, held))
-        data = await plain(data, max_message_bytes, inflight, held)
+        open_call = reply.open_call = inflight.begin(reply, len(data))
+        context.when_done(partial(inflight.end, open_call))
+        data = await plain(data, max_message_bytes, inflight, open_call)
         takes.take(reply, data, received_ns, remaining_secs)
         try:
             response = await reply.response
         except asyncio.CancelledError:
             reply.leave()
             raise
-        inflight.answered(held, len(response))
+        inflight.answered(open_call, len(response))
         return response
     return unary(infer)

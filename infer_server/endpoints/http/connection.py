@@ -38,7 +38,7 @@ _PARSING_SECS = 0.001           # parsing time before control returns to the eve
 class _Waiting(NamedTuple):
     """Complete request that waits for the response to an earlier one of its connection."""
     request: HttpRequest
-    held: OpenCall
+    open_call: OpenCall
     keep_alive: bool
 
 
@@ -124,7 +124,7 @@ class HttpConnection(asyncio.Protocol):
         self._reader.drop()
         exchange, self.exchange = self.exchange, None
         if exchange:
-            self._limits.inflight.end(exchange.held)
+            self._limits.inflight.end(exchange.open_call)
             exchange.leave()
         self._transport = self._outlet = None
 
@@ -159,14 +159,14 @@ class HttpConnection(asyncio.Protocol):
         if self._transport:
             self._transport.set_protocol(LargeBody(self, size, begun))
 
-    def received(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:
+    def received(self, request: HttpRequest, open_call: OpenCall, keep_alive: bool) -> None:
         self._awaits_go_on = False
         if self._has_ended:
-            self._limits.inflight.end(held)
+            self._limits.inflight.end(open_call)
         elif self.exchange is None and not self._waiting:
-            self._take(request, held, keep_alive)
+            self._take(request, open_call, keep_alive)
         else:
-            self._waiting.append(_Waiting(request, held, keep_alive))
+            self._waiting.append(_Waiting(request, open_call, keep_alive))
             if self._transport:
                 self._transport.pause_reading()
 
@@ -190,9 +190,9 @@ class HttpConnection(asyncio.Protocol):
             self._reader.end_of_body(body)
 
     # ---- a request
-    def _take(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:
+    def _take(self, request: HttpRequest, open_call: OpenCall, keep_alive: bool) -> None:
         self._keep_alive = keep_alive
-        self.exchange = Exchange(self, request, held)
+        self.exchange = Exchange(self, request, open_call)
         dispatch(self.exchange, self._limits, self._handle)
 
     def respond(self, exchange: Exchange, response: HttpResponse) -> None:
@@ -200,7 +200,7 @@ class HttpConnection(asyncio.Protocol):
         outlet = self._open_outlet
         outlet.write(b"".join((response.head(self._keep_alive, version=exchange.request.version),
                                *(() if exchange.request.method == "HEAD" else response.body))))
-        outlet.sent(exchange.held, response.body_bytes)
+        outlet.sent(exchange.open_call, response.body_bytes)
         self._answered(exchange)
 
     def begin(self, content_type: str, chunked: bool) -> None:
@@ -215,20 +215,20 @@ class HttpConnection(asyncio.Protocol):
     def part(self, piece: bytes) -> None:
         """Send a piece of a body. A client that does not read is disconnected when the memory limit is reached."""
         try:
-            held = self._limits.inflight.begin(self, len(piece))
+            open_call = self._limits.inflight.begin(self, len(piece))
         except MemoryLimitError:
             self.disconnect()
             return
         outlet = self._open_outlet
         outlet.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
-        outlet.sent(held, len(piece))
+        outlet.sent(open_call, len(piece))
 
     def end(self, exchange: Exchange) -> None:
         """Send the end of a streamed body and continue with the next pipelined request."""
         outlet = self._open_outlet
         if self._chunked:
             outlet.write(b"0\r\n\r\n")
-        outlet.sent(exchange.held, 0)
+        outlet.sent(exchange.open_call, 0)
         self._answered(exchange)
 
     @property
@@ -251,7 +251,7 @@ class HttpConnection(asyncio.Protocol):
         if self._waiting:
             self._loop.call_soon(self._next)        # not a direct call: the recursion would be as deep as the queue
         elif self._refusal:
-            self._say_last(self._refusal)
+            self._send_last(self._refusal)
         elif self._half_closed:
             self._end()
         elif self._awaits_go_on:
@@ -269,10 +269,10 @@ class HttpConnection(asyncio.Protocol):
         if self.exchange or self._waiting:
             self._refusal = response
         elif not self._has_ended:       # else a response with Connection: close was the last one
-            self._say_last(response)
+            self._send_last(response)
         self._has_ended = True
 
-    def _say_last(self, response: HttpResponse) -> None:
+    def _send_last(self, response: HttpResponse) -> None:
         if self._transport and not self._transport.is_closing():
             self._transport.write(b"".join((response.head(keep_alive=False), *response.body)))
             self._end()
@@ -306,7 +306,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _drop_waiting(self) -> None:
         for waiting in self._waiting:
-            self._limits.inflight.end(waiting.held)
+            self._limits.inflight.end(waiting.open_call)
         self._waiting.clear()
 
     def watch(self, secs: float | None) -> None:

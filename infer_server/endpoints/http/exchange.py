@@ -38,11 +38,11 @@ class Connection(Protocol):
 
 class Exchange:
     """A request and its response. Belongs to the event loop."""
-    __slots__ = ("request", "held", "_connection", "left", "more_headers")
+    __slots__ = ("request", "open_call", "_connection", "left", "more_headers")
     _tasks: ClassVar[set[asyncio.Task[None]]] = set()       # the loop itself keeps no task alive
 
-    def __init__(self, connection: Connection, request: HttpRequest, held: OpenCall) -> None:
-        self.request, self.held, self._connection = request, held, connection
+    def __init__(self, connection: Connection, request: HttpRequest, open_call: OpenCall) -> None:
+        self.request, self.open_call, self._connection = request, open_call, connection
         self.left: Callable[[], None] | None = None     # called if the client disconnects before the response
         self.more_headers: Callable[[], Mapping[str, str]] | None = None    # returns headers to add to the response
 

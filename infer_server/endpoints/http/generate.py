@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from infer_server.batching.request import Arrays, parameters_of
 from infer_server.config.config import TensorSpec
-from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.http.exchange import Exchange
 from infer_server.endpoints.http.infer import LITTLE_JSON_BYTES, HttpReply
 from infer_server.endpoints.http.messages import HttpResponse, error_text, json_text, member
+from infer_server.endpoints.services import InferenceServices
 from infer_server.errors import ExecutionError, InvalidRequestError
 from infer_server.protocol.codec import InputTensor, shaped
 from infer_server.protocol.json_documents import LARGE_BYTES, read_members
@@ -59,7 +59,7 @@ async def _generate_large(exchange: Exchange, model: Model, version: str, servic
 
 def _read(exchange: Exchange, model: Model, services: InferenceServices) -> Steps[dict[str, Any]]:
     """Read a large body; long arrays of inputs become ndarrays."""
-    hold = partial(services.inflight.hold, exchange.held)
+    hold = partial(services.inflight.hold, exchange.open_call)
     specs = {spec.name: spec for spec in model.config.inputs}
     body = yield from read_members(exchange.request.body, len(exchange.request.body), hold)
     for members in (body, member(body, _PARAMETERS, dict, {})):
@@ -84,7 +84,7 @@ class GenerateCall(InferenceCall):
         """Read the request from the parsed body of an exchange. Raises InvalidRequestError if it is malformed."""
         request = exchange.request
         self.model, self.version, self.received_ns = model.name, version, request.received_ns
-        self._services, self._held, self._headers = services, exchange.held, request.headers
+        self._services, self._open_call, self._headers = services, exchange.open_call, request.headers
         self._answer_bytes = 0                  # 0: unknown
         self.id = member(body, "id", str, "")
         members = {**body, **member(body, _PARAMETERS, dict, {})}
@@ -102,7 +102,7 @@ class GenerateCall(InferenceCall):
                                           f"{', '.join(specs)}")
 
     def client(self) -> str:
-        return self._held.client.peer() if self._held.client else ""
+        return self._open_call.client.peer() if self._open_call.client else ""
 
     def headers(self) -> Iterable[tuple[str, str]]:
         return self._headers.items()
@@ -118,7 +118,7 @@ class GenerateCall(InferenceCall):
 
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
         self._answer_bytes = response_bytes
-        self._services.inflight.expect(self._held, response_bytes, decoded_bytes)
+        self._services.inflight.expect(self._open_call, response_bytes, decoded_bytes)
 
     def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, NDArray[Any]]:
         return {tensor.name: shaped(tensor, values) if isinstance(values := self._values[tensor.name], np.ndarray)

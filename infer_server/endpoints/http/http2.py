@@ -107,7 +107,7 @@ class RequestStream:
         self._request = request._replace(received_ns=time.monotonic_ns())
         self._body: bytes | bytearray = b""
         self._ended = self._refused = False                     # the client has sent everything; it has its answer
-        self._held: OpenCall | None = None                      # counts the request and its answer
+        self._open_call: OpenCall | None = None                 # counts the request and its answer
         self._unsent: list[OpenCall] = []                       # count the pieces of an answer that are not sent
         self.exchange: Exchange | None = None                   # the exchange being answered
         self.answered_at, self.is_partial, self.partial_bytes = 0.0, False, 0
@@ -141,10 +141,10 @@ class RequestStream:
             return
         inflight = connection.inflight
         try:
-            if self._held is None:
-                self._held = inflight.begin(self, 0)
+            if self._open_call is None:
+                self._open_call = inflight.begin(self, 0)
             if size:
-                inflight.receive(self._held, size, is_last)
+                inflight.receive(self._open_call, size, is_last)
                 self.partial_bytes += size
                 self._body = joined(self._body, data)
                 connection.limits.check_size(self._request.headers, len(self._body))
@@ -154,13 +154,13 @@ class RequestStream:
             self._refuse(refused.response)
         else:
             if is_last:
-                inflight.complete(self._held)
-                self._take(self._held)
+                inflight.complete(self._open_call)
+                self._take(self._open_call)
 
-    def _take(self, held: OpenCall) -> None:
+    def _take(self, open_call: OpenCall) -> None:
         connection, self.is_partial = self._connection, False
         request, self._body = self._request._replace(body=self._body), b""
-        self.exchange = Exchange(self, request, held)
+        self.exchange = Exchange(self, request, open_call)
         dispatch(self.exchange, connection.limits, connection.handle)
 
     def fail(self, error: Exception) -> None:
@@ -170,23 +170,23 @@ class RequestStream:
     def _refuse(self, response: HttpResponse) -> None:
         """Answer a request that has not arrived completely."""
         self._refused, self.is_partial, self._body = True, False, b""
-        if self._held:                                          # the client need not close the stream to free the body
-            self._connection.inflight.end(self._held)
+        if self._open_call:                                     # the client need not close the stream to free the body
+            self._connection.inflight.end(self._open_call)
         self.answered_at = self._connection.loop.time()
         self._connection.respond(self._stream, response, False, self._ended)
 
     def close(self) -> None:
         exchange, self.exchange = self.exchange, None
         self.sent()
-        if self._held:
-            self._connection.inflight.end(self._held)
+        if self._open_call:
+            self._connection.inflight.end(self._open_call)
         if exchange:
             exchange.leave()
         self._refused, self._body = True, b""
 
     # ---- exchange.Connection
     def respond(self, exchange: Exchange, response: HttpResponse) -> None:
-        self._connection.inflight.keep(exchange.held, response.body_bytes)
+        self._connection.inflight.keep(exchange.open_call, response.body_bytes)
         self._answered(exchange)
         self._connection.respond(self._stream, response, exchange.request.method == "HEAD", self._ended)
 
@@ -197,11 +197,11 @@ class RequestStream:
     def part(self, piece: bytes) -> None:
         connection = self._connection
         try:
-            held = connection.inflight.begin(self, len(piece))
+            open_call = connection.inflight.begin(self, len(piece))
         except MemoryLimitError:
             connection.reset(self._stream)
             return
-        self._unsent.append(held)
+        self._unsent.append(open_call)
         if connection.write(self._stream, piece, self):
             self.sent()
         elif not self.answered_at:
@@ -209,8 +209,8 @@ class RequestStream:
 
     def sent(self) -> None:
         """Count the pieces of the answer no more: all are sent."""
-        for held in self._unsent:
-            self._connection.inflight.end(held)
+        for open_call in self._unsent:
+            self._connection.inflight.end(open_call)
         self._unsent.clear()
         self.answered_at = 0.0
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from infer_server.batching.request import Arrays, Outputs, Reply, parameters_of
 from infer_server.config.config import ModelConfig
-from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.http.exchange import Exchange
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, accepted, compressed, json_text
 from infer_server.endpoints.inflight import OpenCall
+from infer_server.endpoints.services import InferenceServices
 from infer_server.endpoints.shared_memory import Regions, TensorLocation
 from infer_server.endpoints.tensors import (
     Output,
@@ -67,7 +67,7 @@ def infer(exchange: Exchange, model: str, version: str, services: InferenceServi
         return
     form, binary = (_raw_form(find(model, version).config, request.body) if request.headers.get(_JSON_BYTES) == "0"
                     else _split(request, size, lambda: find(model, version).config))
-    _submit(exchange, HttpCall(request, form, binary, model, version, services, exchange.held))
+    _submit(exchange, HttpCall(request, form, binary, model, version, services, exchange.open_call))
 
 
 async def _infer_large(exchange: Exchange, size: int, model: str, version: str, services: InferenceServices,
@@ -77,10 +77,10 @@ async def _infer_large(exchange: Exchange, size: int, model: str, version: str, 
     if size > services.max_json_bytes:
         raise TooLargeError(f"request JSON size of {size} bytes exceeds the maximum allowed input size of "
                             f"{services.max_json_bytes} bytes. Use --http-max-json-mib to increase the limit")
-    loaded, hold = find(model, version), functools.partial(inflight.hold, exchange.held)
+    loaded, hold = find(model, version), functools.partial(inflight.hold, exchange.open_call)
     head = await inflight.steps.run(exchange.while_present(read_inference(request.body, size, hold)))
     _check_counts(head, loaded.config)
-    call = HttpCall(request, Form(head), memoryview(request.body)[size:], model, version, services, exchange.held)
+    call = HttpCall(request, Form(head), memoryview(request.body)[size:], model, version, services, exchange.open_call)
     fits = True
     try:
         loaded.signature.fit(call.inputs())
@@ -123,10 +123,10 @@ class HttpCall(InferenceCall):
     _in_place: Sequence[TensorLocation] = ()  # shared memory that is read during execution; set by contents()
 
     def __init__(self, request: HttpRequest, form: Form, binary: memoryview, model: str, version: str,
-                 services: InferenceServices, held: OpenCall) -> None:
+                 services: InferenceServices, open_call: OpenCall) -> None:
         """Take the body of a request in two parts: the JSON, parsed, and the binary tensors."""
         self.model, self.version, self.received_ns = model, version, request.received_ns
-        self.services, self._held, self._headers = services, held, request.headers
+        self.services, self._open_call, self._headers = services, open_call, request.headers
         self._read: dict[int, NDArray[Any] | InvalidRequestError] = {}      # long JSON arrays, by the input's position
         self._answer_bytes = 0                                              # 0: not known
         self._form, self._binary = form, binary
@@ -135,7 +135,7 @@ class HttpCall(InferenceCall):
         self._coding = accepted(request.headers) if "accept-encoding" in request.headers else ""
 
     def client(self) -> str:
-        return self._held.client.peer() if self._held.client else ""
+        return self._open_call.client.peer() if self._open_call.client else ""
 
     def headers(self) -> Iterable[tuple[str, str]]:
         return self._headers.items()
@@ -154,7 +154,7 @@ class HttpCall(InferenceCall):
         inflight = self.services.inflight
         for i, (tensor, member) in enumerate(zip(self.inputs(), self._form.inputs, strict=True)):
             if isinstance(member.data, JsonArray):
-                steps = read_values(tensor, member.data, functools.partial(inflight.hold, self._held))
+                steps = read_values(tensor, member.data, functools.partial(inflight.hold, self._open_call))
                 try:
                     self._read[i] = await inflight.steps.run(exchange.while_present(steps))
                 except InvalidRequestError as error:
@@ -163,18 +163,18 @@ class HttpCall(InferenceCall):
 
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
         self._answer_bytes = response_bytes
-        self.services.inflight.expect(self._held, response_bytes, decoded_bytes)
+        self.services.inflight.expect(self._open_call, response_bytes, decoded_bytes)
 
     def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, Any]:
         arrays: dict[str, Any] = {}
         at = 0
-        placed: Mapping[int, Any] = {}
+        shared: Mapping[int, Any] = {}
         if references := self._form.references:
-            placed, self._in_place = read(references, tensors, self.services.regions,
-                                          functools.partial(self.services.inflight.hold, self._held), devices)
+            shared, self._in_place = read(references, tensors, self.services.regions,
+                                          functools.partial(self.services.inflight.hold, self._open_call), devices)
         for i, (tensor, member, size) in enumerate(zip(tensors, self._form.inputs, self._form.sizes, strict=True)):
-            if i in placed:
-                arrays[tensor.name] = from_raw(tensor, raw) if isinstance(raw := placed[i], memoryview) else raw
+            if i in shared:
+                arrays[tensor.name] = from_raw(tensor, raw) if isinstance(raw := shared[i], memoryview) else raw
                 continue
             if size is None:
                 arrays[tensor.name] = self._from_json(i, tensor, member.data)
@@ -187,7 +187,7 @@ class HttpCall(InferenceCall):
                 raise InvalidRequestError(f"unexpected size for input '{tensor.name}', expecting {size - left} "
                                           f"additional bytes for model '{self.model}': binary_data_size {size} exceeds "
                                           f"the {left} bytes that are left of the body")
-            self.services.inflight.hold(self._held, object_bytes(tensor, size))
+            self.services.inflight.hold(self._open_call, object_bytes(tensor, size))
             arrays[tensor.name] = from_raw(tensor, self._binary[at:at + size])
             at += size
         if at != len(self._binary):
@@ -341,7 +341,7 @@ def _split(request: HttpRequest, size: int, config: Callable[[], ModelConfig]) -
     """Split a body into the form of its JSON, of `size` bytes, and the binary data. Raises InvalidRequestError."""
     head = bytes(request.body[:size])
     if _JSON_BYTES in request.headers and size <= KEPT_BYTES:
-        return _kept_form(head), memoryview(request.body)[size:]
+        return _cached_form(head), memoryview(request.body)[size:]
     members = as_object(parsed(head), "the request")
     _check_counts(members, config())
     return Form(members), memoryview(request.body)[size:]
@@ -371,7 +371,7 @@ def json_size(request: HttpRequest) -> int:
 
 
 @functools.lru_cache(KEPT_FORMS)
-def _kept_form(head: bytes) -> Form:
+def _cached_form(head: bytes) -> Form:
     return Form(as_object(parsed(head), "the request"), is_kept=True)
 
 

@@ -52,29 +52,29 @@ class ModelPages:
         return json_response(to_json(await self._models.ModelStatistics(request)))
 
     async def index(self, request: HttpRequest, repository: str) -> HttpResponse:
-        asked = inference.RepositoryIndexRequest(repository_name=repository, ready=_ready_only(request))
+        message = inference.RepositoryIndexRequest(repository_name=repository, ready=_ready_only(request))
         return json_response([{name: value for name, value in to_json(entry).items() if value or name == "name"}
-                              for entry in (await self._models.RepositoryIndex(asked)).models])
+                              for entry in (await self._models.RepositoryIndex(message)).models])
 
     async def load(self, request: HttpRequest, repository: str, model: str) -> HttpResponse:
-        asked = inference.RepositoryModelLoadRequest(repository_name=repository, model_name=model)
+        message = inference.RepositoryModelLoadRequest(repository_name=repository, model_name=model)
         body = request.body
-        _set_parameters(asked.parameters, await self._steps.run(_read(body)) if len(body) > LARGE_BYTES
+        _set_parameters(message.parameters, await self._steps.run(_read(body)) if len(body) > LARGE_BYTES
                         else request.json())
-        await self._models.RepositoryModelLoad(asked)
+        await self._models.RepositoryModelLoad(message)
         return HttpResponse()
 
     async def unload(self, request: HttpRequest, repository: str, model: str) -> HttpResponse:
-        asked = inference.RepositoryModelUnloadRequest(repository_name=repository, model_name=model)
-        _set_parameters(asked.parameters, request.json())
-        await self._models.RepositoryModelUnload(asked)
+        message = inference.RepositoryModelUnloadRequest(repository_name=repository, model_name=model)
+        _set_parameters(message.parameters, request.json())
+        await self._models.RepositoryModelUnload(message)
         return HttpResponse()
 
 
-def _probe(what: str, holds: bool) -> HttpResponse:
+def _probe(field: str, holds: bool) -> HttpResponse:
     """Return the response to a health probe: Triton's clients read the status, KServe's the body."""
     status = HTTPStatus.OK if holds else HTTPStatus.SERVICE_UNAVAILABLE
-    return json_response({what: holds})._replace(status=status)
+    return json_response({field: holds})._replace(status=status)
 
 
 def _set_parameters(parameters: Any, body: Any) -> None:

@@ -27,7 +27,7 @@ _MOST_HEADERS = 256
 _SLICE_BYTES = 4 << 10          # bytes parsed at a time: at most hundreds of requests or chunks, a few milliseconds
 _JSON_BYTES = "inference-header-content-length"     # header of a body that is not all JSON
 _ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)       # origin in an absolute request target
-_KEPT_BYTES = 2048              # maximum size of a head that is cached
+_MAX_CACHED_HEAD_BYTES = 2048   # maximum size of a head that is cached
 _SPECIAL = {"transfer-encoding", "expect"}      # headers of requests that are not cached
 HEADER_SECS = 10.0              # time to complete the headers of a request
 IDLE_SECS = 120.0               # time to begin a request on an open connection, and between pieces of a body
@@ -96,7 +96,7 @@ async def _decompress(exchange: Exchange, coding: str, limits: PortLimits, handl
         if coding not in WINDOW:
             raise NotServedError(f"Content-Encoding '{coding}' is not served; send {', '.join(WINDOW)} or none")
         body = await inflight.inflate(exchange.while_present(inflated(
-            request.body, coding, limits.most_bytes(request.headers), partial(inflight.hold, exchange.held))))
+            request.body, coding, limits.most_bytes(request.headers), partial(inflight.hold, exchange.open_call))))
         exchange.request = request._replace(body=body)
     handle(exchange)
 
@@ -104,7 +104,7 @@ async def _decompress(exchange: Exchange, coding: str, limits: PortLimits, handl
 class Receiver(Client, Protocol):
     """Interface of the receiver of parsed requests: HttpConnection."""
 
-    def received(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:
+    def received(self, request: HttpRequest, open_call: OpenCall, keep_alive: bool) -> None:
         """Accept a complete request. held: counts its bytes; the receiver ends it."""
 
     def go_on(self) -> None:
@@ -138,13 +138,13 @@ class _Incoming:
     expected_bytes: int = 0             # Content-Length
     most_bytes: int = 0                 # maximum size of the body
     counted_bytes: int = 0              # bytes counted as in flight
-    held: OpenCall | None = None        # counts them; None until some are counted
+    open_call: OpenCall | None = None   # counts them; None until some are counted
     window_ends: float = 0.0            # end of the current grace period, by time.monotonic()
     window_bytes: int = 0               # bytes of the body that arrived before the grace period
     awaited_secs: float = 0.0           # timeout to set after the current bytes; 0: leave it
 
 
-class _Known(NamedTuple):
+class _CachedHead(NamedTuple):
     """Cached request that arrived alone and in one piece."""
     head: bytes                         # bytes before the body
     size: int                           # total size, body included
@@ -159,7 +159,7 @@ class RequestReader:
         self._parser = httptools.HttpRequestParser(self)
         self._incoming = _Incoming()
         self._fed = b""                             # bytes being parsed, if a request begins at their start
-        self._known: _Known | None = None           # last cached request: an equal head needs no parsing
+        self._cached: _CachedHead | None = None     # last cached request: an equal head needs no parsing
         self._unparsed = b""                        # received while the receiver was full
 
     def feed(self, data: bytes) -> None:
@@ -170,9 +170,9 @@ class RequestReader:
         if self._unparsed:
             self._unparsed += data
             return
-        known, is_between = self._known, self._incoming.received_ns == 0
-        if known and is_between and len(data) == known.size and data.startswith(known.head):
-            self._take_again(known, data)
+        cached, is_between = self._cached, self._incoming.received_ns == 0
+        if cached and is_between and len(data) == cached.size and data.startswith(cached.head):
+            self._receive_cached(cached, data)
         elif is_between and len(data) >= LARGE_BYTES:
             head = data.find(b"\r\n\r\n") + 4       # the parser would copy the body
             self._feed(data[:head])
@@ -194,23 +194,23 @@ class RequestReader:
             self._feed(data)
             self._go_on(b"")
 
-    def _take_again(self, known: _Known, data: bytes) -> None:
-        body = data[len(known.head):]
+    def _receive_cached(self, cached: _CachedHead, data: bytes) -> None:
+        body = data[len(cached.head):]
         try:
-            held = self._limits.inflight.begin(self._receiver, len(body))
+            open_call = self._limits.inflight.begin(self._receiver, len(body))
         except MemoryLimitError as error:
             raise RefusedError(response_of(error)) from error
         self._receiver.watch(None)
-        self._receiver.received(known.request._replace(body=body, received_ns=time.monotonic_ns()), held, True)
+        self._receiver.received(cached.request._replace(body=body, received_ns=time.monotonic_ns()), open_call, True)
 
     def _remember(self, request: HttpRequest) -> None:
         """Cache a parsed request if it is all that was fed and its body directly follows its head."""
         fed = self._fed
         end = fed.find(b"\r\n\r\n") + 4
-        if (4 <= end <= _KEPT_BYTES and len(fed) - end == len(request.body) and fed.startswith(request.method.encode())
-                and not request.headers.keys() & _SPECIAL and not self._parser.should_upgrade()
-                and self._parser.should_keep_alive()):
-            self._known = _Known(fed[:end], len(fed), request._replace(body=b""))
+        if (4 <= end <= _MAX_CACHED_HEAD_BYTES and len(fed) - end == len(request.body)
+                and fed.startswith(request.method.encode()) and not request.headers.keys() & _SPECIAL
+                and not self._parser.should_upgrade() and self._parser.should_keep_alive()):
+            self._cached = _CachedHead(fed[:end], len(fed), request._replace(body=b""))
 
     def _go_on(self, rest: bytes | memoryview) -> None:
         """Parse the bytes after the headers, unless they belong to a large body; then the receiver takes it over."""
@@ -251,9 +251,9 @@ class RequestReader:
         if arrived_bytes > incoming.counted_bytes:
             inflight = self._limits.inflight
             try:
-                if incoming.held is None:
-                    incoming.held = inflight.begin(self._receiver, 0)
-                inflight.receive(incoming.held, arrived_bytes - incoming.counted_bytes)
+                if incoming.open_call is None:
+                    incoming.open_call = inflight.begin(self._receiver, 0)
+                inflight.receive(incoming.open_call, arrived_bytes - incoming.counted_bytes)
             except MemoryLimitError as error:
                 raise RefusedError(response_of(error)) from error
             incoming.counted_bytes = arrived_bytes
@@ -302,15 +302,15 @@ class RequestReader:
 
     def drop(self) -> None:
         """Drop the request that is being received."""
-        if self._incoming.held:
-            self._limits.inflight.end(self._incoming.held)
+        if self._incoming.open_call:
+            self._limits.inflight.end(self._incoming.open_call)
         self._incoming = _Incoming()
         self._unparsed = b""
 
     # ---- httptools' callbacks
     def on_message_begin(self) -> None:
-        if self._incoming.held:                 # counts blank lines before the request
-            self._limits.inflight.end(self._incoming.held)
+        if self._incoming.open_call:            # counts blank lines before the request
+            self._limits.inflight.end(self._incoming.open_call)
         self._incoming = _Incoming(time.monotonic_ns(), awaited_secs=HEADER_SECS)
 
     def on_url(self, url: bytes) -> None:
@@ -355,27 +355,27 @@ class RequestReader:
 
     def on_message_complete(self) -> None:
         incoming, self._incoming = self._incoming, _Incoming()
-        held = self._held(incoming)
+        open_call = self._open_call(incoming)
         self._receiver.watch(None)
         body = incoming.body
         request = HttpRequest(self._parser.get_method().decode("latin-1"), path_of(_ORIGIN.sub(b"", incoming.url)),
                               incoming.headers, body, incoming.received_ns, self._parser.get_http_version())
         self._remember(request)
-        self._receiver.received(request, held, self._parser.should_keep_alive())
+        self._receiver.received(request, open_call, self._parser.should_keep_alive())
 
-    def _held(self, incoming: _Incoming) -> OpenCall:
+    def _open_call(self, incoming: _Incoming) -> OpenCall:
         """Return the OpenCall of a complete request. Raises RefusedError."""
-        inflight, held = self._limits.inflight, incoming.held
+        inflight, open_call = self._limits.inflight, incoming.open_call
         try:
-            if held is None:
+            if open_call is None:
                 return inflight.begin(self._receiver, incoming.body_bytes)
-            inflight.complete(held)
-            inflight.hold(held, incoming.body_bytes - incoming.counted_bytes)      # without the headers
+            inflight.complete(open_call)
+            inflight.hold(open_call, incoming.body_bytes - incoming.counted_bytes)  # without the headers
         except MemoryLimitError as error:
-            if held:
-                inflight.end(held)
+            if open_call:
+                inflight.end(open_call)
             raise RefusedError(response_of(error)) from error
-        return held
+        return open_call
 
     def _expect(self, count: int) -> None:
         """Prepare for a body of `count` bytes, which complete headers announce. Raises RefusedError."""

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
 
-from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.http.exchange import Exchange, Handler
 from infer_server.endpoints.http.generate import generate
 from infer_server.endpoints.http.infer import infer
@@ -21,6 +20,7 @@ from infer_server.endpoints.http.server_pages import ServerPages, status_pages
 from infer_server.endpoints.metrics import CONTENT_TYPE, Metrics
 from infer_server.endpoints.restrictions import HostCheck, Restrictions
 from infer_server.endpoints.service import Service
+from infer_server.endpoints.services import InferenceServices
 from infer_server.endpoints.status.snapshot import Snapshots
 from infer_server.observing.load_report import HEADER
 from infer_server.repository.repository import Repository

@@ -64,25 +64,25 @@ class ServerPages:
         return await self._log(inference.LogSettingsRequest())
 
     async def set_log(self, request: HttpRequest) -> HttpResponse:
-        asked = inference.LogSettingsRequest()
+        message = inference.LogSettingsRequest()
         for name, value in _settings(request).items():
             if value is None:
                 continue
             field = {bool: "bool_param", int: "uint32_param", str: "string_param"}.get(type(value))
             if field is None or (type(value) is int and not 0 <= value < 1 << 32):
                 raise InvalidRequestError(f"log setting '{name}': unexpected {value}")
-            setattr(asked.settings[name], field, value)
-        return await self._log(asked)
+            setattr(message.settings[name], field, value)
+        return await self._log(message)
 
     async def trace(self, _: HttpRequest, model: str, version: str) -> HttpResponse:
         return await self._trace(inference.TraceSettingRequest(model_name=model))
 
     async def set_trace(self, request: HttpRequest, model: str, version: str) -> HttpResponse:
-        asked = inference.TraceSettingRequest(model_name=model)
+        message = inference.TraceSettingRequest(model_name=model)
         for name, value in _settings(request).items():          # null clears a setting
             values = value if isinstance(value, list) else [] if value is None else [value]
-            asked.settings[name].value.extend(map(str, values))
-        return await self._trace(asked)
+            message.settings[name].value.extend(map(str, values))
+        return await self._trace(message)
 
     async def _log(self, request: inference.LogSettingsRequest) -> HttpResponse:
         settings = (await self._settings.LogSettings(request)).settings

@@ -80,16 +80,16 @@ class HalfClosed:
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
         self._loop, self._transport = loop, transport
         self._secs = _FIRST_SECS
-        self._timer = loop.call_later(self._secs, self._ask)
+        self._timer = loop.call_later(self._secs, self._send_interim)
 
     def cancel(self) -> None:
         """Stop probing: the response begins, or the client has disconnected."""
         self._timer.cancel()
 
-    def _ask(self) -> None:
+    def _send_interim(self) -> None:
         self._transport.write(_INTERIM)
         self._secs *= 2
-        self._timer = self._loop.call_later(self._secs, self._ask)
+        self._timer = self._loop.call_later(self._secs, self._send_interim)
 
 
 class Outlet:
@@ -116,23 +116,23 @@ class Outlet:
             data = data[-1:]
         self._transport.write(data)
 
-    def sent(self, held: OpenCall, body_bytes: int) -> None:
+    def sent(self, open_call: OpenCall, body_bytes: int) -> None:
         """Keep the bytes of a written response or piece counted until the socket has accepted them."""
         if self._transport.get_write_buffer_size():
-            self._sending.append(held)
-            self._inflight.answered(held, body_bytes)
+            self._sending.append(open_call)
+            self._inflight.answered(open_call, body_bytes)
             if not self._unread:
                 self._await_reader()
         else:
-            self._inflight.end(held)
+            self._inflight.end(open_call)
 
     def taken(self) -> None:
         """Release all calls: the socket has accepted everything, or is closed."""
         if self._unread:
             self._unread.cancel()
             self._unread = None
-        for held in self._sending:
-            self._inflight.end(held)
+        for open_call in self._sending:
+            self._inflight.end(open_call)
         self._sending.clear()
 
     def _await_reader(self) -> None:
@@ -142,6 +142,6 @@ class Outlet:
         """Disconnect the client if it has not read the first `due_bytes`, written before the timeout started."""
         if self._written_bytes - self._transport.get_write_buffer_size() >= due_bytes:
             self._await_reader()                        # wait for the bytes written since
-        elif not any(held.timer for held in self._sending):     # else that timer disconnects the client
+        elif not any(open_call.timer for open_call in self._sending):  # else that timer disconnects the client
             self._inflight.warn_of(self._client.peer())
             self._client.disconnect()

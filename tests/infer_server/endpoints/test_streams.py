@@ -16,8 +16,8 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from infer_server.fronts import streams
-from infer_server.fronts.link import Frame
+from infer_server.frontend_workers import streams
+from infer_server.frontend_workers.link import Frame
 from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_grpc import request_of
 from tests.infer_server.endpoints.test_serving import eventually, statistics

@@ -18,7 +18,7 @@ from infer_server.python_backend.process import ModelProcess
 from infer_server.repository.kinds import python_model as python_model_module
 from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.fronts.several import is_alive
+from tests.infer_server.frontend_workers.several_workers import is_alive
 from tests.infer_server.python_backend.test_async import CONFIG, DECOUPLED, streamed, tensor
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.repository.test_ensembles import write_chain

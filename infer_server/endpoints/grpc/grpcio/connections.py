@@ -28,7 +28,7 @@ _BYTES_RECEIVED = struct.Struct("=128xQ")   # the field tcpi_bytes_received of s
 _LOOKING_SECS = 0.25
 _LOOKS = 20                                 # checks after which unexplained memory is attributed to other causes
 _TRACKED_SHARE = 1 / 8                      # unexplained memory, as a share of the limit, from which bytes are tracked
-_HELD_SHARE = 3 / 4                         # share of the limit that partial messages may hold
+_PARTIAL_SHARE = 3 / 4                      # share of the limit that partial messages may hold
 _CALL_BYTES = 300                           # bytes of headers and frames of a message
 # HTTP/2 frame GOAWAY with the highest stream number and NO_ERROR: a notice that a graceful shutdown begins, after which
 # the server still accepts calls that the client sent before it read the notice (RFC 9113, section 6.8).
@@ -67,20 +67,20 @@ async def send_away(port: int) -> None:
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + _LEAVING_SECS
-    looks, told = dict[str, int](), set[str]()
+    looks, notified = dict[str, int](), set[str]()
     while loop.time() < end and is_connected(port):
         for _, connection in _sockets(port):
             peer = _peer(connection)
-            if _listens(connection) or not peer or peer in told:
+            if _listens(connection) or not peer or peer in notified:
                 continue
-            looks[peer] = looks.get(peer, 0) + 1 if _has_room(connection) else 0
+            looks[peer] = looks.get(peer, 0) + 1 if _is_writable(connection) else 0
             if looks[peer] >= _SETTLED_LOOKS:
-                told.add(peer)
+                notified.add(peer)
                 _send_goaway(connection)
         await asyncio.sleep(_WRITING_SECS)
 
 
-def _has_room(connection: socket.socket) -> bool:
+def _is_writable(connection: socket.socket) -> bool:
     """Return True if less than a quarter of the send buffer is in use."""
     with suppress(OSError):
         queued: int = _INT.unpack(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(_INT.size)))[0]
@@ -138,12 +138,12 @@ class PartialMessages:
         self._track()
         self._looks += 1
         left = sum(self._pending.values())
-        if left <= _HELD_SHARE * most:
+        if left <= _PARTIAL_SHARE * most:
             if self._looks >= _LOOKS and left < _TRACKED_SHARE * most:
                 self._floor_bytes = unexplained         # other causes: a model was loaded
             return
         for peer in sorted(self._pending, key=self._pending.__getitem__, reverse=True):
-            if left <= _HELD_SHARE * most:
+            if left <= _PARTIAL_SHARE * most:
                 break
             left -= self._pending.pop(peer)
             log.warning("%s has sent %d MiB of messages that are not complete: its connection is closed", peer,

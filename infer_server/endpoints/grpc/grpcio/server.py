@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from infer_server.endpoints.grpc.context import Serve, asks_for_load
+from infer_server.endpoints.grpc.context import Serve, requests_load_report
 from infer_server.endpoints.grpc.errors import described
 from infer_server.endpoints.grpc.grpcio import connections
 from infer_server.endpoints.grpc.methods import INFER_PATH, Methods
@@ -117,7 +117,7 @@ class Handlers(grpc.GenericRpcHandler):    # type: ignore[misc]     # grpc has n
         call = _UnaryContext(context, self._disconnect, data)
         del data
         await self._answer(serve, call, context)
-        if (reports := self._methods.load_report) and asks_for_load(call.metadata()):
+        if (reports := self._methods.load_report) and requests_load_report(call.metadata()):
             context.set_trailing_metadata(((TRAILER, reports()),))
         return call.answer
 

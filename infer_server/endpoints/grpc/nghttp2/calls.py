@@ -63,16 +63,16 @@ class Carrier(Protocol):
 
 class InferCall(InferReply):
     """ModelInfer call of a connection."""
-    __slots__ = ("_connection", "_stream", "_head", "_calls", "_reader", "_uncounted", "_taken", "_timer", "_ended",
-                 "answered_at", "is_partial", "partial_bytes")
+    __slots__ = ("_connection", "_stream", "_head", "_calls", "_reader", "_uncounted", "_is_received", "_timer",
+                 "_ended", "answered_at", "is_partial", "partial_bytes")
 
     def __init__(self, connection: Carrier, stream: int, head: RequestHead, calls: TakesInfer) -> None:
-        self.held = self.submitted = None           # as InferReply's
+        self.open_call = self.submitted = None      # as InferReply's
         self.gone = False
         self._connection, self._stream, self._head, self._calls = connection, stream, head, calls
         self._reader: MessageReader | None = None       # while a message arrives in pieces
         self._uncounted = 0                             # bytes of it that are not counted yet
-        self._taken = False                             # the message is complete
+        self._is_received = False                       # the message is complete
         self._timer: asyncio.TimerHandle | None = None
         self._ended = False                             # the client has sent everything
         self.answered_at, self.is_partial, self.partial_bytes = 0.0, False, 0
@@ -86,7 +86,7 @@ class InferCall(InferReply):
             return
         self._ended = is_last
         size = len(data) - PREFIX_BYTES
-        if self._taken or self.gone:
+        if self._is_received or self.gone:
             self._connection.acknowledge(self._stream, len(data))
         elif self._reader is None and size > 0 and (
                 int.from_bytes(data[1:PREFIX_BYTES]) == size <= self._connection.max_message_bytes):
@@ -94,11 +94,11 @@ class InferCall(InferReply):
             if data[0] or self._timer:
                 self._take(data[PREFIX_BYTES:], data[0] != 0)
             else:
-                self._taken = True
+                self._is_received = True
                 self._calls.take(self, data[PREFIX_BYTES:], time.monotonic_ns(), None)
         else:
             self._receive_piece(data)
-            if is_last and not (self._taken or self.gone):
+            if is_last and not (self._is_received or self.gone):
                 self.refuse(INTERNAL, "the call ended before its message was complete")
 
     def _receive_piece(self, data: bytes) -> None:
@@ -116,7 +116,7 @@ class InferCall(InferReply):
             return
         if messages and self.count(is_complete=True):
             self._reader, self.is_partial = None, False
-            self._connection.inflight.complete(self._held())
+            self._connection.inflight.complete(self._open_call())
             self._take(*messages[0])
 
     def count(self, is_complete: bool = False) -> bool:
@@ -128,19 +128,19 @@ class InferCall(InferReply):
             inflight = self._connection.inflight
             try:
                 if not self.gone:
-                    if self.held is None:
-                        self.held = inflight.begin(self, 0)
-                    inflight.receive(self.held, size, is_complete)
+                    if self.open_call is None:
+                        self.open_call = inflight.begin(self, 0)
+                    inflight.receive(self.open_call, size, is_complete)
             except MemoryLimitError as error:
                 self.fail(error)
         return not self.gone
 
-    def _held(self) -> OpenCall:
-        assert self.held is not None
-        return self.held
+    def _open_call(self) -> OpenCall:
+        assert self.open_call is not None
+        return self.open_call
 
     def _take(self, data: bytes | bytearray, is_compressed: bool) -> None:
-        self._taken = True
+        self._is_received = True
         if is_compressed:
             self._connection.run(self._inflate(bytes(data)))
             return
@@ -156,9 +156,9 @@ class InferCall(InferReply):
             self.refuse(INTERNAL, "a compressed message without grpc-encoding")
             return
         try:
-            if self.held is None:
-                self.held = connection.inflight.begin(self, len(data))
-            message = await plain(data, connection.max_message_bytes, connection.inflight, self.held)
+            if self.open_call is None:
+                self.open_call = connection.inflight.begin(self, len(data))
+            message = await plain(data, connection.max_message_bytes, connection.inflight, self.open_call)
         except Exception as error:
             self.fail(error)
         else:
@@ -174,8 +174,8 @@ class InferCall(InferReply):
         return self._head.metadata
 
     @property
-    def wants_load(self) -> bool:
-        return self._head.wants_load
+    def needs_load_report(self) -> bool:
+        return self._head.needs_load_report
 
     def peer(self) -> str:
         return self._connection.peer
@@ -185,8 +185,8 @@ class InferCall(InferReply):
 
     def respond(self, response: bytes) -> None:
         connection = self._connection
-        if self.held:
-            connection.inflight.keep(self.held, len(response))
+        if self.open_call:
+            connection.inflight.keep(self.open_call, len(response))
         self.answered_at = connection.loop.time()
         connection.answer(self._stream, response, self._head)
         if not self._ended:
@@ -198,8 +198,8 @@ class InferCall(InferReply):
 
     def _refuse(self, code: int, details: str) -> None:
         self.answered_at = self._connection.loop.time()
-        if self.held and self.is_partial:           # the client need not close the stream to free the message
-            self._connection.inflight.end(self.held)
+        if self.open_call and self.is_partial:      # the client need not close the stream to free the message
+            self._connection.inflight.end(self.open_call)
         self._reader, self.is_partial = None, False
         self._connection.refuse(self._stream, code, details, self._ended)
 
@@ -208,8 +208,8 @@ class InferCall(InferReply):
             self.leave()
         if self._timer:
             self._timer.cancel()
-        if self.held:
-            self._connection.inflight.end(self.held)
+        if self.open_call:
+            self._connection.inflight.end(self.open_call)
 
 
 class CoroutineCall:

@@ -82,7 +82,7 @@ class GrpcConnection(Http2Connection):
             else:                               # without a copy of it
                 http2.send_data(stream, prefix)
                 http2.send_data(stream, response)
-            reports = self._methods.load_report if head.wants_load else None
+            reports = self._methods.load_report if head.needs_load_report else None
             http2.send_trailers(stream, success_headers(reports()) if reports else SUCCESS)
         except NGH2Error as error:
             self.failed(error)

@@ -38,7 +38,7 @@ class RequestHead:
     remaining_secs: float | None = None
     accepts_gzip: bool = False
     is_encoded: bool = False            # messages may be compressed
-    wants_load: bool = False            # the client asks for a load report
+    needs_load_report: bool = False     # the client asks for a load report
     size: int = 0                       # bytes, as HPACK counts them
 
     @cached_property
@@ -71,7 +71,7 @@ def read_head(headers: tuple[Header, ...]) -> RequestHead:
         elif name == b"grpc-accept-encoding":
             head.accepts_gzip = b"gzip" in value
         elif name == _LOAD:
-            head.wants_load = True
+            head.needs_load_report = True
     if method != b"POST":
         head.http_status = 405
     elif content_type != _CONTENT_TYPE and not content_type.startswith((b"application/grpc+", b"application/grpc;")):

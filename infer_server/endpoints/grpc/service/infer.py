@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from infer_server.batching.request import Arrays, Outputs, parameters_of
-from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.context import HasHeaders
 from infer_server.endpoints.inflight import OpenCall
+from infer_server.endpoints.services import InferenceServices
 from infer_server.endpoints.shared_memory import TensorLocation
 from infer_server.endpoints.tensors import (
     Output,
@@ -34,10 +34,10 @@ class GrpcCall(InferenceCall):
     _shared_inputs: Sequence[TensorLocation] = ()  # shared memory read during the execution; known after contents()
 
     def __init__(self, message: InferRequest, received_ns: int, remaining_secs: float | None,
-                 services: InferenceServices, held: OpenCall) -> None:
+                 services: InferenceServices, open_call: OpenCall) -> None:
         """Wrap a parsed request; `remaining_secs` is the time until the client's deadline."""
         form = message.form
-        self._message, self._services, self._held = message, services, held
+        self._message, self._services, self._open_call = message, services, open_call
         self.model, self.version, self.id = form.model, form.version, message.id
         self.form = form if form.is_kept else None
         self.received_ns = received_ns
@@ -49,10 +49,10 @@ class GrpcCall(InferenceCall):
         return inference.ModelInferResponse(model_name=self.model, model_version=self.version, id=self.id)
 
     def client(self) -> str:
-        return self._held.client.peer() if self._held.client else ""
+        return self._open_call.client.peer() if self._open_call.client else ""
 
     def headers(self) -> Iterable[tuple[str, str]]:
-        client = self._held.client
+        client = self._open_call.client
         return client.headers() if isinstance(client, HasHeaders) else ()
 
     def inputs(self) -> Sequence[InputTensor]:
@@ -66,17 +66,17 @@ class GrpcCall(InferenceCall):
         return from_messages(parameters) if parameters else NONE
 
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
-        self._services.inflight.expect(self._held, response_bytes, decoded_bytes)
+        self._services.inflight.expect(self._open_call, response_bytes, decoded_bytes)
 
     def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, Any]:
-        sent_bytes = self._held.held_bytes
+        sent_bytes = self._open_call.held_bytes
         for tensor in tensors:
             if not tensor.is_plain:
-                self._services.inflight.hold(self._held, object_bytes(tensor, sent_bytes))
+                self._services.inflight.hold(self._open_call, object_bytes(tensor, sent_bytes))
         if not (references := self._message.form.references):
             return decode_inputs(self._message, tensors)
         found = read(references, tensors, self._services.regions,
-                     functools.partial(self._services.inflight.hold, self._held), devices)
+                     functools.partial(self._services.inflight.hold, self._open_call), devices)
         self._shared_inputs = found.in_place
         return decode_inputs(self._message, tensors, found.arrays)
 

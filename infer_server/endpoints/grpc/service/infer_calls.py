@@ -10,10 +10,10 @@ import numpy as np
 
 from infer_server.batching.request import Request
 from infer_server.batching.statistics import Failure
-from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.infer_reply import InferReply
 from infer_server.endpoints.grpc.service.infer import GrpcCall, GrpcEncoder
 from infer_server.endpoints.restrictions import OF_CALL, Restrictions
+from infer_server.endpoints.services import InferenceServices
 from infer_server.errors import MemoryLimitError
 from infer_server.protocol.wire import MessageLayout, layout_of, split_request
 from infer_server.repository.model import Model
@@ -49,10 +49,10 @@ class InferCalls:
                 if repeated := model.repeated.get(layout.form):
                     self._take_again(model, repeated, reply, data, received_ns, remaining_secs)
                     return
-            held = reply.held
-            if held is None:
-                held = reply.held = self.services.inflight.begin(reply, len(data))
-            call = GrpcCall(split_request(data), received_ns, remaining_secs, self.services, held)
+            open_call = reply.open_call
+            if open_call is None:
+                open_call = reply.open_call = self.services.inflight.begin(reply, len(data))
+            call = GrpcCall(split_request(data), received_ns, remaining_secs, self.services, open_call)
             if self.services.on_demand:
                 self.services.on_demand.when_loaded(call.model, partial(self._submit, call, reply), reply.fail)
             else:
@@ -71,10 +71,10 @@ class InferCalls:
         """Submit a request with a cached layout, as Inferences.submit does, without decoding its header."""
         prepared, inputs, encode = repeated
         try:
-            if held := reply.held:
-                self.services.inflight.expect(held, prepared.answer_bytes, 0)
+            if open_call := reply.open_call:
+                self.services.inflight.expect(open_call, prepared.answer_bytes, 0)
             else:
-                reply.held = self.services.inflight.begin(reply, len(data), prepared.answer_bytes)
+                reply.open_call = self.services.inflight.begin(reply, len(data), prepared.answer_bytes)
         except MemoryLimitError:
             model.statistics.failed(Failure.OTHER, time.monotonic_ns() - received_ns)
             raise

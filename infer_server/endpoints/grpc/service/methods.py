@@ -8,7 +8,6 @@ from typing import Any
 from google.protobuf.message import Message
 
 from infer_server import protos
-from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.context import CallContext, Serve, unary
 from infer_server.endpoints.grpc.errors import parsed
 from infer_server.endpoints.grpc.methods import INFER_PATH, Methods, awaiting
@@ -18,6 +17,7 @@ from infer_server.endpoints.grpc.service.reflection import reflection_methods
 from infer_server.endpoints.grpc.service.stream import infer_stream
 from infer_server.endpoints.restrictions import OF_CALL, Restrictions
 from infer_server.endpoints.service import Service
+from infer_server.endpoints.services import InferenceServices
 from infer_server.lifecycle import Lifecycle
 
 HEADER_PREFIX = "triton-grpc-protocol-"        # prefix of headers with secrets

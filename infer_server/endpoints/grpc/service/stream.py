@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from infer_server.endpoints.front import InferenceServices
 from infer_server.endpoints.grpc.compression import plain
 from infer_server.endpoints.grpc.context import CallClient, CallContext, Check
 from infer_server.endpoints.grpc.service.infer import GrpcCall
 from infer_server.endpoints.inflight import OpenCall
+from infer_server.endpoints.services import InferenceServices
 from infer_server.errors import ServeError, UnavailableError
 from infer_server.protocol.redaction import public_text
 from infer_server.protocol.wire import length_delimited, split_request
@@ -98,7 +98,7 @@ class _InferStream:
         while self._unanswered or self._unsent or not self._all_read:
             self._changed.clear()
             while self._unsent:
-                message, held = self._unsent.popleft()
+                message, open_call = self._unsent.popleft()
                 try:
                     if isinstance(message, Exception):
                         raise message
@@ -110,20 +110,20 @@ class _InferStream:
                     self.client.disconnect()
                     return
                 finally:
-                    if held:
-                        self.services.inflight.end(held)
+                    if open_call:
+                        self.services.inflight.end(open_call)
                 self._has_capacity.set()
             if self._unanswered or not self._all_read:
                 await self._changed.wait()
 
-    def send(self, message: Sequence[bytes], held: OpenCall | None) -> None:
-        """Queue the pieces of a ModelInferResponse; `held` is released once it is sent."""
+    def send(self, message: Sequence[bytes], open_call: OpenCall | None) -> None:
+        """Queue the pieces of a ModelInferResponse; `open_call` is released once it is sent."""
         length = sum(map(len, message))
-        self._unsent.append((b"".join((length_delimited(_RESPONSE, length), *message)), held))
+        self._unsent.append((b"".join((length_delimited(_RESPONSE, length), *message)), open_call))
         self._changed.set()
 
-    def send_error(self, message: inference.ModelStreamInferResponse, held: OpenCall | None) -> None:
-        self._unsent.append((message.SerializeToString(), held))
+    def send_error(self, message: inference.ModelStreamInferResponse, open_call: OpenCall | None) -> None:
+        self._unsent.append((message.SerializeToString(), open_call))
         self._changed.set()
 
     def settled(self) -> None:
@@ -138,10 +138,10 @@ class _InferStream:
         self._unanswered.remove(answer)
         self.settled()
 
-    def fails_with(self, error: Exception, held: OpenCall | None) -> bool:
+    def fails_with(self, error: Exception, open_call: OpenCall | None) -> bool:
         """End the stream with a request's error if the client wants that; return False if not."""
         if self._ends_with_status:
-            self._unsent.append((error, held))
+            self._unsent.append((error, open_call))
             self._changed.set()
         return self._ends_with_status
 
@@ -154,9 +154,9 @@ class _InferStream:
         """Cancel unanswered requests and drop unsent responses."""
         for answer in self._unanswered:
             answer.cancel()
-        for _, held in self._unsent:
-            if held:
-                self.services.inflight.end(held)
+        for _, open_call in self._unsent:
+            if open_call:
+                self.services.inflight.end(open_call)
         self._unanswered.clear()
         self._unsent.clear()
 
@@ -189,7 +189,7 @@ class _Answer:
 
     def __init__(self, stream: _InferStream) -> None:
         self._stream = stream
-        self._held: OpenCall | None = None
+        self._open_call: OpenCall | None = None
         self._call: GrpcCall | None = None
         self._submitted: Submitted | None = None
         self._result: bytes | Exception | None = None     # result that waits for the answers before it
@@ -200,10 +200,10 @@ class _Answer:
         """Submit a serialised ModelInferRequest."""
         services, received_ns = self._stream.services, time.monotonic_ns()
         try:
-            self._held = services.inflight.begin(self._stream.client, len(data))
-            data = await plain(data, services.max_message_bytes, services.inflight, self._held)
+            self._open_call = services.inflight.begin(self._stream.client, len(data))
+            data = await plain(data, services.max_message_bytes, services.inflight, self._open_call)
             self._call = GrpcCall(split_request(data), received_ns, self._stream.context.time_remaining(), services,
-                                  self._held)
+                                  self._open_call)
             if services.on_demand:
                 services.on_demand.when_loaded(self._call.model, self._submit, self.fail)
             else:
@@ -223,8 +223,8 @@ class _Answer:
         return self.complete or self._stream.over
 
     def send(self, response: bytes) -> None:
-        if self._held:                  # the send timeout begins once the answers before it are sent
-            self._stream.services.inflight.keep(self._held, len(response))
+        if self._open_call:             # the send timeout begins once the answers before it are sent
+            self._stream.services.inflight.keep(self._open_call, len(response))
         self._settle(response)
 
     def fail(self, error: Exception) -> None:
@@ -233,12 +233,12 @@ class _Answer:
     def part(self, response: bytes, is_last: bool = False) -> None:
         """Send a response of a decoupled model, independently of the order of other answers."""
         try:
-            held = self._stream.services.inflight.begin(self._stream.client, len(response))
+            open_call = self._stream.services.inflight.begin(self._stream.client, len(response))
         except ServeError as error:
             self.cancel()
             self.fail(error)
             return
-        self._stream.send((response, _FINAL[is_last]), held)
+        self._stream.send((response, _FINAL[is_last]), open_call)
         self._sent_final = is_last
 
     def end(self) -> None:
@@ -255,19 +255,20 @@ class _Answer:
         self._release()
 
     def send_result(self) -> None:
-        result, held, self._result, self._held, self._submitted = self._result, self._held, None, None, None
+        result, open_call = self._result, self._open_call
+        self._result = self._open_call = self._submitted = None
         if isinstance(result, Exception):
-            if not self._stream.fails_with(result, held):
+            if not self._stream.fails_with(result, open_call):
                 response = self._about()
                 response.parameters["triton_final_response"].bool_param = True
                 self._stream.send_error(inference.ModelStreamInferResponse(
-                    error_message=_error_text(result), infer_response=response), held)
+                    error_message=_error_text(result), infer_response=response), open_call)
             return
         if result is not None:
-            self._stream.send((result, _FINAL[True]), held)
+            self._stream.send((result, _FINAL[True]), open_call)
             return
-        if held:
-            self._stream.services.inflight.end(held)
+        if open_call:
+            self._stream.services.inflight.end(open_call)
 
     def _settle(self, result: bytes | Exception | None) -> None:
         self._result, self.complete = result, True
@@ -278,9 +279,9 @@ class _Answer:
         return self._call.about() if self._call else inference.ModelInferResponse()
 
     def _release(self) -> None:
-        if self._held:
-            self._stream.services.inflight.end(self._held)
-            self._held = None
+        if self._open_call:
+            self._stream.services.inflight.end(self._open_call)
+            self._open_call = None
 
 
 def _error_text(error: Exception) -> str:

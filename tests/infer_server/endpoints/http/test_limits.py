@@ -210,10 +210,10 @@ def test_the_server_is_not_ready_while_its_memory_is_spent(tmp_path: Path) -> No
             return ask(server, f"GET /v2/health/ready HTTP/1.1\r\n{CLOSE}\r\n\r\n".encode())[:12]
 
         held = server.run(begin(8 * MIB - 100))
-        assert inflight.is_spent and status() == b"HTTP/1.1 503"
+        assert inflight.is_near_limit and status() == b"HTTP/1.1 503"
         assert ask(server, f"GET /v2/health/live HTTP/1.1\r\n{CLOSE}\r\n\r\n".encode()).startswith(b"HTTP/1.1 200")
         server.run(end(held))
-        assert not inflight.is_spent and status() == b"HTTP/1.1 200"
+        assert not inflight.is_near_limit and status() == b"HTTP/1.1 200"
 
 
 def test_what_has_not_arrived_completely_may_hold_a_part_of_the_limit(tmp_path: Path) -> None:

@@ -52,9 +52,9 @@ class Received:
         limits = PortLimits(1 << 20, self.inflight)     # type: ignore[arg-type]
         self.reader = RequestReader(limits, self)       # type: ignore[arg-type]
 
-    def received(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:
+    def received(self, request: HttpRequest, open_call: OpenCall, keep_alive: bool) -> None:
         assert request.received_ns > 0
-        self.requests.append((request._replace(received_ns=0), held.held_bytes, keep_alive))
+        self.requests.append((request._replace(received_ns=0), open_call.held_bytes, keep_alive))
 
     def go_on(self) -> None:
         self.asked_for += 1

@@ -17,10 +17,10 @@ from infer_server.endpoints.grpc.infer_reply import InferReply
 from infer_server.endpoints.grpc.methods import INFER_PATH, Methods, awaiting
 from infer_server.endpoints.inflight import Inflight, OpenCall
 from infer_server.errors import MemoryLimitError
-from infer_server.fronts import link
-from infer_server.fronts.front_end import HeldElsewhere, WorkerEnd
-from infer_server.fronts.link import Frame
-from infer_server.fronts.settings import WorkerSettings
+from infer_server.frontend_workers import link
+from infer_server.frontend_workers.link import Frame
+from infer_server.frontend_workers.settings import WorkerSettings
+from infer_server.frontend_workers.worker_end import WorkerEnd, WorkerInflight
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ def _encoded(metadata: Iterable[tuple[str, Any]]) -> bytes:
 class GrpcCalls:
     """The calls of a frontend worker's gRPC port. Belongs to the event loop."""
 
-    def __init__(self, end: WorkerEnd, inflight: HeldElsewhere, settings: WorkerSettings) -> None:
+    def __init__(self, end: WorkerEnd, inflight: WorkerInflight, settings: WorkerSettings) -> None:
         self._end, self._inflight = end, inflight
-        self._tells_metadata, self._reflection = settings.tells_metadata, settings.reflection
+        self._forwards_metadata, self._reflection = settings.forwards_metadata, settings.reflection
         self._most_bytes = settings.max_message_bytes
         self._replies: dict[int, InferReply] = {}               # pending ModelInfer calls by number
         self._streams: dict[int, _Stream] = {}
@@ -58,14 +58,14 @@ class GrpcCalls:
     def take(self, reply: InferReply, data: bytes, received_ns: int, remaining_secs: float | None) -> None:
         number = self._end.next_number()
         try:
-            reply.held = reply.held or self._inflight.begin(reply, len(data))
+            reply.open_call = reply.open_call or self._inflight.begin(reply, len(data))
         except MemoryLimitError as error:
             reply.fail(error)
             return
         self._replies[number] = reply
         reply.submitted = _Forwarded(self._end, self._replies, number)
-        tells_metadata = self._tells_metadata or reply.wants_load
-        self._end.send(link.INFER, number, data, about=_encoded(reply.metadata()) if tells_metadata else b"",
+        forwards_metadata = self._forwards_metadata or reply.needs_load_report
+        self._end.send(link.INFER, number, data, about=_encoded(reply.metadata()) if forwards_metadata else b"",
                        peer=reply.peer().encode(), received_ns=received_ns,
                        remaining_secs=link.NEVER if remaining_secs is None else remaining_secs)
 
@@ -84,15 +84,15 @@ class GrpcCalls:
         if code:
             raise GrpcStatusError(code, details)
 
-    # ---- front_end.Infers
-    def answered(self, frame: Frame, is_held: bool) -> None:
+    # ---- worker_end.Infers
+    def answered(self, frame: Frame, is_counted: bool) -> None:
         reply = self._replies.pop(frame.number, None)
-        if reply is None or reply.held is None:             # the client has disconnected
-            if is_held:
+        if reply is None or reply.open_call is None:        # the client has disconnected
+            if is_counted:
                 self._end.read(frame.number)
             return
-        if is_held:
-            self._inflight.held_as(reply.held, frame.number)
+        if is_counted:
+            self._inflight.set_number(reply.open_call, frame.number)
         if frame.about:
             self._load_report = bytes(frame.about)
         reply.send(bytes(frame.payload))
@@ -119,12 +119,12 @@ class _Forwarded(NamedTuple):
 
 
 class _Stream:
-    """InferenceCall that a worker forwards message by message."""
+    """gRPC call that a worker forwards message by message."""
 
     def __init__(self, end: WorkerEnd, path: str, context: CallContext, inflight: Inflight) -> None:
         self._end, self._path, self._context, self.number = end, path, context, end.next_number()
         self._inflight, self._client = inflight, CallClient(context)
-        self._untaken: deque[int] = deque()                     # sizes of forwarded requests not yet consumed
+        self._unconsumed: deque[int] = deque()                  # sizes of forwarded requests not yet consumed
         self._consumed = asyncio.Event()                        # set when one has been consumed
         self._responses: asyncio.Queue[Frame] = asyncio.Queue()
         self._unsent: OpenCall | None = None                    # set while responses or the status are to be sent
@@ -154,15 +154,15 @@ class _Stream:
         """Forward requests within the window; beyond it, gRPC's flow control holds back the client."""
         while (data := await self._context.read()) is not None:
             self._end.send(link.MESSAGE, self.number, data)
-            self._untaken.append(len(data))
-            while len(self._untaken) >= link.WINDOW or sum(self._untaken) >= link.WINDOW_BYTES:
+            self._unconsumed.append(len(data))
+            while len(self._unconsumed) >= link.WINDOW or sum(self._unconsumed) >= link.WINDOW_BYTES:
                 self._consumed.clear()
                 await self._consumed.wait()
         self._end.send(link.ALL_SENT, self.number)
 
     def received(self, frame: Frame) -> None:
-        if frame.kind == link.TAKEN:
-            self._untaken.popleft()
+        if frame.kind == link.CONSUMED:
+            self._unconsumed.popleft()
             self._consumed.set()
         else:
             self._responses.put_nowait(frame)

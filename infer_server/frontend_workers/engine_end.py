@@ -8,22 +8,22 @@ import pickle
 from collections.abc import Callable
 from functools import lru_cache
 
-from infer_server.endpoints.grpc.context import asks_for_load
+from infer_server.endpoints.grpc.context import requests_load_report
 from infer_server.endpoints.grpc.infer_reply import InferReply
 from infer_server.endpoints.grpc.methods import Methods
 from infer_server.endpoints.http.exchange import Exchange, Handler
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, response_of
 from infer_server.endpoints.inflight import LITTLE_BYTES, Inflight, OpenCall
 from infer_server.errors import MemoryLimitError
-from infer_server.fronts import link
-from infer_server.fronts.link import Frame, Link
-from infer_server.fronts.settings import WorkerSettings
-from infer_server.fronts.streams import ForwardedStreams
+from infer_server.frontend_workers import link
+from infer_server.frontend_workers.link import Frame, Link
+from infer_server.frontend_workers.settings import WorkerSettings
+from infer_server.frontend_workers.streams import ForwardedStreams
 from infer_server.protocol.wire import KEPT_BYTES, KEPT_FORMS
 
 log = logging.getLogger(__name__)
 
-_OF_STREAMS = (link.STREAM, link.MESSAGE, link.ALL_SENT, link.LEFT_STREAM, link.WRITTEN)
+_STREAM_KINDS = (link.STREAM, link.MESSAGE, link.ALL_SENT, link.LEFT_STREAM, link.WRITTEN)
 
 
 class EngineEnd(Link):
@@ -75,8 +75,8 @@ class EngineEnd(Link):
         self._streams.leave_all()
         for number in list(self._exchanges):
             self._leave(number)
-        for held in self._unread.values():
-            self._inflight.end(held)
+        for open_call in self._unread.values():
+            self._inflight.end(open_call)
         self._unread.clear()
         self._sent_away.set()
         self._gone()
@@ -94,11 +94,11 @@ class EngineEnd(Link):
                 left.leave()
         elif kind == link.LEFT_HTTP:
             self._leave(number)
-        elif kind in _OF_STREAMS:
+        elif kind in _STREAM_KINDS:
             self._streams.received(frame)
         elif kind == link.READ:
-            if held := self._unread.pop(number, None):
-                self._inflight.end(held)
+            if open_call := self._unread.pop(number, None):
+                self._inflight.end(open_call)
         elif kind == link.SENT_AWAY:
             self._sent_away.set()
         elif kind == link.LOG:
@@ -110,13 +110,13 @@ class EngineEnd(Link):
         """Return the serialised load report; empty if there is none."""
         return self._load_report() if self._load_report else b""
 
-    def forget(self, number: int, held: OpenCall | None) -> None:
+    def forget(self, number: int, open_call: OpenCall | None) -> None:
         """Drop a reply that has ended."""
         del self._replies[number]
-        if held:
-            self._inflight.end(held)
+        if open_call:
+            self._inflight.end(open_call)
 
-    def held(self, number: int, call: OpenCall | None, answer_bytes: int) -> int:
+    def keep_until_read(self, number: int, call: OpenCall | None, answer_bytes: int) -> int:
         """Keep a large answered call counted until its client has read the response; return the flag of the frame."""
         if call is None:
             return 0
@@ -125,19 +125,19 @@ class EngineEnd(Link):
             self._inflight.end(call)
             return 0
         self._unread[number] = call
-        return link.HELD
+        return link.COUNTED
 
     # ---- HTTP
     def _exchange(self, frame: Frame) -> None:
-        method, path, version, headers = (_kept if len(frame.about) <= KEPT_BYTES else _read)(frame.about)
+        method, path, version, headers = (_read_cached if len(frame.about) <= KEPT_BYTES else _read)(frame.about)
         connection = self._exchanges[frame.number] = _Connection(self, frame.number, frame.peer.decode())
         request = HttpRequest(method, path, headers, frame.payload, frame.received_ns, version)
         try:
-            held = self._inflight.begin(connection, len(frame.payload))
+            open_call = self._inflight.begin(connection, len(frame.payload))
         except MemoryLimitError as error:
             connection.respond(Exchange(connection, request, OpenCall(connection)), response_of(error))
             return
-        exchange = connection.exchange = Exchange(connection, request, held)
+        exchange = connection.exchange = Exchange(connection, request, open_call)
         try:
             self._handle(exchange)
         except Exception as error:
@@ -147,18 +147,18 @@ class EngineEnd(Link):
         connection = self._exchanges.pop(number, None)
         if connection and (exchange := connection.exchange):
             connection.exchange = None
-            self._inflight.end(exchange.held)
+            self._inflight.end(exchange.open_call)
             exchange.leave()
 
     def responded(self, number: int, exchange: Exchange, response: HttpResponse) -> None:
         self._forget(number, exchange)
         about = _about(response.status, response.content_type, tuple(response.headers.items()))
-        flag = self.held(number, exchange.held, response.body_bytes)
+        flag = self.keep_until_read(number, exchange.open_call, response.body_bytes)
         self.send(link.RESPONSE | flag, number, *response.body, about=about)
 
     def ended(self, number: int, exchange: Exchange) -> None:
         self._forget(number, exchange)
-        self._inflight.end(exchange.held)
+        self._inflight.end(exchange.open_call)
         self.send(link.END, number)
 
     def _forget(self, number: int, exchange: Exchange) -> None:
@@ -175,23 +175,23 @@ class _Reply(InferReply):
         self._end, self._number, self._peer, self._about = end, frame.number, frame.peer, frame.about
 
     def respond(self, response: bytes) -> None:
-        held, self.held = self.held, None
-        flag = self._end.held(self._number, held, len(response))
+        open_call, self.open_call = self.open_call, None
+        flag = self._end.keep_until_read(self._number, open_call, len(response))
         self._end.forget(self._number, None)
-        report = self._end.load_report() if self.wants_load else b""
+        report = self._end.load_report() if self.needs_load_report else b""
         self._end.send(link.ANSWER | flag, self._number, response, about=report)
 
     def refuse(self, code: int, details: str) -> None:
-        self._end.forget(self._number, self.held)
+        self._end.forget(self._number, self.open_call)
         self._end.send(link.FAIL, self._number, details.encode(), about=str(code).encode())
 
     def leave(self) -> None:
         super().leave()
-        self._end.forget(self._number, self.held)
+        self._end.forget(self._number, self.open_call)
 
     @property
-    def wants_load(self) -> bool:
-        return bool(self._about) and asks_for_load(self.metadata())
+    def needs_load_report(self) -> bool:
+        return bool(self._about) and requests_load_report(self.metadata())
 
     def metadata(self) -> list[tuple[str, str]]:
         metadata: list[tuple[str, str]] = json.loads(self._about) if self._about else []
@@ -241,7 +241,7 @@ def _read(about: bytes) -> tuple[str, str, str, dict[str, str]]:
     return method, path, version, headers
 
 
-_kept = lru_cache(KEPT_FORMS)(_read)            # most requests of a client have equal headers
+_read_cached = lru_cache(KEPT_FORMS)(_read)     # most requests of a client have equal headers
 
 
 @lru_cache(KEPT_FORMS)

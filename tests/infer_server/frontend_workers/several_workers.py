@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import tritonclient.grpc as triton
 
-from infer_server.fronts.fronts import FrontendWorkers
+from infer_server.frontend_workers.supervisor import FrontendWorkers
 from scripts.testing.numpy_engine import Gate
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.serving import RunningServer
@@ -24,18 +24,18 @@ def infer(client: triton.InferenceServerClient, x: np.ndarray, model: str = "m")
     return y
 
 
-def fronts(server: RunningServer) -> FrontendWorkers:
+def workers_of(server: RunningServer) -> FrontendWorkers:
     assert server.server._workers
     return server.server._workers
 
 
 def pids(server: RunningServer) -> set[int]:
-    return set(fronts(server).processes().values())
+    return set(workers_of(server).processes().values())
 
 
 def open_calls(server: RunningServer) -> list[int]:
     """Return the number of calls that each frontend worker has forwarded without a response so far."""
-    return [len(front._end._replies) for front in fronts(server)._workers]
+    return [len(front._end._replies) for front in workers_of(server)._workers]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from infer_server.fronts.ports import Reserved
+from infer_server.frontend_workers.ports import Reserved
 from scripts.testing.numpy_engine import TIMEOUT_SECS
 
 

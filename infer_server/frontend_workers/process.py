@@ -1,6 +1,6 @@
 """Frontend worker process: it speaks the protocols with clients, and has no models.
 
-    python -m infer_server.fronts.process DESCRIPTOR        descriptor of the link's Unix socket
+    python -m infer_server.frontend_workers.process DESCRIPTOR        descriptor of the link's Unix socket
 """
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 from infer_server.endpoints.http.reading import PortLimits
-from infer_server.fronts import link
-from infer_server.fronts.front_end import HeldElsewhere, ToLink, WorkerEnd
-from infer_server.fronts.over_grpc import GrpcCalls
-from infer_server.fronts.over_http import HttpCalls
-from infer_server.fronts.settings import WorkerSettings
+from infer_server.frontend_workers import link
+from infer_server.frontend_workers.grpc_calls import GrpcCalls
+from infer_server.frontend_workers.http_calls import HttpCalls
+from infer_server.frontend_workers.settings import WorkerSettings
+from infer_server.frontend_workers.worker_end import ToLink, WorkerEnd, WorkerInflight
 from infer_server.grpc_ports import grpc_server
 from infer_server.listeners import GrpcServer, Listeners
 from infer_server.process import raise_descriptor_limit, tune_malloc
@@ -35,7 +35,7 @@ class FrontendWorker:
         self._do(self._listen(settings))
 
     def _send_away(self) -> None:
-        self._do(self._tell_clients())
+        self._do(self._send_goaway())
 
     def _finish(self, answered: bool) -> None:
         self._do(self._close(answered))
@@ -48,26 +48,27 @@ class FrontendWorker:
     async def _listen(self, settings: WorkerSettings) -> None:
         logging.basicConfig(level=settings.log_level, handlers=[ToLink(self.end, asyncio.get_running_loop())],
                             format="%(message)s")           # the engine process adds the time and the level
-        inflight = HeldElsewhere(settings.max_inflight_bytes, settings.send_timeout_secs, self.end)
+        inflight = WorkerInflight(settings.max_inflight_bytes, settings.send_timeout_secs, self.end)
         self._listeners = Listeners(PortLimits(settings.max_body_bytes, inflight, settings.max_json_bytes,
                                                settings.min_body_rate, settings.body_grace_secs), shares_ports=True)
         try:
-            if door := settings.http:
+            if address := settings.http:
                 self.end.exchanges = calls = HttpCalls(self.end, inflight)
-                await self._listeners.listen_http(door.host, door.port, calls, door.tls)
-            if door := settings.grpc:
-                await self._listeners.listen_grpc(self._grpc(settings, inflight), door.host, door.port, door.tls)
+                await self._listeners.listen_http(address.host, address.port, calls, address.tls)
+            if address := settings.grpc:
+                await self._listeners.listen_grpc(self._grpc(settings, inflight), address.host, address.port,
+                                                  address.tls)
         except OSError as error:
             self.end.send(link.FAILED, 0, str(error).encode())
             return
         self.end.send(link.READY)
 
-    def _grpc(self, settings: WorkerSettings, inflight: HeldElsewhere) -> GrpcServer:
+    def _grpc(self, settings: WorkerSettings, inflight: WorkerInflight) -> GrpcServer:
         self.end.infers = calls = GrpcCalls(self.end, inflight, settings)
         return grpc_server(settings.grpc_front, calls.methods(), inflight, settings.channel, settings.max_message_bytes,
                            settings.min_body_rate, settings.body_grace_secs, shares_port=True)
 
-    async def _tell_clients(self) -> None:
+    async def _send_goaway(self) -> None:
         await self._listeners.send_away()
         self.end.send(link.SENT_AWAY)
 

@@ -34,8 +34,8 @@ def with_bytes(request: HttpRequest, hold: Callable[[int], None]) -> Steps[HttpR
     """
     body = request.body
     try:
-        head, pieces = yield from _apart((yield from read_inference(body, len(body), hold)) if len(body) > LARGE_BYTES
-                                         else parsed(body), hold)
+        document = (yield from read_inference(body, len(body), hold)) if len(body) > LARGE_BYTES else parsed(body)
+        head, pieces = yield from _split_values(document, hold)
     except _NO_REQUEST:
         return request
     text = json.dumps(head).encode()
@@ -43,23 +43,23 @@ def with_bytes(request: HttpRequest, hold: Callable[[int], None]) -> Steps[HttpR
                             headers={**request.headers, _LENGTH: str(len(text))})
 
 
-def _apart(head: Any, hold: Callable[[int], None]) -> Steps[tuple[dict[str, Any], list[memoryview]]]:
+def _split_values(head: Any, hold: Callable[[int], None]) -> Steps[tuple[dict[str, Any], list[memoryview]]]:
     """Return a request with the sizes of its inputs instead of their values, and the values as bytes."""
     from infer_server.protocol.codec import declared_inputs, encode_raw  # here: workers rarely need numpy
     from infer_server.protocol.json_tensors import from_json, read_values
-    given = head["inputs"]
-    if len(given) > _MOST_INPUTS or any(type(extent) is not int for each in given for extent in each["shape"]):
+    declared = head["inputs"]
+    if len(declared) > _MOST_INPUTS or any(type(extent) is not int for each in declared for extent in each["shape"]):
         raise TypeError("a shape is no list of integers")
     tensors = declared_inputs(SimpleNamespace(name=each["name"], datatype=each["datatype"], shape=each["shape"])
-                              for each in given)
+                              for each in declared)
     inputs, pieces = [], []
-    for each, tensor in zip(given, tensors, strict=True):
-        others = {} if each.get("parameters") is None else each["parameters"]
-        if others.keys() & {"binary_data_size", "shared_memory_region"}:
+    for each, tensor in zip(declared, tensors, strict=True):
+        parameters = {} if each.get("parameters") is None else each["parameters"]
+        if parameters.keys() & {"binary_data_size", "shared_memory_region"}:
             raise ValueError("its values are elsewhere")
         data = each["data"]
         array = (yield from read_values(tensor, data, hold)) if isinstance(data, JsonArray) else from_json(tensor, data)
         pieces.append(encode_raw(array, tensor.datatype))
         inputs.append({**{name: value for name, value in each.items() if name != "data"},
-                       "parameters": {**others, "binary_data_size": pieces[-1].nbytes}})
+                       "parameters": {**parameters, "binary_data_size": pieces[-1].nbytes}})
     return {**head, "inputs": inputs}, pieces

@@ -8,20 +8,20 @@ from typing import Any
 
 from infer_server.endpoints.http.exchange import Exchange
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse
-from infer_server.fronts import link
-from infer_server.fronts.front_end import HeldElsewhere, WorkerEnd
-from infer_server.fronts.json_requests import is_worthwhile, with_bytes
-from infer_server.fronts.link import Frame
+from infer_server.frontend_workers import link
+from infer_server.frontend_workers.json_requests import is_worthwhile, with_bytes
+from infer_server.frontend_workers.link import Frame
+from infer_server.frontend_workers.worker_end import WorkerEnd, WorkerInflight
 from infer_server.protocol.json_documents import LARGE_BYTES
 from infer_server.workers import at_once
 
-_KEPT = 1024                    # number of parsed response heads that are cached
+_CACHED_HEADS = 1024            # number of parsed response heads that are cached
 
 
 class HttpCalls:
     """Handler of a worker's HTTP port. Not thread-safe: belongs to the event loop."""
 
-    def __init__(self, end: WorkerEnd, inflight: HeldElsewhere) -> None:
+    def __init__(self, end: WorkerEnd, inflight: WorkerInflight) -> None:
         self._end, self._inflight = end, inflight
         self._exchanges: dict[int, Exchange] = {}           # pending requests by number
 
@@ -30,18 +30,18 @@ class HttpCalls:
             exchange.answer_later(self._convert(exchange))
             return
         if is_worthwhile(exchange.request):
-            exchange.request = at_once(with_bytes(exchange.request, partial(self._inflight.hold, exchange.held)))
+            exchange.request = at_once(with_bytes(exchange.request, partial(self._inflight.hold, exchange.open_call)))
         self._send(exchange)
 
     async def _convert(self, exchange: Exchange) -> None:
         """Convert the tensors of an inference request in steps, and forward it."""
-        hold = partial(self._inflight.hold, exchange.held)
+        hold = partial(self._inflight.hold, exchange.open_call)
         exchange.request = await self._inflight.steps.run(exchange.while_present(with_bytes(exchange.request, hold)))
         if not exchange.gone:
             self._send(exchange)
 
     def _send(self, exchange: Exchange) -> None:
-        number, request, client = self._end.next_number(), exchange.request, exchange.held.client
+        number, request, client = self._end.next_number(), exchange.request, exchange.open_call.client
         self._exchanges[number] = exchange
         exchange.left = partial(self._leave, number)
         self._end.send(link.HTTP, number, request.body, about=_about(request),
@@ -49,7 +49,7 @@ class HttpCalls:
 
     def answered(self, frame: Frame) -> None:
         """Accept a response or a part of one."""
-        kind, number = frame.kind & ~link.HELD, frame.number
+        kind, number = frame.kind & ~link.COUNTED, frame.number
         exchange = self._exchanges.get(number)
         if exchange is None:                                # the client has disconnected
             if kind != frame.kind:
@@ -64,7 +64,7 @@ class HttpCalls:
                 exchange.end()
                 return
             if kind != frame.kind:
-                self._inflight.held_as(exchange.held, number)
+                self._inflight.set_number(exchange.open_call, number)
             status, content_type, headers = _head_of(frame.about)
             exchange.respond(HttpResponse((frame.payload,) if frame.payload else (), status, content_type, headers))
 
@@ -80,7 +80,7 @@ def _about(request: HttpRequest) -> bytes:
     return json.dumps((request.method, request.path, request.version, request.headers), ensure_ascii=False).encode()
 
 
-@lru_cache(_KEPT)
+@lru_cache(_CACHED_HEADS)
 def _head_of(about: bytes) -> tuple[HTTPStatus, str, dict[str, Any]]:
     status, content_type, headers = json.loads(about)
     return HTTPStatus(status), content_type, headers

@@ -5,7 +5,7 @@ import socket
 from dataclasses import replace
 from typing import Any
 
-from infer_server.fronts.settings import ListenAddress
+from infer_server.frontend_workers.settings import ListenAddress
 from infer_server.listeners import cannot_listen
 
 

@@ -7,8 +7,8 @@ import socket
 import numpy as np
 import pytest
 
-from infer_server.fronts import link
-from infer_server.fronts.link import Frame, Link
+from infer_server.frontend_workers import link
+from infer_server.frontend_workers.link import Frame, Link
 from scripts.testing.numpy_engine import TIMEOUT_SECS
 
 

@@ -11,15 +11,15 @@ from itertools import count
 from typing import Protocol
 
 from infer_server.endpoints.inflight import Inflight, OpenCall
-from infer_server.fronts import link
-from infer_server.fronts.link import Frame, Link
-from infer_server.fronts.settings import WorkerSettings
+from infer_server.frontend_workers import link
+from infer_server.frontend_workers.link import Frame, Link
+from infer_server.frontend_workers.settings import WorkerSettings
 
 
 class Infers(Protocol):
     """Interface of the receiver of responses to gRPC inference: GrpcCalls."""
 
-    def answered(self, frame: Frame, is_held: bool) -> None: ...
+    def answered(self, frame: Frame, is_counted: bool) -> None: ...
 
     def failed(self, number: int, code: int, details: str) -> None: ...
 
@@ -33,7 +33,7 @@ class Exchanges(Protocol):
     def answered(self, frame: Frame) -> None: ...
 
 
-class HeldElsewhere(Inflight):
+class WorkerInflight(Inflight):
     """Inflight of a worker: it also tells the engine process, which counts the calls too, when responses are read."""
 
     def __init__(self, max_bytes: int, send_timeout_secs: float, end: WorkerEnd) -> None:
@@ -41,7 +41,7 @@ class HeldElsewhere(Inflight):
         self._end = end
         self._numbers: dict[OpenCall, int] = {}
 
-    def held_as(self, call: OpenCall, number: int) -> None:
+    def set_number(self, call: OpenCall, number: int) -> None:
         """Note the number under which the engine process counts a call; to be called before its end."""
         self._numbers[call] = number
 
@@ -87,12 +87,12 @@ class WorkerEnd(Link):
         os._exit(0)
 
     def received(self, frame: Frame) -> None:
-        kind = frame.kind & ~link.HELD
+        kind = frame.kind & ~link.COUNTED
         if kind == link.ANSWER:
             self.infers.answered(frame, frame.kind != kind)
         elif kind == link.FAIL:
             self.infers.failed(frame.number, int(frame.about), frame.payload.decode())
-        elif kind in (link.TAKEN, link.STREAMED, link.ENDED):
+        elif kind in (link.CONSUMED, link.STREAMED, link.ENDED):
             self.infers.streamed(frame)
         elif kind == link.SETTINGS:
             self._start(pickle.loads(frame.payload))

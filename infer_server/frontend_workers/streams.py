@@ -12,8 +12,8 @@ from infer_server.endpoints.grpc.context import Serve
 from infer_server.endpoints.grpc.errors import described
 from infer_server.endpoints.inflight import LITTLE_BYTES
 from infer_server.errors import NotServedError
-from infer_server.fronts import link
-from infer_server.fronts.link import Frame, Link
+from infer_server.frontend_workers import link
+from infer_server.frontend_workers.link import Frame, Link
 
 
 class ForwardedStreams:
@@ -30,8 +30,8 @@ class ForwardedStreams:
             task = asyncio.ensure_future(self._serve(frame.number, frame.payload.decode(), context))
             self._open[frame.number] = context, task
             task.add_done_callback(lambda _: self._open.pop(frame.number))      # also if it is cancelled at once
-        elif found := self._open.get(frame.number):     # else the call has ended
-            context, task = found
+        elif pending := self._open.get(frame.number):   # else the call has ended
+            context, task = pending
             if frame.kind == link.LEFT_STREAM:
                 task.cancel()
             else:
@@ -84,7 +84,7 @@ class _ForwardedContext:
     async def read(self) -> bytes | None:
         data = await self._requests.get()
         if data is not None:
-            self._end.send(link.TAKEN, self._number)
+            self._end.send(link.CONSUMED, self._number)
         return data
 
     def disconnect(self) -> None:

@@ -9,11 +9,11 @@ import pytest
 
 from infer_server import protos
 from infer_server.endpoints.http.reading import PortLimits
-from infer_server.fronts import link
-from infer_server.fronts.front_end import HeldElsewhere, WorkerEnd
-from infer_server.fronts.link import Frame
-from infer_server.fronts.over_grpc import GrpcCalls
-from infer_server.fronts.settings import WorkerSettings
+from infer_server.frontend_workers import link
+from infer_server.frontend_workers.grpc_calls import GrpcCalls
+from infer_server.frontend_workers.link import Frame
+from infer_server.frontend_workers.settings import WorkerSettings
+from infer_server.frontend_workers.worker_end import WorkerEnd, WorkerInflight
 from infer_server.grpc_ports import GRPC_LIBRARIES, grpc_server
 from infer_server.listeners import Listeners
 from scripts.testing.numpy_engine import TIMEOUT_SECS
@@ -38,7 +38,7 @@ class End(WorkerEnd):
         return found[1]
 
 
-class Inflight(HeldElsewhere):
+class Inflight(WorkerInflight):
     def __init__(self, end: WorkerEnd) -> None:
         super().__init__(1 << 30, TIMEOUT_SECS, end)
         self.is_waited_for = asyncio.Event()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from infer_server.lookout import BusyPoller
+from infer_server.busy_poller import BusyPoller
 
 SOON_NS, LATE_NS = 100_000, 400_000
 
@@ -38,17 +38,17 @@ class Asked:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.clock, self.loop = Clock(patch), Loop()
-        self.lookout = BusyPoller(self.loop)       # type: ignore[arg-type]      # of a loop it needs no more
-        self.lookout.idle()
+        self.poller = BusyPoller(self.loop)        # type: ignore[arg-type]      # of a loop it needs no more
+        self.poller.idle()
 
     def after(self, *gaps_ns: int) -> bool:
         """Return True if the loop keeps polling after several requests with these gaps before them."""
         for gap_ns in gaps_ns:
             self.clock.ns += gap_ns
             self.loop.turn()
-            self.lookout.opened()
+            self.poller.opened()
             self.loop.turn()
-            self.lookout.idle()
+            self.poller.idle()
         return bool(self.loop.soon)
 
 
@@ -84,7 +84,7 @@ def test_a_look_ends_in_time_though_nothing_comes(asked: Asked) -> None:
 
 def test_a_look_ends_with_a_request(asked: Asked) -> None:
     assert asked.after(*[SOON_NS] * 8)
-    asked.lookout.opened()
+    asked.poller.opened()
     asked.loop.turn()
     assert not asked.loop.soon
 
@@ -94,8 +94,8 @@ def test_it_is_told_when_nothing_is_open(tmp_path: object) -> None:
 
     async def run() -> list[str]:
         inflight, told = Inflight(1 << 20, 1.0), list[str]()
-        inflight._lookout.opened = lambda: told.append("opened")        # type: ignore[method-assign]
-        inflight._lookout.idle = lambda: told.append("idle")            # type: ignore[method-assign]
+        inflight._busy_poller.opened = lambda: told.append("opened")    # type: ignore[method-assign]
+        inflight._busy_poller.idle = lambda: told.append("idle")        # type: ignore[method-assign]
         first, second = (inflight.begin(None, 1) for _ in range(2))     # type: ignore[arg-type]
         for call in (first, second, second):
             inflight.end(call)

@@ -21,26 +21,26 @@ import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from tritonclient.utils import serialize_byte_tensor
 
-from infer_server.fronts import link
-from infer_server.fronts.engine_end import EngineEnd
-from infer_server.fronts.link import Frame
+from infer_server.frontend_workers import link
+from infer_server.frontend_workers.engine_end import EngineEnd
+from infer_server.frontend_workers.link import Frame
 from scripts.testing.mute_client import MuteClient
 from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_grpc import request_of
 from tests.infer_server.endpoints.test_serving import eventually, scrape, statistics
-from tests.infer_server.fronts.several import SOME, fronts, infer, open_calls, waiting
+from tests.infer_server.frontend_workers.several_workers import SOME, infer, open_calls, waiting, workers_of
 from tests.infer_server.serving import WORKERS, serving
 
 
 @pytest.mark.parametrize("front", WORKERS)
 def test_requests_that_come_by_several_fronts_are_one_batch(front: str, tmp_path: Path) -> None:
-    write_model(tmp_path, "m", gate="fronts", max_batch=64)
+    write_model(tmp_path, "m", gate="workers_of", max_batch=64)
     with serving(tmp_path, grpc_front=front) as server, ThreadPoolExecutor(64) as pool:
-        with GATES["fronts"].closed(), waiting(server, pool, GATES["fronts"]) as asked:
+        with GATES["workers_of"].closed(), waiting(server, pool, GATES["workers_of"]) as asked:
             assert all(open_calls(server))
-            GATES["fronts"].let_one_through()
-            assert GATES["fronts"].holds(1)
-            GATES["fronts"].let_one_through()
+            GATES["workers_of"].let_one_through()
+            assert GATES["workers_of"].holds(1)
+            GATES["workers_of"].let_one_through()
             for number, answer in asked:
                 assert (answer.result(TIMEOUT_SECS) == 2 * number + 1).all()
         counters = statistics(server)
@@ -117,7 +117,7 @@ def test_answers_whose_size_is_not_known_before_are_counted_until_they_are_read(
 
 def test_a_stream_that_is_left_before_it_began_is_forgotten(tmp_path: Path) -> None:
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        opened = fronts(server)._workers[0]._end._streams
+        opened = workers_of(server)._workers[0]._end._streams
 
         async def open_and_leave() -> None:
             opened.received(Frame(link.STREAM, 1, b"", about=b"[]"))

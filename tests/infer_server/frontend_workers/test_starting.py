@@ -22,17 +22,25 @@ from tritonclient.utils import InferenceServerException
 
 import infer_server
 from infer_server.errors import RepositoryError
-from infer_server.fronts import fronts as fronts_of_servers
-from infer_server.fronts.engine_end import EngineEnd
-from infer_server.fronts.fronts import FrontendWorkers
-from infer_server.fronts.ports import Reserved
-from infer_server.fronts.settings import WorkerSettings
+from infer_server.frontend_workers import supervisor
+from infer_server.frontend_workers.engine_end import EngineEnd
+from infer_server.frontend_workers.ports import Reserved
+from infer_server.frontend_workers.settings import WorkerSettings
+from infer_server.frontend_workers.supervisor import FrontendWorkers
 from infer_server.server import Server
 from infer_server.workers import in_daemon_thread
 from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, load_numpy_engine, write_model
 from tests.infer_server.cli.test_serve import process
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.fronts.several import children_of, fronts, infer, is_alive, open_calls, pids, waiting
+from tests.infer_server.frontend_workers.several_workers import (
+    children_of,
+    infer,
+    is_alive,
+    open_calls,
+    pids,
+    waiting,
+    workers_of,
+)
 from tests.infer_server.serving import WORKERS, options, serving
 
 
@@ -67,7 +75,7 @@ def test_a_front_of_other_code_is_not_started(tmp_path: Path) -> None:
 
 
 def test_a_front_knows_of_no_models() -> None:
-    code = ("import sys, infer_server.fronts.process\n"
+    code = ("import sys, infer_server.frontend_workers.process\n"
             "print(sorted({'infer_server.engines', 'llvmlite', 'onnx', 'numpy'} & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                           timeout=TIMEOUT_SECS)
@@ -81,7 +89,7 @@ def test_a_front_that_is_killed_takes_its_own_requests_with_it_and_comes_back(fr
         model, before = server.server.repository.find("m"), pids(server)
         with GATES["killed"].closed(), waiting(server, pool, GATES["killed"]) as asked:
             lost, kept = open_calls(server)
-            os.kill(fronts(server)._workers[0].pid, signal.SIGKILL)
+            os.kill(workers_of(server)._workers[0].pid, signal.SIGKILL)
             assert eventually(lambda: open_calls(server)[-1] == sum(open_calls(server)) == kept)
             assert eventually(lambda: model.pending in (kept - 1, kept)), "what nobody waits for is not executed"
             for _ in range(kept + 1):
@@ -97,7 +105,7 @@ def test_a_front_that_is_killed_takes_its_own_requests_with_it_and_comes_back(fr
 
 def test_a_front_that_cannot_be_started_for_a_while_comes_back(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    start, pair = fronts_of_servers._start_process, socket.socketpair
+    start, pair = supervisor._start_process, socket.socketpair
     made: list[socket.socket] = []
     asked: list[int] = []
 
@@ -113,11 +121,11 @@ def test_a_front_that_cannot_be_started_for_a_while_comes_back(
 
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
         before = pids(server)
-        monkeypatch.setattr(fronts_of_servers, "_PAUSE_SECS", 0.01)
-        monkeypatch.setattr(fronts_of_servers, "_start_process", fails_twice)
+        monkeypatch.setattr(supervisor, "_PAUSE_SECS", 0.01)
+        monkeypatch.setattr(supervisor, "_start_process", fails_twice)
         monkeypatch.setattr("socket.socketpair", pairs)
-        os.kill(fronts(server)._workers[0].pid, signal.SIGKILL)
-        assert eventually(lambda: len(asked) == 3 and all(front._listens() for front in fronts(server)._workers))
+        os.kill(workers_of(server)._workers[0].pid, signal.SIGKILL)
+        assert eventually(lambda: len(asked) == 3 and all(front._listens() for front in workers_of(server)._workers))
         assert len(pids(server) - before) == 1 and len(pids(server)) == 2
         assert [end.fileno() for end in made[:4]] == [-1] * 4, "of those that were not started"
         assert caplog.text.count("front 0: [Errno 11] Resource temporarily unavailable") == 2
@@ -135,10 +143,10 @@ def test_a_front_comes_back_for_which_there_was_no_thread_for_a_while(
 
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
         before = pids(server)
-        monkeypatch.setattr(fronts_of_servers, "_PAUSE_SECS", 0.01)
-        monkeypatch.setattr(fronts_of_servers, "in_daemon_thread", fails_twice)
-        os.kill(fronts(server)._workers[0].pid, signal.SIGKILL)
-        assert eventually(lambda: len(asked) >= 3 and all(front._listens() for front in fronts(server)._workers))
+        monkeypatch.setattr(supervisor, "_PAUSE_SECS", 0.01)
+        monkeypatch.setattr(supervisor, "in_daemon_thread", fails_twice)
+        os.kill(workers_of(server)._workers[0].pid, signal.SIGKILL)
+        assert eventually(lambda: len(asked) >= 3 and all(front._listens() for front in workers_of(server)._workers))
         assert len(pids(server) - before) == 1 and len(pids(server)) == 2
         assert caplog.text.count("front 0: no more threads") == 2
 
@@ -146,16 +154,16 @@ def test_a_front_comes_back_for_which_there_was_no_thread_for_a_while(
 def test_a_front_that_is_closed_as_it_comes_back_is_not_started_again(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     closing: list[asyncio.Future[None]] = []
-    tell = fronts_of_servers._FrontendWorker._tell
+    tell = supervisor._FrontendWorker._tell
 
-    def tell_and_close(front: fronts_of_servers._FrontendWorker, reason: str) -> None:
+    def tell_and_close(front: supervisor._FrontendWorker, reason: str) -> None:
         tell(front, reason)
         if not closing and not reason:
             closing.append(asyncio.ensure_future(front.close(answered=True)))
 
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        front = fronts(server)._workers[0]
-        monkeypatch.setattr(fronts_of_servers, "_PAUSE_SECS", 0.01)
+        front = workers_of(server)._workers[0]
+        monkeypatch.setattr(supervisor, "_PAUSE_SECS", 0.01)
         monkeypatch.setattr(front, "_tell", lambda reason: tell_and_close(front, reason))
         os.kill(front.pid, signal.SIGKILL)
         assert eventually(lambda: bool(closing and closing[0].done()))
@@ -193,14 +201,14 @@ def test_a_server_whose_fronts_cannot_listen_says_why_and_leaves_none(
             await server._listeners.close(answered=True)
             return server._workers
 
-        monkeypatch.setattr("infer_server.fronts.ports.Reserved", Taken)
+        monkeypatch.setattr("infer_server.frontend_workers.ports.Reserved", Taken)
         started = asyncio.run(start())
     assert started and not any(is_alive(pid) for pid in started.processes().values())
 
 
 def test_a_front_that_listens_as_another_cannot_start_is_not_watched(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    start_one, begin = fronts_of_servers._FrontendWorker._start, EngineEnd.begin
+    start_one, begin = supervisor._FrontendWorker._start, EngineEnd.begin
     begun = asyncio.Event()
     ends: list[EngineEnd] = []
 
@@ -209,17 +217,17 @@ def test_a_front_that_listens_as_another_cannot_start_is_not_watched(
         ends.append(end)
         begun.set()
 
-    async def start() -> list[fronts_of_servers._FrontendWorker]:
+    async def start() -> list[supervisor._FrontendWorker]:
         server = Server(options(tmp_path, workers=2), load_numpy_engine)
 
-        async def fails(front: fronts_of_servers._FrontendWorker, settings: WorkerSettings) -> None:
+        async def fails(front: supervisor._FrontendWorker, settings: WorkerSettings) -> None:
             if front.name == "front 1":
                 return await start_one(front, settings)
             await begun.wait()
             select.select([ends[0]._transport.get_extra_info("socket")], [], [], TIMEOUT_SECS)      # it says so
             raise OSError("nothing goes")
 
-        monkeypatch.setattr(fronts_of_servers._FrontendWorker, "_start", fails)
+        monkeypatch.setattr(supervisor._FrontendWorker, "_start", fails)
         monkeypatch.setattr(EngineEnd, "begin", begins)
         with pytest.raises(OSError, match="nothing goes"):
             await server.start()

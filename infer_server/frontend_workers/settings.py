@@ -28,7 +28,7 @@ class WorkerSettings:
     min_body_rate: int = 500            # see PortLimits
     body_grace_secs: float = 10.0
     grpc_front: str = "nghttp2"         # library that serves gRPC
-    tells_metadata: bool = False        # forward the metadata of gRPC calls
+    forwards_metadata: bool = False     # forward the metadata of gRPC calls
     reflection: bool = False            # forward calls of server reflection
     channel: Mapping[str, int] = field(default_factory=dict)        # gRPC channel arguments by name
     log_level: int = 0

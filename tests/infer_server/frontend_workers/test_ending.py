@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from infer_server.fronts import link
+from infer_server.frontend_workers import link
 from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.cli.test_serve import process
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.fronts.several import children_of, fronts, infer, is_alive, pids
+from tests.infer_server.frontend_workers.several_workers import children_of, infer, is_alive, pids, workers_of
 from tests.infer_server.serving import WORKERS, serving
 
 
@@ -80,7 +80,7 @@ def test_what_a_front_logs_is_logged_once_with_its_level(tmp_path: Path, caplog:
 def test_a_front_that_ends_by_a_bug_says_so(
         tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        end = fronts(server)._workers[0]._end
+        end = workers_of(server)._workers[0]._end
         server.loop.call_soon_threadsafe(lambda: end.send(link.FAIL, 1, b"", about=b"no code"))     # as a bug would
         assert eventually(lambda: "front 0 has ended (exit status 1)" in caplog.text)
         assert "invalid literal for int() with base 10: b'no code'" in capfd.readouterr().err

@@ -17,10 +17,10 @@ INFER, HTTP = 5, 6                                  # F: a ModelInferRequest, an
 LEFT_INFER, LEFT_HTTP = 7, 8                        # F: its client has disconnected
 ANSWER, FAIL = 9, 10                                # E: to INFER: the response; an error status
 RESPONSE, BEGIN, PART, END = 11, 12, 13, 14         # E: to HTTP: the whole response; or its head, pieces and end
-HELD = 0x80                                         # E: flag of ANSWER and RESPONSE: bytes are counted until ...
+COUNTED = 0x80                                      # E: flag of ANSWER and RESPONSE: bytes are counted until ...
 READ = 15                                           # F: ... the client has read the response
 STREAM, MESSAGE, ALL_SENT, LEFT_STREAM = 16, 17, 18, 19         # F: another gRPC call: path, request, end, disconnect
-TAKEN, STREAMED, ENDED = 20, 21, 22                 # E: a request was consumed; a response; the final status
+CONSUMED, STREAMED, ENDED = 20, 21, 22              # E: a request was consumed; a response; the final status
 WRITTEN = 23                                        # F: a response was written to the client
 SEND_AWAY, SENT_AWAY = 24, 25                       # E: send GOAWAY to clients; F: done
 
@@ -113,14 +113,14 @@ class Link(asyncio.BufferedProtocol):
         if start > self._filled:
             return 0
         end: int = start + size
-        beside = bytes(self._view[middle:start]), bytes(self._view[begin:middle]), received_ns, remaining_secs
+        rest = bytes(self._view[middle:start]), bytes(self._view[begin:middle]), received_ns, remaining_secs
         if end <= self._filled:
-            self.received(Frame(kind, number, bytes(self._view[start:end]), *beside))
+            self.received(Frame(kind, number, bytes(self._view[start:end]), *rest))
             return end
         if size < _LARGE_BYTES and end - at <= len(self._view):
             return 0
         payload = bytearray(size)
         self._large_filled = self._filled - start
         payload[:self._large_filled] = self._view[start:self._filled]
-        self._large = Frame(kind, number, cast(bytes, payload), *beside)
+        self._large = Frame(kind, number, cast(bytes, payload), *rest)
         return self._filled

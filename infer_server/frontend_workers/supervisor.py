@@ -18,8 +18,8 @@ from infer_server.endpoints.grpc.methods import Methods
 from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import RepositoryError
-from infer_server.fronts.engine_end import EngineEnd
-from infer_server.fronts.settings import WorkerSettings
+from infer_server.frontend_workers.engine_end import EngineEnd
+from infer_server.frontend_workers.settings import WorkerSettings
 from infer_server.listeners import SENDING_SECS
 from infer_server.process import blocked
 from infer_server.workers import in_daemon_thread
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _START_SECS = 60.0
 _ENDING_SECS = 3 * SENDING_SECS         # time for a worker to send pending responses and to end
 _PAUSE_SECS = 1.0                       # minimum interval between two starts of a worker
-_FOR_THE_SERVER = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_SERVER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _LOOKING_SECS = 0.02                    # interval between checks whether a process has ended
 
 MakeEnd = Callable[[Callable[[str], None], Callable[[], None]], EngineEnd]      # (ready, gone): see EngineEnd
@@ -67,7 +67,7 @@ class FrontendWorkers:
 
     async def close(self, answered: bool) -> None:
         """Have the workers send pending responses and end. answered: see Listeners.close."""
-        await asyncio.gather(*(front.close(answered) for front in self._workers))
+        await asyncio.gather(*(worker.close(answered) for worker in self._workers))
 
 
 class _FrontendWorker:
@@ -114,15 +114,15 @@ class _FrontendWorker:
     async def _start(self, settings: WorkerSettings) -> None:
         loop = asyncio.get_running_loop()
         self._started, self._gone = loop.create_future(), asyncio.Event()
-        ours, theirs = socket.socketpair()
+        engine_socket, worker_socket = socket.socketpair()
         try:
-            with theirs:
-                self._process = _start_process(theirs.fileno())     # on this thread: takes only a few ms
+            with worker_socket:
+                self._process = _start_process(worker_socket.fileno())  # on this thread: takes only a few ms
         except OSError:
-            ours.close()
+            engine_socket.close()
             raise
-        self._end = end = self._make_end(self._tell, self._ended)
-        await loop.create_unix_connection(lambda: end, sock=ours)
+        self._end = end = self._make_end(self._set_started, self._ended)
+        await loop.create_unix_connection(lambda: end, sock=engine_socket)
         end.begin(settings)
         try:
             reason = await asyncio.wait_for(asyncio.shield(self._started), _START_SECS)
@@ -163,19 +163,19 @@ class _FrontendWorker:
     def _listens(self) -> bool:
         return self._started.done() and not self._started.result() and not self._gone.is_set()
 
-    def _tell(self, reason: str) -> None:
+    def _set_started(self, reason: str) -> None:
         if not self._started.done():
             self._started.set_result(reason)
 
     def _ended(self) -> None:
         self._gone.set()
-        self._tell("its process has ended")
+        self._set_started("its process has ended")
 
 
 def _start_process(descriptor: int) -> subprocess.Popen[bytes]:
     # Signals go to all processes of a terminal or of a service; this one tells frontend workers when to end.
-    with blocked(_FOR_THE_SERVER):
-        return subprocess.Popen([sys.executable, "-P", "-m", "infer_server.fronts.process", str(descriptor)],
+    with blocked(_SERVER_SIGNALS):
+        return subprocess.Popen([sys.executable, "-P", "-m", "infer_server.frontend_workers.process", str(descriptor)],
                                 pass_fds=[descriptor], stdin=subprocess.DEVNULL)
 
 
