@@ -62,8 +62,8 @@ class GpuBuffer:
 
     def tensor(self, shape: Sequence[int], dtype: np.dtype[Any]) -> GpuTensor | None:
         """Return the buffer as a tensor; None if the output does not fit or needs a conversion."""
-        found = GpuTensor(self.gpu, self.memory, self.offset, tuple(shape), dtype)
-        return found if dtype == self.dtype and found.nbytes <= self.byte_size else None
+        tensor = GpuTensor(self.gpu, self.memory, self.offset, tuple(shape), dtype)
+        return tensor if dtype == self.dtype and tensor.nbytes <= self.byte_size else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -60,13 +60,13 @@ def _plan(model: Path, folder: Path, options: argparse.Namespace) -> tuple[Path,
     from infer_server.cli.build_engine import Bar
     from infer_server.engines.compiler.build import build_engine
     from infer_server.engines.compiler.engine_cache import EngineCache, model_digest
-    kept = folder / BUILT
-    if not kept.exists():
+    plan = folder / BUILT
+    if not plan.exists():
         with Bar(options.quiet) as bar:
             build = build_engine(model, cache=EngineCache(options.cache_dir or ""), progress=bar, notify=bar.notice)
         folder.mkdir(parents=True, exist_ok=True)
-        build.save(kept)
-    return kept, {"file": model.name, "model": model_digest(model), "sha256": file_digest(kept)}
+        build.save(plan)
+    return plan, {"file": model.name, "model": model_digest(model), "sha256": file_digest(plan)}
 
 
 def _labels(path: str | None) -> list[str]:
@@ -74,14 +74,14 @@ def _labels(path: str | None) -> list[str]:
 
 
 def _text(summary: Summary, options: argparse.Namespace) -> str:
-    found = summary.as_json()
-    failed = found["failed"]
+    values = summary.as_json()
+    failed = values["failed"]
     now = summary.outcome.items - summary.skipped
     lines = [f"{Path(options.output)}: {summary.outcome.items} items of {options.input} in {summary.files} "
              f"file{'s' * (summary.files != 1)}; {summary.skipped} were scored before, {now} now, {len(failed)} failed"]
     if now:
-        lines.append(f"{found['seconds']:.1f} s on {summary.processes} process{'es' * (summary.processes != 1)}, "
-                     f"{found['items_per_second']:.1f} items/s; {found['engine_share']:.0%} of it in the engine")
+        lines.append(f"{values['seconds']:.1f} s on {summary.processes} process{'es' * (summary.processes != 1)}, "
+                     f"{values['items_per_second']:.1f} items/s; {values['engine_share']:.0%} of it in the engine")
     lines += [f"failed: {name}: {why}" for name, why in list(failed.items())[:SHOWN]]
     if len(failed) > SHOWN:
         lines.append(f"... and {len(failed) - SHOWN} more; --json lists all")
@@ -95,13 +95,13 @@ def names(text: str) -> list[str]:
 
 def renamed(text: str) -> dict[str, str]:
     """Parse "a=x,b" to {"a": "x", "b": "b"}, as an argparse type."""
-    found = dict[str, str]()
+    columns = dict[str, str]()
     for part in names(text):
         name, equals, column = part.partition("=")
         if not name or bool(equals) != bool(column):
             raise argparse.ArgumentTypeError(f"'{part}' is not NAME or NAME=COLUMN")
-        found[name] = column or name
-    return found
+        columns[name] = column or name
+    return columns
 
 
 def make_parser() -> argparse.ArgumentParser:

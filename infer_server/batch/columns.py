@@ -99,12 +99,12 @@ def _nest(column: Column, rows: Array, elements: Any, length: int) -> None:
     number, at = np.full(inner.count, -1), np.zeros(inner.count, np.int64)
     for index, group in enumerate(inner.groups):
         number[group.rows], at[group.rows] = index, np.arange(len(group.rows))
-    numbers, places, placed = number.reshape(-1, length), at.reshape(-1, length), np.zeros(len(rows), bool)
+    numbers, indices, is_set = number.reshape(-1, length), at.reshape(-1, length), np.zeros(len(rows), bool)
     for index, group in enumerate(inner.groups):
         if (alike := (numbers == index).all(axis=1)).any():
-            column.groups.append(Group(rows[alike], group.values[places[alike]]))
-            placed |= alike
-    column.bad |= {int(row): RAGGED for row in rows[~placed]}
+            column.groups.append(Group(rows[alike], group.values[indices[alike]]))
+            is_set |= alike
+    column.bad |= {int(row): RAGGED for row in rows[~is_set]}
 
 
 # ---- from NumPy and pandas
@@ -129,8 +129,8 @@ def _from_objects(cells: Sequence[Any]) -> Column | Encoded:
             column.bad[row] = "is null"
         else:
             shapes.setdefault((array.shape, array.dtype), []).append((row, array))
-    column.groups = [Group(np.array([row for row, _ in found]), np.stack([array for _, array in found]))
-                     for found in shapes.values()]
+    column.groups = [Group(np.array([row for row, _ in members]), np.stack([array for _, array in members]))
+                     for members in shapes.values()]
     return column
 
 

@@ -50,8 +50,8 @@ class Output:
             return whole
         rows = [row for group in self.groups for row in group.values]
         cells = np.empty(len(rows), object)
-        for place, index in enumerate(self._order()):
-            cells[place] = rows[index]
+        for position, index in enumerate(self._order()):
+            cells[position] = rows[index]
         return cells
 
     def _order(self) -> Array:
@@ -82,13 +82,13 @@ class ArrowFrame:
 
     def scored(self, keep: Sequence[str], rows: Array | None, outputs: Mapping[str, Output]) -> Any:
         pa = arrow()
-        kept = self._batch.select(list(keep))
+        copied = self._batch.select(list(keep))
         if rows is not None:
-            kept = kept.take(pa.array(rows))
+            copied = copied.take(pa.array(rows))
         added = {name: output.to_arrow() for name, output in outputs.items()}
         return type(self._batch).from_arrays(
-            [*kept.columns, *added.values()],
-            schema=pa.schema([*kept.schema, *(pa.field(name, array.type) for name, array in added.items())]))
+            [*copied.columns, *added.values()],
+            schema=pa.schema([*copied.schema, *(pa.field(name, array.type) for name, array in added.items())]))
 
 
 class NumpyFrame:
@@ -104,8 +104,8 @@ class NumpyFrame:
         return from_numpy(self._batch[name])
 
     def scored(self, keep: Sequence[str], rows: Array | None, outputs: Mapping[str, Output]) -> Any:
-        kept = {name: self._batch[name] if rows is None else np.asarray(self._batch[name])[rows] for name in keep}
-        return {**kept, **{name: output.to_numpy() for name, output in outputs.items()}}
+        copied = {name: self._batch[name] if rows is None else np.asarray(self._batch[name])[rows] for name in keep}
+        return {**copied, **{name: output.to_numpy() for name, output in outputs.items()}}
 
 
 class FileFrame(NumpyFrame):
@@ -113,9 +113,9 @@ class FileFrame(NumpyFrame):
 
     def scored(self, keep: Sequence[str], rows: Array | None, outputs: Mapping[str, Output]) -> Any:
         pa = arrow()
-        kept = {name: pa.array(values, pa.string() if values.dtype == object else None)
-                for name, values in super().scored(keep, rows, {}).items()}
-        return pa.table({**kept, **{name: output.to_arrow() for name, output in outputs.items()}})
+        copied = {name: pa.array(values, pa.string() if values.dtype == object else None)
+                  for name, values in super().scored(keep, rows, {}).items()}
+        return pa.table({**copied, **{name: output.to_arrow() for name, output in outputs.items()}})
 
 
 class PandasFrame:
@@ -129,9 +129,9 @@ class PandasFrame:
         return from_numpy(series.to_numpy() if isinstance(series.dtype, np.dtype) else list(series))
 
     def scored(self, keep: Sequence[str], rows: Array | None, outputs: Mapping[str, Output]) -> Any:
-        kept = self._batch[list(keep)]
-        kept = kept if rows is None else kept.iloc[rows]
-        return kept.assign(**{name: _cells(output.to_numpy()) for name, output in outputs.items()})
+        copied = self._batch[list(keep)]
+        copied = copied if rows is None else copied.iloc[rows]
+        return copied.assign(**{name: _cells(output.to_numpy()) for name, output in outputs.items()})
 
 
 def frame_of(batch: Any) -> Frame:

@@ -146,23 +146,23 @@ class Scorer:
                 bad |= {int(row): fitted for row in rows}
                 continue
             begin = time.perf_counter()
-            made = self.items.run(self._loaded(), fitted)
+            outputs = self.items.run(self._loaded(), fitted)
             self.engine_seconds += time.perf_counter() - begin
             for name, groups in results.items():
-                groups.append(Group(rows, made[name]))
+                groups.append(Group(rows, outputs[name]))
         good = None if not bad else np.setdiff1d(np.arange(frame.rows), np.fromiter(bad, np.int64))
         return frame.scored(keep, good, self._named(results)), bad
 
     def kept(self, names: Sequence[str]) -> list[str]:
         """Return the columns of a batch that are kept. Raises InputError if one is missing or named like an output."""
-        kept = [name for name in names if name not in self.inputs.values()] if self.columns is None else self.columns
-        if missing := [name for name in (*self.inputs.values(), *kept) if name not in names]:
+        columns = [name for name in names if name not in self.inputs.values()] if self.columns is None else self.columns
+        if missing := [name for name in (*self.inputs.values(), *columns) if name not in names]:
             raise InputError(f"there is no column '{missing[0]}'{did_you_mean(missing[0], names)}; `inputs` names the "
                              "columns of inputs")
-        if twice := set(kept) & set(self._named({})):
+        if twice := set(columns) & set(self._named({})):
             raise InputError(f"column '{min(twice)}' is kept and named like an output; name the output's column by "
                              "`outputs`")
-        return list(kept)
+        return list(columns)
 
     def schema(self, schema: Any) -> Any:
         """Return the Arrow schema of the result for a batch of an Arrow schema. Raises InputError."""

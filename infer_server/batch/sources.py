@@ -100,13 +100,13 @@ def open_source(path: Path, scorer: Scorer, split_items: int = 0) -> Source:
     kinds = {"Parquet files": [file for file in files if file.suffix in PARQUET],
              "arrays": [file for file in files if file.suffix in SUFFIXES],
              "images": [file for file in files if is_image(file)]}
-    found = {kind: these for kind, these in kinds.items() if these}
-    if len(found) != 1:
-        raise InputError(f"input {path} holds " + (" and ".join(f"{kind} ({these[0].name}, ...)" for kind, these in
-                                                               found.items()) + "; score them from folders of their own"
-                                                   if found else f"no images, .npz, .npy or Parquet files "
-                                                   f"({len(files)} other files)"))
-    (kind, these), = found.items()
+    present = {kind: these for kind, these in kinds.items() if these}
+    if len(present) != 1:
+        listed = " and ".join(f"{kind} ({these[0].name}, ...)" for kind, these in present.items())
+        raise InputError(f"input {path} holds " + (
+            f"{listed}; score them from folders of their own" if present else
+            f"no images, .npz, .npy or Parquet files ({len(files)} other files)"))
+    (kind, these), = present.items()
     openers: dict[str, Callable[..., Source]] = {
         "Parquet files": ParquetSource.of, "arrays": ArraySource.of, "images": ImageSource.of}
     source = openers[kind](these, base, scorer, split_items)
@@ -175,11 +175,11 @@ class ParquetSource:
         import pyarrow.parquet
         path = self.files[split.file]
         name = path.relative_to(self.base).as_posix()
-        wanted = dict.fromkeys((*scorer.inputs.values(), *scorer.kept(self.schema(scorer).names)))
+        columns = dict.fromkeys((*scorer.inputs.values(), *scorer.kept(self.schema(scorer).names)))
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             before = sum(file.metadata.row_group(group).num_rows for group in range(split.row_group))
             at, size = 0, chunk_items(scorer, self.row_bytes)
-            for batch in file.iter_batches(size, [split.row_group], list(wanted), use_threads=False):
+            for batch in file.iter_batches(size, [split.row_group], list(columns), use_threads=False):
                 start, stop = max(at, split.start), min(at + batch.num_rows, split.stop)
                 if start < stop:
                     first = before + start

@@ -165,9 +165,9 @@ def _config(options: argparse.Namespace) -> BuildConfig:
 
 
 def _shapes(options: argparse.Namespace) -> dict[str, tuple[int | None, ...]]:
-    asked = options.dims or options.batch_first
-    given = shapes_of_dims(options.model, dict(options.dims or ()), options.batch_first) if asked else {}
-    return {**given, **dict(options.shape or ())}
+    has_dims = options.dims or options.batch_first
+    shapes = shapes_of_dims(options.model, dict(options.dims or ()), options.batch_first) if has_dims else {}
+    return {**shapes, **dict(options.shape or ())}
 
 
 def _profiles(options: argparse.Namespace) -> tuple[Profile, ...]:
@@ -251,8 +251,8 @@ def _for_tensorrt(plan: Plan, options: argparse.Namespace, notify: Notify) -> No
 
 def _version(text: str) -> tuple[int, int, int] | None:
     """Parse a version of TensorRT up to 10, which has calibration caches; None if it is not one."""
-    found = re.fullmatch(r"(\d|10)\.(\d+)\.(\d+)", text, re.ASCII)
-    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+    match = re.fullmatch(r"(\d|10)\.(\d+)\.(\d+)", text, re.ASCII)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
 def _export(plan: Plan, path: str, notify: Notify) -> None:

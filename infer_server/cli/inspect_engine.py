@@ -35,7 +35,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         **({"open": _open(plan, plan.open)} if plan.open else {}),
         **({"program": program(plan).splitlines()} if plan.program else {}),
         "kernels": [{"name": s.name, "fuses": list(s.fuses), "precision": s.precision, "tactic": s.tactic,
-                     **({"kept_float": True} if is_kept(plan, s) else {}),
+                     **({"kept_float": True} if is_kept_float(plan, s) else {}),
                      "time_us": s.time_us, "macs": s.macs, "bytes": s.bytes,
                      **({"expected_us": modelled[n]} if modelled else {}),
                      **({"fallback": s.reason} if s.fallback else {})}
@@ -91,7 +91,7 @@ def program(plan: Plan) -> str:
     return "\n".join(lines(part.main, ""))
 
 
-def is_kept(plan: Plan, step: Step) -> bool:
+def is_kept_float(plan: Plan, step: Step) -> bool:
     """Return True if the step computes an ONNX node that --keep-float left in float."""
     return not set(plan.metadata.get("kept_float", ())).isdisjoint(step.fuses)
 
@@ -101,7 +101,7 @@ def layers(plan: Plan) -> str:
     if plan.program:
         return program(plan)
     modelled, steps = expected_us(plan), plan.machine.steps
-    rows = [(step.name, step.precision + " (kept)" * is_kept(plan, step), step.tactic, us, step.macs / 1e6,
+    rows = [(step.name, step.precision + " (kept)" * is_kept_float(plan, step), step.tactic, us, step.macs / 1e6,
              " + ".join(step.fuses) or "-")
             for step, us in zip(steps, modelled or [step.time_us for step in steps], strict=True)]
     return table(rows, ("kernel", "precision", "tactic", "us expected" if modelled else "us", "M MAC", "fuses"))
@@ -122,8 +122,8 @@ def by_reference(coverage: Coverage) -> str:
 def _command(options: argparse.Namespace) -> int:
     if options.profile:
         engine = load_engine(options.plan)
-        found = profile(engine, ready_context(engine, options.batch), options.batch)
-        print(json.dumps(as_json(found), indent=1) if options.json else f"{header(found)}\n\n{roofline(found)}")
+        result = profile(engine, ready_context(engine, options.batch), options.batch)
+        print(json.dumps(as_json(result), indent=1) if options.json else f"{header(result)}\n\n{roofline(result)}")
         return 0
     plan = read_plan(options.plan)
     if options.report:

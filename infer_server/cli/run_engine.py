@@ -95,17 +95,17 @@ def ready_context(engine: Engine, batch: int, data: str | None = None,
         raise InputError(f"--batch {batch}: the model has no batch axis, it takes exactly the shape it declares")
     if shapes and not is_open(engine):
         raise InputError("--shapes: the plan has no open extents; it takes the shapes that inspect-engine shows")
-    given = {name: tuple(extent or batch for extent in shape) for name, shape in (shapes or {}).items()}
+    requested = {name: tuple(extent or batch for extent in shape) for name, shape in (shapes or {}).items()}
     if data:
         feed = read_feed(data, engine, batch)
-        here = {name: array.shape for name, array in feed.items()}
+        input_shapes = {name: array.shape for name, array in feed.items()}
     else:
-        here = {**engine.usual_shapes(batch), **given}
-        engine.check(here)
+        input_shapes = {**engine.usual_shapes(batch), **requested}
+        engine.check(input_shapes)
         # Deciding inputs keep the values that the plan was built for.
-        feed = random_feed([replace(io, shape=here[io.name]) for io in engine.inputs if io.name not in engine.deciding],
-                           batch)
-    context = engine.create_context().at(here)
+        feed = random_feed([replace(io, shape=input_shapes[io.name]) for io in engine.inputs
+                            if io.name not in engine.deciding], batch)
+    context = engine.create_context().at(input_shapes)
     for name, array in feed.items():
         context.input(name, batch)[...] = array
     return context
@@ -155,8 +155,8 @@ def _command(options: argparse.Namespace) -> int:
     if cpus:        # after the worker threads were started, which inherit the affinity of this thread
         os.sched_setaffinity(0, {cpus[0]})
     if options.profile:
-        found = profile(engine, context, options.batch)
-        print(json.dumps(as_json(found), indent=1) if options.json else f"{header(found)}\n\n{slowest(found)}")
+        profiled = profile(engine, context, options.batch)
+        print(json.dumps(as_json(profiled), indent=1) if options.json else f"{header(profiled)}\n\n{slowest(profiled)}")
         return 0
     result = report(engine, options.batch, measure(context, options.batch, options.seconds))
     if options.json:

@@ -69,8 +69,8 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
         return 2
     logging.basicConfig(level=log_level(parsed), handlers=[handler],
                         format="%(asctime)s %(levelname)s %(message)s")
-    given = [*parsed.model_repository, *([parsed.check] if parsed.check else ())]
-    parsed.model_repository = list({_settled(each): each for each in given}.values())
+    repositories = [*parsed.model_repository, *([parsed.check] if parsed.check else ())]
+    parsed.model_repository = list({_settled(each): each for each in repositories}.values())
     mistake = _mistake(parsed)
     if mistake:
         print(f"infer-server: error: {mistake}", file=sys.stderr)

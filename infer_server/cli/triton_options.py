@@ -37,8 +37,8 @@ def add_triton_options(parser: argparse.ArgumentParser) -> None:
     """Add the options; those that have an equivalent here, or no effect, are not shown in --help."""
     for name in _WITHOUT_EFFECT:
         parser.add_argument(f"--{name}", action="append", nargs="?", const="", help=argparse.SUPPRESS)
-    for name, (taken, instead) in _REFUSED.items():
-        parser.add_argument(f"--{name}", action="append", nargs="?", const="true", type=_only(taken, instead),
+    for name, (accepted, instead) in _REFUSED.items():
+        parser.add_argument(f"--{name}", action="append", nargs="?", const="true", type=_only(accepted, instead),
                             help=argparse.SUPPRESS)
     for port in PORTS:
         parser.add_argument(f"--{port}-address", default="", metavar="ADDRESS",
@@ -113,10 +113,10 @@ def _config_name(text: str) -> str:
     return text
 
 
-def _only(taken: str, instead: str) -> Callable[[str], str]:
+def _only(accepted: str, instead: str) -> Callable[[str], str]:
     """Return an argparse type that accepts one value."""
     def read(text: str) -> str:
-        if text.lower() != taken:
+        if text.lower() != accepted:
             raise argparse.ArgumentTypeError(f"'{text}' is not served: {instead}")
         return text
     return read

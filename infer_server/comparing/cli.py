@@ -31,14 +31,14 @@ def _command(options: argparse.Namespace) -> int:
         return tqdm(feeds, desc="comparing", unit="item", total=min(count, options.items) or None, leave=False,
                     disable=True if options.quiet else None)
 
-    found = compare(options.a, options.b, options.data, items=options.items, preprocess=options.preprocess or "",
-                    threshold=options.threshold, progress=progress)
+    result = compare(options.a, options.b, options.data, items=options.items, preprocess=options.preprocess or "",
+                     threshold=options.threshold, progress=progress)
     if options.json:
-        Path(options.json).write_text(json.dumps(found.as_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    print(found.text(len(found.layers) if options.all else options.worst))
-    if options.min_sqnr is None or found.min_sqnr_db >= options.min_sqnr:
+        Path(options.json).write_text(json.dumps(result.as_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    print(result.text(len(result.layers) if options.all else options.worst))
+    if options.min_sqnr is None or result.min_sqnr_db >= options.min_sqnr:
         return 0
-    low = ", ".join(errors.name for errors in found.outputs if not errors.sqnr_db >= options.min_sqnr)
+    low = ", ".join(errors.name for errors in result.outputs if not errors.sqnr_db >= options.min_sqnr)
     print(f"compare-engine: below --min-sqnr {options.min_sqnr:g}: {low}", file=sys.stderr)
     return TOO_FAR
 

@@ -77,8 +77,8 @@ class Comparison:
 
     def worst(self, count: int) -> tuple[TensorErrors, ...]:
         """Return the `count` layers of the least SQNR, in the order of the graph."""
-        kept = {errors.name for errors in sorted(self.layers, key=lambda errors: errors.sqnr_db)[:count]}
-        return tuple(errors for errors in self.layers if errors.name in kept)
+        names = {errors.name for errors in sorted(self.layers, key=lambda errors: errors.sqnr_db)[:count]}
+        return tuple(errors for errors in self.layers if errors.name in names)
 
     def text(self, worst: int = WORST) -> str:
         """Return the tables of the outputs, of the worst layers and of the first that diverges."""
@@ -87,10 +87,11 @@ class Comparison:
         if self.layers:
             first, least = self.first_divergent, {errors.name for errors in self.worst(worst)}
             listed = [errors for errors in self.layers if errors.name in {*least, first}]
-            said = _counted(len(self.layers), "layer")
+            heading = _counted(len(self.layers), "layer")
             if len(listed) < len(self.layers):
-                said = f"the worst {len(least)} of {said}" + " and the first that diverges" * (len(listed) > len(least))
-            parts += [f"{said}, in the order of the graph:\n{_table('layer', listed, first)}",
+                heading = (f"the worst {len(least)} of {heading}"
+                           + " and the first that diverges" * (len(listed) > len(least)))
+            parts += [f"{heading}, in the order of the graph:\n{_table('layer', listed, first)}",
                       f"diverges first: {first}" if first else f"no layer is below {self.threshold:g} dB"]
         if counts := [f"{count} {why}" for why, count in self.skipped.items() if count]:
             parts.append(f"inner tensors that are not compared: {', '.join(counts)}")
@@ -156,10 +157,10 @@ def _check(a: Side, b: Side) -> None:
     """Check that the sides have the same inputs and outputs. Raises ConfigError."""
     optional = {name for side in (a, b) if isinstance(side, OnnxSide) for name in side.optional}
     inputs, others = ({name: dtype for name, dtype in side.inputs.items() if name not in optional} for side in (a, b))
-    for what, left, right in (("inputs", inputs, others), ("outputs", set(a.outputs), set(b.outputs))):
+    for kind, left, right in (("inputs", inputs, others), ("outputs", set(a.outputs), set(b.outputs))):
         if left != right:
-            options = "; a plan of --uint8-input or --constant is compared with another one" * (what == "inputs")
-            raise ConfigError(f"the {what} differ, so these are not two forms of one model: {a.name} has "
+            options = "; a plan of --uint8-input or --constant is compared with another one" * (kind == "inputs")
+            raise ConfigError(f"the {kind} differ, so these are not two forms of one model: {a.name} has "
                               f"{_listed(left)}, and {b.name} has {_listed(right)}{options}")
 
 
@@ -250,9 +251,9 @@ class _Run:
         for feed in self._progress(self._data.batches(1), self._data.count or 0):
             if first:
                 self._items += 1
-                made, expected = self._a.run(feed), self._b.run(feed)
+                computed, expected = self._a.run(feed), self._b.run(feed)
                 for name, sums in self._outputs.items():
-                    sums.add(made[name], expected[name])
+                    sums.add(computed[name], expected[name])
             if layers is None:
                 continue
             if self._a.fits(feed) and self._b.fits(feed):
@@ -269,11 +270,11 @@ class _Run:
 
     def _compared(self, layers: tuple[Any, Any], feed: Feed) -> Iterator[str]:
         """Compare the inner tensors of one item and yield their names. A's are held, B's are compared as they come."""
-        held: dict[str, Array] = {}
+        values: dict[str, Array] = {}
         names: list[str] = []
 
         def add(name: str, reference: Array) -> None:
-            value = held.pop(name, None)
+            value = values.pop(name, None)
             if value is None or not (_is_real(value) and _is_real(reference)):
                 return
             moved = self._aligned(name, value, reference)
@@ -283,7 +284,7 @@ class _Run:
                 self._layers[name].add(moved, reference)
                 names.append(name)
 
-        layers[0](feed, held.__setitem__)
+        layers[0](feed, values.__setitem__)
         layers[1](feed, add)
         yield from names
 
@@ -321,12 +322,12 @@ def _groups(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
 
 
 # ---- tables
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def _table(what: str, listed: Sequence[TensorErrors], first: str) -> str:
+def _table(label: str, listed: Sequence[TensorErrors], first: str) -> str:
     rows = [[errors.name, *(["-"] * 4 if errors.wrong else [
         f"{errors.sqnr_db:.1f}", f"{errors.largest:.3g}", f"{errors.relative:.2e}", f"{errors.cosine:.6f}"]),
         errors.wrong or "diverges first" * (errors.name == first)] for errors in listed]
-    return table(rows, (what, "SQNR dB", "largest error", "of range", "cosine", ""))
+    return table(rows, (label, "SQNR dB", "largest error", "of range", "cosine", ""))

@@ -140,8 +140,8 @@ class PlanSide:
         part = self._plan.open
         if part is None:
             return True
-        found = extents_of_feed(self._plan.name, part.inputs, part.deciding, feed)
-        return all(found[name] == number for name, number in self._plan.extents.items())
+        extents = extents_of_feed(self._plan.name, part.inputs, part.deciding, feed)
+        return all(extents[name] == number for name, number in self._plan.extents.items())
 
     def run(self, feed: Feed) -> dict[str, Any]:
         types = {io.name: io.dtype for io in self._engine.outputs}
@@ -217,20 +217,20 @@ class OnnxSide:
     def layers(self, names: Sequence[str]) -> Layers:
         def run(feed: Feed, show: Show) -> None:
             for name, array in self._answer(feed, tuple(names)).items():
-                if name in wanted:
+                if name in requested:
                     show(name, array)
-        wanted = {*names}
+        requested = {*names}
         return run
 
     def _answer(self, feed: Feed, shown: tuple[str, ...]) -> dict[str, Any]:
         oracle = self._oracle(feed, shown)
         try:
-            found = oracle.answer(feed)
+            values = oracle.answer(feed)
         except EngineError:
             raise
         except Exception as error:      # ONNX Runtime raises a different class for each status
             raise InputError(f"{self._path}: {oracle.name} cannot run an item: {str(error).splitlines()[0]}") from error
-        return {name: _readable(value, str(getattr(value, "dtype", ""))) for name, value in found.items()}
+        return {name: _readable(value, str(getattr(value, "dtype", ""))) for name, value in values.items()}
 
     def _oracle(self, feed: Feed, shown: tuple[str, ...]) -> Oracle:
         """Return the oracle for a feed. ONNX Runtime takes any shapes; the reference has a graph for each."""

@@ -43,8 +43,9 @@ def complete(message: model_config.ModelConfig, name: str, engine: Described, fi
     axes = _Axes(engine.max_batch > 0 or whole or bool(ragged and implied), implied, implied and is_mixed(engine),
                  _flat(ragged))
     sequences = sequences_of(completed)
-    added, kept = (frozenset(sequences.added), set(sequences.kept)) if sequences else (frozenset[str](), set[str]())
-    for kind, names, tensors in (("input", added, engine.inputs), ("output", kept, engine.outputs)):
+    added = frozenset(sequences.added) if sequences else frozenset[str]()
+    states = set(sequences.state_outputs) if sequences else set[str]()
+    for kind, names, tensors in (("input", added, engine.inputs), ("output", states, engine.outputs)):
         if missing := names - {tensor.name for tensor in tensors}:
             raise ModelConfigError(f"sequence_batching: the model has no {kind} '{min(missing)}', but "
                                    f"{', '.join(tensor.name for tensor in tensors)}")
@@ -52,9 +53,9 @@ def complete(message: model_config.ModelConfig, name: str, engine: Described, fi
         added = _computed_inputs(ragged, engine)
     _complete_tensors("input", completed.input, [each for each in engine.inputs if each.name not in added], axes,
                       _defaults_of(engine, completed))
-    given = {spec.name for spec in completed.output}
+    configured = {spec.name for spec in completed.output}
     _complete_tensors("output", completed.output,
-                      [each for each in engine.outputs if each.name not in kept - given], axes)
+                      [each for each in engine.outputs if each.name not in states - configured], axes)
     if ragged:
         check_ragged(ragged, completed)
     if not whole:
@@ -105,14 +106,14 @@ def _flat(ragged: Ragged | None) -> frozenset[str]:
 def _computed_inputs(ragged: Ragged, engine: Described) -> frozenset[str]:
     """Return the engine's inputs that the server computes from shapes. Raises ModelConfigError if one is missing."""
     tensors = {tensor.name: tensor for tensor in engine.inputs}
-    for made in ragged.computed:
-        for name in made.names:
+    for computed in ragged.computed:
+        for name in computed.names:
             if name not in tensors:
                 raise ModelConfigError(f"batch_input: target_name '{name}': the model has the inputs "
                                        f"{', '.join(tensors)}.{nearest(name, tensors)}")
-            if (expected := _datatype("input", tensors[name])) != made.datatype.config:
-                raise ModelConfigError(f"batch_input '{name}': data_type is TYPE_{made.datatype.name}, but the model's "
-                                       f"is {_type_name(expected)}")
+            if (expected := _datatype("input", tensors[name])) != computed.datatype.config:
+                raise ModelConfigError(f"batch_input '{name}': data_type is TYPE_{computed.datatype.name}, but the "
+                                       f"model's is {_type_name(expected)}")
     return ragged.names
 
 
@@ -172,10 +173,10 @@ def _complete_tensors(kind: str, specs: Any, tensors: Sequence[TensorInfo], axes
         if not spec.dims and not spec.HasField("reshape"):
             spec.dims.extend(dims)
         # -1 on either side leaves an extent open; the engine checks it when it executes.
-        given_dims = model_dims(spec)
-        if len(given_dims) != len(dims) or not all(
-                a == b or -1 in (a, b) for a, b in zip(given_dims, dims, strict=True)):
-            raise ModelConfigError(_wrong_dims(kind, spec, given_dims, dims, axes))
+        configured_dims = model_dims(spec)
+        if len(configured_dims) != len(dims) or not all(
+                a == b or -1 in (a, b) for a, b in zip(configured_dims, dims, strict=True)):
+            raise ModelConfigError(_wrong_dims(kind, spec, configured_dims, dims, axes))
     present = {spec.name for spec in specs}
     for tensor in tensors:
         if tensor.name not in present:

@@ -52,14 +52,14 @@ class BuildOptions:
             if getattr(self, name) not in ("", "true", "false"):
                 raise ModelConfigError(f"parameter {name}: expected true or false, got '{getattr(self, name)}'")
         for name, of, most in (("threads", "threads", MOST_THREADS), ("max_batch", "items", MOST_ITEMS)):
-            given = getattr(self, name)
-            if given and not (given.isascii() and given.isdecimal() and given.strip("0")):
-                raise ModelConfigError(f"parameter {name}: expected a number of {of}, got '{given}'")
-            if given and (len(given) > _DIGITS or int(given) > most):       # int() rejects very long strings
-                raise ModelConfigError(f"parameter {name}: {given[:_DIGITS]} is more than the limit of {most}")
+            value = getattr(self, name)
+            if value and not (value.isascii() and value.isdecimal() and value.strip("0")):
+                raise ModelConfigError(f"parameter {name}: expected a number of {of}, got '{value}'")
+            if value and (len(value) > _DIGITS or int(value) > most):       # int() rejects very long strings
+                raise ModelConfigError(f"parameter {name}: {value[:_DIGITS]} is more than the limit of {most}")
 
 
-_OURS = tuple(option.name for option in fields(BuildOptions))
+_OPTION_NAMES = tuple(option.name for option in fields(BuildOptions))
 # Other servers' names of `threads`; 0 and less mean a default there, which is the server's --threads here.
 _THREADS = ("intra_op_thread_count", "INFERENCE_NUM_THREADS", "TF_NUM_INTRA_THREADS")
 _MISSPELT = 0.8                 # similarity from which an unknown key counts as misspelt
@@ -74,22 +74,22 @@ def build_options(message: model_config.ModelConfig) -> tuple[BuildOptions, list
     ModelConfigError
         A value is not valid, or a key is misspelt.
     """
-    given = {name: parameter.string_value for name, parameter in message.parameters.items()}
-    options = {name: value for name, value in given.items() if name in _OURS}
+    parameters = {name: parameter.string_value for name, parameter in message.parameters.items()}
+    options = {name: text for name, text in parameters.items() if name in _OPTION_NAMES}
     notices = []
-    for name in sorted(given.keys() - options.keys()):
-        value = given[name]
-        if hint := nearest(name, _OURS, _MISSPELT):
-            raise ModelConfigError(f"parameters: unknown key '{name}'; known are {', '.join(_OURS)}.{hint}")
-        if name in _THREADS and "threads" not in given:
-            if value.isascii() and value.isdecimal() and value.strip("0"):
-                options["threads"] = value
+    for name in sorted(parameters.keys() - options.keys()):
+        text = parameters[name]
+        if hint := nearest(name, _OPTION_NAMES, _MISSPELT):
+            raise ModelConfigError(f"parameters: unknown key '{name}'; known are {', '.join(_OPTION_NAMES)}.{hint}")
+        if name in _THREADS and "threads" not in parameters:
+            if text.isascii() and text.isdecimal() and text.strip("0"):
+                options["threads"] = text
             notices.append(f"parameters.{name}: taken as the parameter threads")
         else:
             notices.append(f"parameters.{name}: kept; it has no effect here")
     precision = _precision_mode(message)
-    if precision and "precision" not in given:
-        if precision != "int8" or "calib" in given or "calib_cache" in given:
+    if precision and "precision" not in parameters:
+        if precision != "int8" or "calib" in parameters or "calib_cache" in parameters:
             options["precision"] = precision
         else:
             notices.append("precision_mode INT8: built in fp32, because there is no calibration data; give "

@@ -21,7 +21,7 @@ from infer_server.config.fields import (
     check_threads,
     findings,
 )
-from infer_server.config.groups import RateLimit, asks_for_gpu, devices, rate_limits_of
+from infer_server.config.groups import RateLimit, devices, rate_limits_of, requests_gpu
 from infer_server.config.kinds import ModelKind, kind_of
 from infer_server.config.ragged import Ragged, ragged_of
 from infer_server.config.sequences import SequenceConfig, sequences_of
@@ -64,7 +64,7 @@ class TensorSpec:
         """Return the shape for clients of an item of an output with the given shape in the model."""
         if self.reshape is None:
             return item
-        rest = iter([extent for extent, given in zip(item, self.reshape, strict=True) if given == -1])
+        rest = iter([extent for extent, dim in zip(item, self.reshape, strict=True) if dim == -1])
         return tuple(next(rest) if dim == -1 else dim for dim in self.dims)
 
     def describe(self, batched: bool) -> str:
@@ -82,13 +82,13 @@ class VersionPolicy:
 
     def choose(self, available: Iterable[int]) -> list[int]:
         """Return the versions to serve, highest first. Raises ModelConfigError if no specific version exists."""
-        found = sorted(available, reverse=True)
+        versions = sorted(available, reverse=True)
         if self.latest:
-            return found[:self.latest]
-        chosen = [version for version in found if version in self.specific] if self.specific else found
+            return versions[:self.latest]
+        chosen = [version for version in versions if version in self.specific] if self.specific else versions
         if not chosen:
             raise ModelConfigError(f"version_policy: versions {sorted(self.specific)} do not exist; the folder has "
-                                   f"{sorted(found)}")
+                                   f"{sorted(versions)}")
         return chosen
 
 
@@ -114,7 +114,7 @@ class ModelConfig:
     ragged: Ragged | None = None            # set if requests are concatenated in one tensor
     cached: bool = False                    # True if responses are cached
     decoupled: bool = False                 # True if a request may have any number of responses
-    asks_for_gpu: bool = field(default=False, compare=False)
+    requests_gpu: bool = field(default=False, compare=False)
     notices: tuple[str, ...] = field(default=(), compare=False)     # notices about fields that differ from Triton
 
     @property
@@ -125,7 +125,7 @@ class ModelConfig:
 # Fields that an ensemble cannot have, because it executes nothing itself.
 _NOT_OF_ENSEMBLES = ("instance_group", "model_warmup")
 # Fields that are refused for engines only.
-_OF_OTHERS = ("sequence_batching.iterative_sequence",)
+_ENGINE_ONLY = ("sequence_batching.iterative_sequence",)
 _ENVIRONMENT = "EXECUTION_ENV_PATH"         # parameter with a packed Python environment
 
 
@@ -139,7 +139,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
     check_limits(message)
     kind = kind_of(message)
     may_be_open = kind is ModelKind.PYTHON and not is_complete
-    found = _findings(message, kind)
+    notices = _findings(message, kind)
     build, of_build = build_options(message) if kind is ModelKind.ENGINE else (BuildOptions(), [])
     dynamic = message.dynamic_batching
     batching = BatchPolicy(
@@ -163,7 +163,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
         queueing=_priorities(dynamic),
         kind=kind,
         decoupled=message.model_transaction_policy.decoupled,
-        parameters={name: given.string_value for name, given in message.parameters.items()},
+        parameters={name: parameter.string_value for name, parameter in message.parameters.items()},
         steps=steps_of(message),
         max_inflight=message.ensemble_scheduling.max_inflight_requests,
         sequences=sequences_of(message, folder),
@@ -175,8 +175,8 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
         versions=_version_policy(message.version_policy),
         build=build,
         default_filename=_filename(message.default_model_filename),
-        asks_for_gpu=asks_for_gpu(message),
-        notices=(*(str(each) for each in found if not _is_plain(each.path, kind)), *of_build,
+        requests_gpu=requests_gpu(message),
+        notices=(*(str(each) for each in notices if not _is_plain(each.path, kind)), *of_build,
                  *_notices(message, kind)))
 
 
@@ -201,12 +201,13 @@ def _priorities(dynamic: model_config.ModelDynamicBatching) -> Priorities:
 
 def _findings(message: model_config.ModelConfig, kind: ModelKind) -> list[Finding]:
     """Return the fields that are not served exactly as written. Raises ModelConfigError for refused ones."""
-    found = [each for each in findings(message) if each.path not in _OF_OTHERS or kind is ModelKind.ENGINE]
-    if kind is ModelKind.ENSEMBLE and (given := [name for name in _NOT_OF_ENSEMBLES if getattr(message, name)]):
-        raise ModelConfigError(f"{given[0]}: an ensemble executes nothing itself; give it to the models of its steps")
-    if refused := [str(each) for each in found if each.treatment.verdict is Verdict.REFUSED]:
+    result = [each for each in findings(message) if each.path not in _ENGINE_ONLY or kind is ModelKind.ENGINE]
+    if kind is ModelKind.ENSEMBLE and (unsupported := [name for name in _NOT_OF_ENSEMBLES if getattr(message, name)]):
+        raise ModelConfigError(f"{unsupported[0]}: an ensemble executes nothing itself; give it to the models of its "
+                               "steps")
+    if refused := [str(each) for each in result if each.treatment.verdict is Verdict.REFUSED]:
         raise ModelConfigError(*refused)
-    return found
+    return result
 
 
 def _notices(message: model_config.ModelConfig, kind: ModelKind) -> Iterator[str]:
@@ -229,10 +230,10 @@ def _queue_policy(queue: model_config.ModelQueuePolicy) -> QueuePolicy:
 def _is_cached(message: model_config.ModelConfig) -> bool:
     if not message.response_cache.enable:
         return False
-    for what, holds in (("a decoupled model's", message.model_transaction_policy.decoupled),
-                        ("a sequence's", message.HasField("sequence_batching"))):
+    for owner, holds in (("a decoupled model's", message.model_transaction_policy.decoupled),
+                         ("a sequence's", message.HasField("sequence_batching"))):
         if holds:
-            raise ModelConfigError(f"response_cache: {what} responses are not cached; remove it")
+            raise ModelConfigError(f"response_cache: {owner} responses are not cached; remove it")
     return True
 
 
@@ -297,11 +298,11 @@ def _devices(message: model_config.ModelConfig, most: int) -> tuple[int | None, 
     if (count := sum(group.count * max(1, len(group.gpus)) for group in message.instance_group)) > most:
         raise ModelConfigError(f"instance_group.count: {count} instances are more than the limit of {most}; write a "
                                "lower count")
-    found = devices(message)
-    if message.dynamic_batching.preserve_ordering and len(found) > 1:
-        raise ModelConfigError(f"preserve_ordering: {len(found)} instances answer in the order in which they are done; "
+    gpus = devices(message)
+    if message.dynamic_batching.preserve_ordering and len(gpus) > 1:
+        raise ModelConfigError(f"preserve_ordering: {len(gpus)} instances answer in the order in which they are done; "
                                "give instance_group a count of 1, on one device, or leave the order open")
-    return found
+    return gpus
 
 
 def _version_policy(policy: model_config.ModelVersionPolicy) -> VersionPolicy:

@@ -216,12 +216,12 @@ def treatment(path: str) -> Treatment:
 
 def findings(message: Message) -> list[Finding]:
     """Return the fields of a configuration that are not just served, each once, in the order of the descriptor."""
-    found: dict[str, Finding] = {}
+    by_line: dict[str, Finding] = {}
     for path in _set_paths(message, ""):
         line = _line(path)
         if line in TREATMENTS and TREATMENTS[line].verdict is not Verdict.SERVED:
-            found.setdefault(line, Finding(line, TREATMENTS[line]))
-    return list(found.values())
+            by_line.setdefault(line, Finding(line, TREATMENTS[line]))
+    return list(by_line.values())
 
 
 def _line(path: str) -> str:

@@ -20,7 +20,7 @@ NOT_BUILT = ("instance_group: KIND_GPU: not checked, because only the build show
 Group = model_config.ModelInstanceGroup
 
 
-def asks_for_gpu(message: model_config.ModelConfig) -> bool:
+def requests_gpu(message: model_config.ModelConfig) -> bool:
     return any(group.kind == Group.KIND_GPU or group.gpus for group in message.instance_group)
 
 
@@ -139,8 +139,8 @@ def _rate_limit(limiter: model_config.ModelRateLimiter, gpu: int | None) -> Rate
     needs: dict[Resource, int] = {}
     for resource in limiter.resources:
         is_global = getattr(resource, "global")
-        found = Resource(resource.name, is_global, None if is_global else gpu)
-        if not resource.name or found in needs:
+        key = Resource(resource.name, is_global, None if is_global else gpu)
+        if not resource.name or key in needs:
             raise ModelConfigError("instance_group.rate_limiter: each resource needs a name of its own")
-        needs[found] = resource.count
+        needs[key] = resource.count
     return RateLimit(needs, limiter.priority or 1)

@@ -33,10 +33,10 @@ def inside(bounds: Path, folder: Path, path: str, what: str) -> Path:
     ModelConfigError
         The path is outside `bounds`.
     """
-    found = Path(os.path.normpath(os.path.join(folder, path)))
-    if not found.is_relative_to(os.path.normpath(bounds)) or "\0" in path:
+    normalised = Path(os.path.normpath(os.path.join(folder, path)))
+    if not normalised.is_relative_to(os.path.normpath(bounds)) or "\0" in path:
         raise ModelConfigError(f"{what}: '{path}' is not in {bounds.name}")
-    return found
+    return normalised
 
 
 def is_name(name: str) -> bool:

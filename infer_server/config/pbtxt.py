@@ -23,8 +23,8 @@ def read_config(path: Path) -> model_config.ModelConfig:
         line = error.GetLine()
         hint = _hint(str(error))
         # The parser's message begins with line:column; remove it, since the path has the line number.
-        what = re.sub(r"^\d+(:\d+)? : ", "", str(error))
-        raise ModelConfigError(f"{path}:{line}: {what}{hint}") from error
+        reason = re.sub(r"^\d+(:\d+)? : ", "", str(error))
+        raise ModelConfigError(f"{path}:{line}: {reason}{hint}") from error
     except (OSError, ValueError) as error:          # ValueError e.g. for a number out of the range of an enum
         raise ModelConfigError(f"{path}: {error}") from error
     return message

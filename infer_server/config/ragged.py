@@ -71,12 +71,12 @@ class Ragged:
     @property
     def names(self) -> frozenset[str]:
         """Names of the computed inputs."""
-        return frozenset(name for made in self.computed for name in made.names)
+        return frozenset(name for computed in self.computed for name in computed.names)
 
     @property
     def sources(self) -> list[tuple[str, str]]:
         """Pairs of a field and the input that it names as its source."""
-        return [*(("batch_input", made.source) for made in self.computed),
+        return [*(("batch_input", computed.source) for computed in self.computed),
                 *(("batch_output", source) for source in self.scattered.values())]
 
     def check_sources(self, inputs: Collection[str]) -> None:
@@ -95,19 +95,19 @@ def ragged_of(message: model_config.ModelConfig) -> Ragged | None:
     if message.HasField("sequence_batching"):
         raise ModelConfigError("allow_ragged_batch: the requests of a sequence are not concatenated; pad them to equal "
                                "shapes in the client, and remove it")
-    made = tuple(_shape_input(given) for given in message.batch_input)
-    names = [name for each in made for name in each.names]
+    computed = tuple(_shape_input(item) for item in message.batch_input)
+    names = [name for each in computed for name in each.names]
     if twice := [name for name in names if names.count(name) > 1 or name in {spec.name for spec in message.input}]:
         raise ModelConfigError(f"batch_input: '{twice[0]}' is given twice; name it in one batch_input, and not in "
                                "`input`")
     scattered: dict[str, str] = {}
-    for given in message.batch_output:
-        source = _source("batch_output", "BATCH_SCATTER_WITH_INPUT_SHAPE", given.source_input)
-        for name in given.target_name:
+    for item in message.batch_output:
+        source = _source("batch_output", "BATCH_SCATTER_WITH_INPUT_SHAPE", item.source_input)
+        for name in item.target_name:
             if name in scattered:
                 raise ModelConfigError(f"batch_output: target_name '{name}' is given twice")
             scattered[name] = source
-    return Ragged(inputs, made, scattered)
+    return Ragged(inputs, computed, scattered)
 
 
 def check_ragged(ragged: Ragged, message: model_config.ModelConfig) -> None:

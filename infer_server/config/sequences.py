@@ -37,7 +37,7 @@ class SequenceConfig:
         return {control.name for control in self.policy.controls} | {state.input for state in self.policy.states}
 
     @property
-    def kept(self) -> list[str]:
+    def state_outputs(self) -> list[str]:
         """Outputs of the model that are states."""
         return [state.output for state in self.policy.states]
 
@@ -49,9 +49,9 @@ def sequences_of(message: model_config.ModelConfig, folder: Path | None = None) 
     """
     if not message.HasField("sequence_batching"):
         return None
-    given = message.sequence_batching
+    settings = message.sequence_batching
     batch = max(1, message.max_batch_size)
-    oldest = given.oldest if given.HasField("oldest") else None
+    oldest = settings.oldest if settings.HasField("oldest") else None
     if oldest and oldest.max_candidate_sequences < 0:
         raise ModelConfigError("sequence_batching.oldest.max_candidate_sequences: expected 0 or more, got "
                                f"{oldest.max_candidate_sequences}")
@@ -60,20 +60,20 @@ def sequences_of(message: model_config.ModelConfig, folder: Path | None = None) 
             raise ModelConfigError(f"sequence_batching.oldest.preferred_batch_size: {size} is not within 1..{batch}, "
                                    "the max_batch_size")
     datatypes: dict[str, Datatype] = {}
-    controls = tuple(_control(each.name, control, datatypes) for each in given.control_input
+    controls = tuple(_control(each.name, control, datatypes) for each in settings.control_input
                      for control in each.control)
-    states = tuple(_state(state, message.max_batch_size > 0, folder, datatypes) for state in given.state)
-    if states and given.iterative_sequence:
+    states = tuple(_state(state, message.max_batch_size > 0, folder, datatypes) for state in settings.state)
+    if states and settings.iterative_sequence:
         raise ModelConfigError("sequence_batching: a state is passed from one request to the next, but with "
                                "iterative_sequence each request is a sequence; keep the state in model.py, by the id "
                                "of a control_input of CONTROL_SEQUENCE_CORRID")
     policy = SequencePolicy(
-        idle_us=given.max_sequence_idle_microseconds or _IDLE_US, controls=controls, states=states,
+        idle_us=settings.max_sequence_idle_microseconds or _IDLE_US, controls=controls, states=states,
         candidates=(oldest.max_candidate_sequences or batch) if oldest else batch, batched=message.max_batch_size > 0,
-        iterative=given.iterative_sequence)
+        iterative=settings.iterative_sequence)
     batching = BatchPolicy(
         batch, frozenset(oldest.preferred_batch_size if oldest else ()),
-        (oldest or given.direct).max_queue_delay_microseconds, merges=message.max_batch_size > 0)
+        (oldest or settings.direct).max_queue_delay_microseconds, merges=message.max_batch_size > 0)
     return SequenceConfig(policy, batching, datatypes)
 
 

@@ -148,8 +148,8 @@ class ModelSignature:
 
     def to_model(self, arrays: Arrays, items: int) -> Arrays:
         """Return the inputs of a checked request in the model's shapes, with defaults for omitted ones."""
-        given = self._reshaped(arrays) if self._reshapes else arrays
-        return {**given, **dict(self._left_out(given, items))} if self._defaults else given
+        reshaped = self._reshaped(arrays) if self._reshapes else arrays
+        return {**reshaped, **dict(self._left_out(reshaped, items))} if self._defaults else reshaped
 
     def _left_out(self, names: Collection[str], items: int) -> Iterator[tuple[str, NDArray[Any]]]:
         for name, array in self._defaults.items():
@@ -165,9 +165,9 @@ class ModelSignature:
         """Wrap `encode` so that it gets the outputs in the shapes that clients see."""
         if not self._reshapes:
             return encode
-        return lambda computed: encode(self._as_seen(computed))
+        return lambda computed: encode(self._client_view(computed))
 
-    def _as_seen(self, computed: Arrays) -> Arrays:
+    def _client_view(self, computed: Arrays) -> Arrays:
         """Return the outputs in clients' shapes, without the states of sequences."""
         arrays = {name: self._restored(name, array) for name, array in computed.items() if name in self._outputs}
         return Outputs(arrays, computed.parameters) if isinstance(computed, Outputs) else arrays

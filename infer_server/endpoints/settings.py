@@ -17,7 +17,7 @@ from infer_server.repository.repository import Repository
 
 _FORMATS = ("default", "ISO8601")
 # Loggers of this project: other libraries log every request to a store. __main__: this server as `python -m`.
-_OURS = ("infer_server", "__main__")
+_INFO_LOGGERS = ("infer_server", "__main__")
 
 
 @dataclass
@@ -46,7 +46,7 @@ class LogSettings:
             return self.log_error
         if record.levelno >= logging.WARNING:
             return self.log_warning
-        is_info = record.levelno >= logging.INFO and record.name.partition(".")[0] in _OURS
+        is_info = record.levelno >= logging.INFO and record.name.partition(".")[0] in _INFO_LOGGERS
         return self.log_info if is_info else self.log_verbose_level > 0
 
     def update(self, name: str, value: Any) -> None:

@@ -43,8 +43,8 @@ def _command(options: argparse.Namespace) -> int:
 
 def _times(options: argparse.Namespace) -> tuple[ServiceTimes, int]:
     """Return the times of batches and the most items of one. Raises ConfigError unless one source is given."""
-    given = [name for name in ("plan", "item_ms", "times") if getattr(options, name)]
-    if len(given) != 1:
+    sources = [name for name in ("plan", "item_ms", "times") if getattr(options, name)]
+    if len(sources) != 1:
         raise ConfigError("give one source of times: a plan to measure, --item-ms, or --times")
     if options.item_ms:
         most = options.max_batch or 8

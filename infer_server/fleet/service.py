@@ -124,8 +124,8 @@ def _of_percentiles(latency: Mapping[str, float]) -> tuple[float, ...]:
 def _of_statistics(document: Mapping[str, Any]) -> dict[int, float]:
     """Return the mean seconds by batch size of a model's statistics, /v2/models/NAME/stats."""
     (model,) = document["model_stats"]
-    found = {}
+    times = {}
     for batch in model["batch_stats"]:
         parts = [batch[name] for name in ("compute_input", "compute_infer", "compute_output")]
-        found[int(batch["batch_size"])] = sum(int(part["ns"]) / int(part["count"]) for part in parts) / 1e9
-    return found
+        times[int(batch["batch_size"])] = sum(int(part["ns"]) / int(part["count"]) for part in parts) / 1e9
+    return times

@@ -94,12 +94,12 @@ def simulate(fleet: Fleet, arrivals: Array, seed: int = 0) -> Array:
 
     for request, arrives in enumerate([*arrivals.tolist(), float("inf")]):
         while events and events[0][0] <= arrives:
-            now, _, server, what = heapq.heappop(events)
-            if isinstance(what, int):
-                queues[server].append(what)
+            now, _, server, event = heapq.heappop(events)
+            if isinstance(event, int):
+                queues[server].append(event)
             else:
                 idle[server] += 1
-                for each in what:
+                for each in event:
                     ended[each] = now
                     release(owners[each], server)
             start(server, now)

@@ -113,7 +113,7 @@ def _check_model(repository: Path, name: str, served: dict[str, list[_Version]],
     config = sources[0].config
     for notice in config.notices:
         yield Remark(name, notice)
-    if config.asks_for_gpu:
+    if config.requests_gpu:
         yield from _of_gpus(sources[0], name, kind_gpu, describe is not None)
     for number, source in enumerate(sources):
         if config.kind is not ModelKind.ENSEMBLE and not source.file.exists():

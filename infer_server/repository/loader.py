@@ -60,9 +60,9 @@ class Loader:
             The model cannot be loaded; the repository index shows the message.
         """
         auto = not source.is_onnx or self.kind_auto == "gpu"
-        gpus = source.gpus() if auto or source.config.asks_for_gpu else []
+        gpus = source.gpus() if auto or source.config.requests_gpu else []
         message = with_devices(source.message, gpus, auto)
-        if source.config.asks_for_gpu and set(devices(message)) == {None}:
+        if source.config.requests_gpu and set(devices(message)) == {None}:
             if self.kind_gpu == "refuse":
                 raise ModelConfigError(REFUSED)
             log.warning("%s: %s", source.name, ON_CPU)
@@ -135,7 +135,7 @@ class Loader:
         ModelConfigError
             The configuration requires a GPU and --kind-gpu is "refuse".
         """
-        if source.config.asks_for_gpu and self.kind_gpu == "refuse":
+        if source.config.requests_gpu and self.kind_gpu == "refuse":
             raise ModelConfigError(f"{REFUSED}: {refusal}") from refusal
         log.warning("%s: not served on %s: %s", source.name, ", ".join(map(str, gpus)), refusal)
         return replace(source, message=without_gpus(source.message, [gpu.number for gpu in gpus]))

@@ -98,7 +98,7 @@ class EngineModel(QueuedModel):
                 if short is not None and device is None:
                     short.add(batch, ns, ns)
         outputs = list(dict.fromkeys([*(spec.name for spec in config.outputs),
-                                      *(config.sequences.kept if config.sequences else ())]))
+                                      *(config.sequences.state_outputs if config.sequences else ())]))
         executors = [_executor(context, config, outputs, engine, padding, device)
                      for context, device in zip(contexts, config.devices, strict=True)]
         for executor in executors:

@@ -258,7 +258,7 @@ def test_what_means_something_else_here_is_reported_and_the_model_is_served() ->
         parameters { key: "intra_op_thread_count" value { string_value: "2" } }
         parameters { key: "owner" value { string_value: "the vision team" } }
     """))
-    assert (config.devices, config.asks_for_gpu) == ((0, 1, 0, 1), True)
+    assert (config.devices, config.requests_gpu) == ((0, 1, 0, 1), True)
     assert (config.build.precision, config.build.threads) == ("fp16", "2")
     reported = {notice.split(":")[0] for notice in config.notices}
     assert reported == {"optimization", "parameters.owner", "optimization.execution_accelerators",
