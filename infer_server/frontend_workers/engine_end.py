@@ -19,7 +19,7 @@ from infer_server.frontend_workers import link
 from infer_server.frontend_workers.link import Frame, Link
 from infer_server.frontend_workers.settings import WorkerSettings
 from infer_server.frontend_workers.streams import ForwardedStreams
-from infer_server.protocol.wire import KEPT_BYTES, KEPT_FORMS
+from infer_server.protocol.wire import MAX_CACHED_FORMS, MAX_CACHED_HEADER_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,8 @@ class EngineEnd(Link):
 
     # ---- HTTP
     def _exchange(self, frame: Frame) -> None:
-        method, path, version, headers = (_read_cached if len(frame.about) <= KEPT_BYTES else _read)(frame.about)
+        read = _read_cached if len(frame.about) <= MAX_CACHED_HEADER_BYTES else _read
+        method, path, version, headers = read(frame.about)
         connection = self._exchanges[frame.number] = _Connection(self, frame.number, frame.peer.decode())
         request = HttpRequest(method, path, headers, frame.payload, frame.received_ns, version)
         try:
@@ -241,9 +242,9 @@ def _read(about: bytes) -> tuple[str, str, str, dict[str, str]]:
     return method, path, version, headers
 
 
-_read_cached = lru_cache(KEPT_FORMS)(_read)     # most requests of a client have equal headers
+_read_cached = lru_cache(MAX_CACHED_FORMS)(_read)  # most requests of a client have equal headers
 
 
-@lru_cache(KEPT_FORMS)
+@lru_cache(MAX_CACHED_FORMS)
 def _about(status: int, content_type: str, headers: tuple[tuple[str, str], ...]) -> bytes:
     return json.dumps((int(status), content_type, dict(headers))).encode()

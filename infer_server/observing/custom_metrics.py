@@ -86,13 +86,13 @@ class CustomMetrics:
                 metric.owners.add(owner)
             self._families[name], family.metrics[key] = family, metric
 
-    def change(self, name: str, labels: Mapping[str, str], what: str, value: float) -> None:
+    def change(self, name: str, labels: Mapping[str, str], operation: str, value: float) -> None:
         """Increment or set a metric, or observe a value; do nothing if its models were unloaded."""
         with self._lock:
             if (metric := self._metric(name, labels)) is None:
                 return
-            metric.value = value if what == "set" else metric.value + value
-            if what == "observe":
+            metric.value = value if operation == "set" else metric.value + value
+            if operation == "observe":
                 metric.counts[bisect_left(metric.bounds, value)] += 1
 
     def value(self, name: str, labels: Mapping[str, str]) -> float:

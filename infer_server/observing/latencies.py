@@ -39,13 +39,13 @@ class Latencies:
         counts = [self._recent.get(bucket, 0) + self._before.get(bucket, 0) for bucket in buckets]
         if not (total := sum(counts)):
             return [float("nan")] * len(levels)
-        found, at, below = [], 0, 0
+        values, at, below = [], 0, 0
         for level in levels:
             while at < len(buckets) - 1 and below + counts[at] < level * total:
                 below += counts[at]
                 at += 1
-            found.append(_middle(buckets[at]))
-        return found
+            values.append(_middle(buckets[at]))
+        return values
 
     def _turn(self, now_ns: int) -> None:
         gap = now_ns - self._since_ns > 2 * _HALF_NS

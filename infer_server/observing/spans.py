@@ -39,13 +39,13 @@ class SpanSettings:
     resource: Mapping[str, str] = field(default_factory=dict)   # resource attributes of this server
 
 
-def _resource(given: Mapping[str, str]) -> Any:
+def _resource(attributes: Mapping[str, str]) -> Any:
     """Return the resource of all spans: defaults, then OTEL_RESOURCE_ATTRIBUTES and its like, then the command line."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     of_pod = {name: value for name, variable in _OF_POD.items() if (value := os.environ.get(variable))}
     defaults = {"service.name": "infer-server", "host.name": of_pod.get("k8s.node.name") or socket.gethostname(),
                 **of_pod}
-    return Resource.create(defaults).merge(OTELResourceDetector().detect()).merge(Resource(dict(given)))
+    return Resource.create(defaults).merge(OTELResourceDetector().detect()).merge(Resource(dict(attributes)))
 
 
 def is_installed() -> bool:
@@ -78,8 +78,8 @@ class SpanTracer:
 
     def begin(self, model: str, header: Callable[[str], str]) -> RequestTrace | None:
         from opentelemetry.trace import get_current_span
-        given = {name: value for name in _PARENT if (value := header(name))}
-        parent = self._propagator.extract(given) if given else None
+        headers = {name: value for name in _PARENT if (value := header(name))}
+        parent = self._propagator.extract(headers) if headers else None
         client = get_current_span(parent).get_span_context()
         if parent and client.is_valid:
             return RequestTrace(self._record, parent=parent) if client.trace_flags.sampled else None

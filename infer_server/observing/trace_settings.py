@@ -95,12 +95,12 @@ class SettingsByModel:
         for name, sampler in self._samplers.items():
             if "count" in overrides[name]:
                 overrides[name]["count"] = sampler.remaining
-        mine = overrides.setdefault(model, {})
+        override = overrides.setdefault(model, {})
         for setting, values in settings.items():
             name, value = _parsed(setting, list(values))
-            mine.pop(name, None)
+            override.pop(name, None)
             if values:
-                mine[name] = value
+                override[name] = value
         self._change(model, {name: fields for name, fields in overrides.items() if fields or not name})
 
     def _change(self, changed: str, overrides: dict[str, dict[str, Any]]) -> None:
@@ -136,12 +136,12 @@ def _parsed(setting: str, values: list[str]) -> tuple[str, Any]:
     return name, number(f"'{setting}'", values[0], least) if values else None
 
 
-def number(what: str, text: str, least: int) -> int:
+def number(name: str, text: str, least: int) -> int:
     """Parse an integer of at least `least`. Raises InvalidRequestError with Triton's message."""
     try:
         value = int(text)
     except ValueError:
-        raise InvalidRequestError(f"Unable to parse {what}, got: {text}") from None
+        raise InvalidRequestError(f"Unable to parse {name}, got: {text}") from None
     if not least <= value <= _MOST:
-        raise InvalidRequestError(f"Unable to parse {what}, value is out of range [ {least}, {_MOST} ], got: {text}")
+        raise InvalidRequestError(f"Unable to parse {name}, value is out of range [ {least}, {_MOST} ], got: {text}")
     return value

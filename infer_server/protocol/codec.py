@@ -84,7 +84,7 @@ class InputTensor:
         return self.datatype.name not in ("BYTES", "BOOL") and self.raw_bytes > 0
 
     @property
-    def whose(self) -> str:
+    def label(self) -> str:
         """Name of the input and of its model, as Triton's errors write them."""
         return f"'{self.name}' for model '{self.model}'" if self.model else f"'{self.name}'"
 
@@ -130,7 +130,7 @@ def declared_inputs(inputs: Iterable[DeclaredInput], model: str = "") -> tuple[I
 def _check_extents(tensor: InputTensor) -> None:
     name, shape, count = tensor.name, bracketed(tensor.shape), math.prod(tensor.shape)
     if any(extent < 0 for extent in tensor.shape):
-        raise InvalidRequestError(f"All input dimensions should be specified for input {tensor.whose}, got {shape}, "
+        raise InvalidRequestError(f"All input dimensions should be specified for input {tensor.label}, got {shape}, "
                                   "which has a negative extent")
     if count > _MOST_BYTES:
         raise InvalidRequestError(f"invalid shape for input '{name}': shape {shape} causes total element count to "
@@ -168,7 +168,7 @@ def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor],
         return {tensor.name: from_raw(tensor, raw) for tensor, raw in zip(tensors, raw_inputs, strict=True)}
     awaited = [tensor for i, tensor in enumerate(tensors) if i not in elsewhere]
     if raw_inputs and len(raw_inputs) != len(awaited):
-        without = [f"unable to find data for input tensor {tensor.whose} in request: "
+        without = [f"unable to find data for input tensor {tensor.label} in request: "
                    for tensor in awaited[len(raw_inputs):len(raw_inputs) + 1]]
         raise InvalidRequestError(f"{''.join(without)}raw_input_contents holds {len(raw_inputs)} tensors for "
                                   f"{len(awaited)} inputs; give one for each input")
@@ -180,9 +180,9 @@ def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor],
                                    else _from_contents(tensor, message.contents))
         elif message.HasField("contents") or i in request.packed:
             raise InvalidRequestError(
-                f"unexpected 'content' provided when using shared memory for input tensor {tensor.whose}"
+                f"unexpected 'content' provided when using shared memory for input tensor {tensor.label}"
                 if i in elsewhere else
-                f"contents field must not be specified when using raw_input_contents for {tensor.whose}: the two must "
+                f"contents field must not be specified when using raw_input_contents for {tensor.label}: the two must "
                 "not be mixed in a request")
         else:
             raw = elsewhere[i] if i in elsewhere else next(raws)
@@ -223,17 +223,17 @@ def check_bytes(tensor: InputTensor, byte_size: int) -> None:
         raise _wrong_size(tensor, byte_size, f"bytes of {tensor.datatype.name} {list(tensor.shape)}")
 
 
-def _wrong_size(tensor: InputTensor, byte_size: int, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"input byte size mismatch for input {tensor.whose}. Expected {tensor.raw_bytes}, got "
-                               f"{byte_size}: {what}")
+def _wrong_size(tensor: InputTensor, byte_size: int, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"input byte size mismatch for input {tensor.label}. Expected {tensor.raw_bytes}, got "
+                               f"{byte_size}: {reason}")
 
 
 def _wrong_count(tensor: InputTensor, elements: int) -> InvalidRequestError:
     """Return the error for a BYTES tensor with `elements` elements."""
     count = math.prod(tensor.shape)
     return InvalidRequestError(
-        f"expected {count} string elements for inference input {tensor.whose}, got {elements}" if elements < count else
-        f"unexpected number of string elements {elements} for inference input {tensor.whose}, expecting {count}")
+        f"expected {count} string elements for inference input {tensor.label}, got {elements}" if elements < count else
+        f"unexpected number of string elements {elements} for inference input {tensor.label}, expecting {count}")
 
 
 def _from_raw_bytes(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
@@ -242,7 +242,7 @@ def _from_raw_bytes(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
     position = 0
     while position < raw.nbytes:
         if position + 4 > raw.nbytes:
-            raise InvalidRequestError(f"incomplete string length indicator for inference input {tensor.whose}, "
+            raise InvalidRequestError(f"incomplete string length indicator for inference input {tensor.label}, "
                                       f"expecting 4 bytes but only {raw.nbytes - position} bytes available for "
                                       f"element {len(values)}")
         if len(values) == count:
@@ -278,10 +278,10 @@ def _from_packed(tensor: InputTensor, packed: Packed) -> NDArray[Any]:
         _check_count(tensor, len(elements))
         return shaped(tensor, object_array(elements))
     if datatype.array.kind == "f":
-        found, rest = divmod(packed.values.nbytes, datatype.array.itemsize)
+        count, rest = divmod(packed.values.nbytes, datatype.array.itemsize)
         if rest:
             raise MalformedMessageError(f"{tensor}: {packed.field} ends within a value")
-        _check_count(tensor, found)
+        _check_count(tensor, count)
         return shaped(tensor, np.frombuffer(packed.values, datatype.array))
     values = _varints(tensor, np.frombuffer(packed.values, np.uint8))
     if datatype.name == "BOOL":
@@ -306,9 +306,10 @@ def _varints(tensor: InputTensor, data: NDArray[np.uint8]) -> NDArray[np.uint64]
     if data.size and (not lasts[-1] or lengths.max() > MAX_VARINT_BYTES):
         raise MalformedMessageError(f"{tensor}: a number of more than {MAX_VARINT_BYTES} bytes, or one without an end")
     values = np.zeros(count, np.uint64)
-    for place in range(lengths.max(initial=0)):
-        longer = np.flatnonzero(lengths > place)
-        values[longer] |= (data[begins[longer] + place] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(7 * place)
+    for byte_index in range(lengths.max(initial=0)):
+        longer = np.flatnonzero(lengths > byte_index)
+        bits = (data[begins[longer] + byte_index] & np.uint8(0x7F)).astype(np.uint64)
+        values[longer] |= bits << np.uint64(7 * byte_index)
     return values
 
 
@@ -319,7 +320,7 @@ def _check_fields(tensor: InputTensor, fields: Sequence[str]) -> None:
         raise InvalidRequestError(f"{tensor}: {tensor.datatype.name} has no typed contents; send it in "
                                   "raw_input_contents")
     if others := [name for name in fields if name != expected]:
-        raise InvalidRequestError(f"unexpected explicit tensor data for input tensor {tensor.whose}: expected the "
+        raise InvalidRequestError(f"unexpected explicit tensor data for input tensor {tensor.label}: expected the "
                                   f"values of {tensor.datatype.name} in {expected}, got {', '.join(others)}")
 
 
@@ -337,11 +338,11 @@ def narrowed(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:
     return shaped(tensor, narrow(tensor.datatype, str(tensor), array))
 
 
-def narrow(datatype: Datatype, what: str, array: NDArray[Any]) -> NDArray[Any]:
-    """Convert integers to a datatype; `what` names the tensor. Raises InvalidRequestError if one does not fit."""
+def narrow(datatype: Datatype, label: str, array: NDArray[Any]) -> NDArray[Any]:
+    """Convert integers to a datatype; `label` names the tensor. Raises InvalidRequestError if one does not fit."""
     limits = np.iinfo(datatype.array)
     if array.size and (array.min() < limits.min or array.max() > limits.max):
-        raise InvalidRequestError(f"{what}: a value is outside of {datatype.name}'s {limits.min}..{limits.max}")
+        raise InvalidRequestError(f"{label}: a value is outside of {datatype.name}'s {limits.min}..{limits.max}")
     return array.astype(datatype.array)
 
 

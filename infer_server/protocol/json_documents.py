@@ -97,9 +97,9 @@ def _parsed_in_steps(body: bytes | bytearray, size: int, document: _DocumentBuil
     try:
         while at < size:
             end, is_bracket = min(at + _PIECE_BYTES, size), False
-            if use_float and (found := _LONG_LIST.search(body, at, min(end + _FEW_NUMBERS_BYTES, size))):
-                is_bracket = found.start() == at        # parsed alone: within a string, it gives no event
-                end = at + 1 if is_bracket else min(end, found.start())
+            if use_float and (match := _LONG_LIST.search(body, at, min(end + _FEW_NUMBERS_BYTES, size))):
+                is_bracket = match.start() == at        # parsed alone: within a string, it gives no event
+                end = at + 1 if is_bracket else min(end, match.start())
             piece = bytes(text[at:end])
             if not use_float and _LONG_NUMBER.search(piece):        # Python refuses to convert it
                 raise InvalidRequestError("failed to parse the request JSON: a number has more than 1000 digits")

@@ -31,7 +31,7 @@ class JsonTensor:
 class Form:
     """JSON of a request. Requests that differ only in the binary tensors after the JSON share one."""
     head: Mapping[str, Any]
-    is_kept: bool = False                       # True if it is cached for requests with equal JSON
+    is_cached: bool = False                     # True if it is cached for requests with equal JSON
 
     def __post_init__(self) -> None:
         """Parse the JSON. Raises InvalidRequestError if it is not an inference request."""
@@ -73,9 +73,9 @@ def _tensors(head: Mapping[str, Any], key: str) -> list[JsonTensor]:
     return tensors
 
 
-def as_object(value: Any, what: str) -> dict[str, Any]:
+def as_object(value: Any, label: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"{what} is not a JSON object")
+        raise InvalidRequestError(f"{label} is not a JSON object")
     return value
 
 

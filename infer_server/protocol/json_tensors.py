@@ -35,7 +35,7 @@ def read_values(tensor: InputTensor, data: JsonArray, hold: Callable[[int], None
     return shaped(tensor, array)
 
 
-def read_array(datatype: Datatype, name: str, what: str, data: JsonArray, hold: Callable[[int], None],
+def read_array(datatype: Datatype, name: str, label: str, data: JsonArray, hold: Callable[[int], None],
                most: int | None = None) -> Steps[NDArray[Any]]:
     """Convert the values of a long array to a flat ndarray in steps; this empties the long array.
 
@@ -45,7 +45,7 @@ def read_array(datatype: Datatype, name: str, what: str, data: JsonArray, hold: 
         Datatype of the tensor.
     name : str
         Name of the tensor.
-    what : str
+    label : str
         Description of the tensor for errors.
     data : JsonArray
         Values.
@@ -61,11 +61,11 @@ def read_array(datatype: Datatype, name: str, what: str, data: JsonArray, hold: 
     """
     check_json(datatype, name)
     if most is not None and data.count > most:
-        raise _wrong_count(most, what, str(data.count))
+        raise _wrong_count(most, label, str(data.count))
     hold(data.count * datatype.array.itemsize)
     array, size = np.empty(data.count, datatype.array), 0
     for chunk in data.take_chunks():
-        part = _array(datatype, what, chunk)
+        part = _array(datatype, label, chunk)
         if datatype.name == "BYTES":
             hold(sum(map(len, part)) + OBJECT_BYTES * len(part))
         array[size:size + len(part)] = part
@@ -86,25 +86,25 @@ def _check_count(tensor: InputTensor, elements: int) -> None:
         raise _wrong_count(count, str(tensor), str(elements))
 
 
-def _wrong_count(count: int, what: str, elements: str) -> InvalidRequestError:
+def _wrong_count(count: int, label: str, elements: str) -> InvalidRequestError:
     return InvalidRequestError("Unable to parse 'data': Shape does not match true shape of 'data' field: expected "
-                               f"{count} values for {what}, got {elements}")
+                               f"{count} values for {label}, got {elements}")
 
 
-def _array(datatype: Datatype, what: str, values: list[Any] | NDArray[Any]) -> NDArray[Any]:
+def _array(datatype: Datatype, label: str, values: list[Any] | NDArray[Any]) -> NDArray[Any]:
     """Convert values to a flat array. Raises InvalidRequestError for values that are not of the datatype."""
     kinds: dict[str, set[type]] = {"b": {bool}, "f": {float, int}, "O": {str}}
     types = {_KINDS[values.dtype.kind]} if isinstance(values, np.ndarray) else set(map(type, values))
     if others := types - kinds.get(datatype.array.kind, {int}):
-        raise InvalidRequestError(f"{what}: a {others.pop().__name__} in 'data' is not valid for {datatype.name}")
+        raise InvalidRequestError(f"{label}: a {others.pop().__name__} in 'data' is not valid for {datatype.name}")
     if datatype.name == "BYTES":
         return object_array([value.encode() for value in values])
     try:
         if datatype.array.kind in "iu":
-            return narrow(datatype, what, _integers(datatype, values))
+            return narrow(datatype, label, _integers(datatype, values))
         return np.asarray(values, datatype.array)
     except OverflowError as error:
-        raise InvalidRequestError(f"{what}: a value is out of range for {datatype.name}") from error
+        raise InvalidRequestError(f"{label}: a value is out of range for {datatype.name}") from error
 
 
 def _integers(datatype: Datatype, values: list[Any] | NDArray[Any]) -> NDArray[Any]:

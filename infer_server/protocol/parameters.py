@@ -36,19 +36,19 @@ def set_parameter(message: Any, value: Any) -> None:
         raise InvalidRequestError(f"a parameter of {value}: {error}") from error
 
 
-def typed(parameters: Parameters, name: str, kind: type, default: Any, what: str = "") -> Any:
+def typed(parameters: Parameters, name: str, kind: type, default: Any, prefix: str = "") -> Any:
     """Return the value of a parameter, or `default`.
 
     Raises
     ------
     InvalidRequestError
-        The value is not of type `kind`; the message begins with `what`.
+        The value is not of type `kind`; the message begins with `prefix`.
     """
     value = parameters.get(name)
     if value is None:
         return default
     if type(value) is not kind:
-        raise InvalidRequestError(f"{what}invalid value type for '{name}' parameter, expected {kind.__name__}, got "
+        raise InvalidRequestError(f"{prefix}invalid value type for '{name}' parameter, expected {kind.__name__}, got "
                                   f"{type(value).__name__}")
     return value
 
@@ -58,11 +58,11 @@ def digits(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
-def natural(parameters: Parameters, name: str, default: int = 0, what: str = "") -> int:
+def natural(parameters: Parameters, name: str, default: int = 0, prefix: str = "") -> int:
     """Return an integer parameter of 0 or more. Raises InvalidRequestError."""
-    value: int = typed(parameters, name, int, default, what)
+    value: int = typed(parameters, name, int, default, prefix)
     if value < 0:
-        raise InvalidRequestError(f"{what}invalid value for '{name}' parameter, expected >= 0, got {value}")
+        raise InvalidRequestError(f"{prefix}invalid value for '{name}' parameter, expected >= 0, got {value}")
     return value
 
 
@@ -75,20 +75,20 @@ class MemoryReference(NamedTuple):
 
 def references_of(tensors: Iterable[tuple[str, Parameters]]) -> dict[int, MemoryReference]:
     """Return the references of tensors, given with names and parameters, by position. Raises InvalidRequestError."""
-    found = {i: reference_of(*tensor) for i, tensor in enumerate(tensors) if tensor[1]}
-    return {i: reference for i, reference in found.items() if reference}
+    references = {i: reference_of(*tensor) for i, tensor in enumerate(tensors) if tensor[1]}
+    return {i: reference for i, reference in references.items() if reference}
 
 
 def reference_of(tensor: str, parameters: Parameters) -> MemoryReference | None:
     """Return the reference of a tensor, or None if it is in the message. Raises InvalidRequestError."""
-    what = f"'{tensor}': "
-    region = typed(parameters, _REGION, str, None, what)
+    prefix = f"'{tensor}': "
+    region = typed(parameters, _REGION, str, None, prefix)
     if region is None:
         return None
     if _BYTES not in parameters:
         raise InvalidRequestError(
             f"'{_BYTES}' must be specified along with '{_REGION}' parameter for tensor '{tensor}'")
-    return MemoryReference(region, natural(parameters, _OFFSET, 0, what), natural(parameters, _BYTES, 0, what))
+    return MemoryReference(region, natural(parameters, _OFFSET, 0, prefix), natural(parameters, _BYTES, 0, prefix))
 
 
 def for_models(parameters: Parameters) -> Parameters:

@@ -48,9 +48,9 @@ def redacted(text: str) -> str:
             text = re.sub(rf"(?<![\w/.~-]){re.escape(folder)}/+(?=[^\s'\"])", "", text)
             text = re.sub(rf"(?<![\w/.~-]){re.escape(folder)}(?![\w.-])",
                           os.path.basename(folder).replace("\\", r"\\"), text)
-    text = _OS_ERROR.sub(lambda found: f"{found[1]}{found[2]}{_shortened(found[3])}{found[2]}", text)
-    text = _QUOTED.sub(lambda found: f"{found[1]}{_if_path(found[2])}{found[1]}", text)
-    return _BARE.sub(lambda found: _if_path(found[0]), text)
+    text = _OS_ERROR.sub(lambda match: f"{match[1]}{match[2]}{_shortened(match[3])}{match[2]}", text)
+    text = _QUOTED.sub(lambda match: f"{match[1]}{_if_path(match[2])}{match[1]}", text)
+    return _BARE.sub(lambda match: _if_path(match[0]), text)
 
 
 def public_text(error: ServeError) -> str:

@@ -37,7 +37,8 @@ MAX_VARINT_BYTES = 10
 _BYTES_CONTENTS = inference.InferTensorContents.BYTES_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _MOST_HEADER_BYTES = 256 << 10      # limit of a request without its tensors: parsed, it takes 20 times as much memory
 _MAX_FIELDS = 4096          # limit at the top level: many empty fields would block the event loop
-KEPT_FORMS, KEPT_BYTES = 1024, 2048         # number of cached forms, and limit of the header or JSON of each
+MAX_CACHED_FORMS = 1024
+MAX_CACHED_HEADER_BYTES = 2048              # maximum size of the header or JSON of a cached form
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class RequestForm:
     Equal requests may share one object: it is never changed, and results that depend on it can be cached by it.
     """
     header: inference.ModelInferRequest
-    is_kept: bool = False                   # True if it is cached for equal requests
+    is_cached: bool = False                 # True if it is cached for equal requests
 
     def __post_init__(self) -> None:
         self.model, self.version = self.header.model_name, self.header.model_version
@@ -116,8 +117,8 @@ def split_request(data: bytes) -> InferRequest:
             tensors.append((begin, end))
             stretch = end
         elif tag == _INPUT:
-            if end - begin >= _MANY_BYTES and (taken := _take_packed(data, view, begin, end)):
-                packed[inputs], rest = taken
+            if end - begin >= _MANY_BYTES and (parsed := _parse_packed(data, view, begin, end)):
+                packed[inputs], rest = parsed
                 header += (view[stretch:position], length_delimited(_INPUT, len(rest)), rest)
                 stretch = end
             inputs += 1
@@ -129,7 +130,7 @@ def split_request(data: bytes) -> InferRequest:
     header.append(view[stretch:])
     try:
         request = InferRequest(_form(b"".join(header)), raw_inputs, packed, request_id.decode())
-        if request.form.is_kept and not (request_id or packed):
+        if request.form.is_cached and not (request_id or packed):
             _last_of(size)[:] = (_layout(data, tensors, request.form),)
         return request
     except (DecodeError, UnicodeDecodeError) as error:
@@ -161,7 +162,7 @@ def _layout(data: bytes, tensors: Sequence[tuple[int, int]], form: RequestForm) 
     return MessageLayout(tensors, [(begin, data[begin:end]) for begin, end in zip(begins, ends, strict=True)], form)
 
 
-@functools.lru_cache(KEPT_FORMS)
+@functools.lru_cache(MAX_CACHED_FORMS)
 def _last_of(size: int) -> list[MessageLayout]:
     """Return a list with the layout of the last message of this size, if there is one."""
     return []
@@ -174,13 +175,13 @@ def _form(header: bytes) -> RequestForm:
                             f"than the limit of {_MOST_HEADER_BYTES}; send tensors in raw_input_contents, or as packed "
                             "values")
 
-    return _kept_form(header) if len(header) <= KEPT_BYTES else RequestForm(
+    return _cached_form(header) if len(header) <= MAX_CACHED_HEADER_BYTES else RequestForm(
         inference.ModelInferRequest.FromString(header))
 
 
-@functools.lru_cache(KEPT_FORMS)
-def _kept_form(header: bytes) -> RequestForm:
-    return RequestForm(inference.ModelInferRequest.FromString(header), is_kept=True)
+@functools.lru_cache(MAX_CACHED_FORMS)
+def _cached_form(header: bytes) -> RequestForm:
+    return RequestForm(inference.ModelInferRequest.FromString(header), is_cached=True)
 
 
 def _field(data: bytes, position: int) -> tuple[int, int, int]:
@@ -223,12 +224,12 @@ def response_prefix(header: bytes, size: int) -> bytes:
     return header + length_delimited(_RAW_OUTPUT, size)
 
 
-def _take_packed(data: bytes, view: memoryview, begin: int, end: int) -> tuple[Packed, bytes] | None:
+def _parse_packed(data: bytes, view: memoryview, begin: int, end: int) -> tuple[Packed, bytes] | None:
     """Return the typed contents of an input and the input without them; None if they have another form.
 
     protobuf's parser handles all other forms: several contents, unpacked values, or fields of other types.
     """
-    found: tuple[int, int, int, int] | None = None          # begin and end of the field, and of its contents
+    field: tuple[int, int, int, int] | None = None          # begin and end of the field, and of its contents
     position, fields = begin, 0
     while position < end:
         fields += 1
@@ -242,14 +243,14 @@ def _take_packed(data: bytes, view: memoryview, begin: int, end: int) -> tuple[P
             start, (_, after) = value, _varint(data, value)
         else:
             return None
-        if after > end or (tag == _CONTENTS and found):
+        if after > end or (tag == _CONTENTS and field):
             return None
         if tag == _CONTENTS:
-            found = position, after, start, after
+            field = position, after, start, after
         position = after
-    if not found or found[2] == found[3]:
+    if not field or field[2] == field[3]:
         return None
-    field_at, field_end, start, stop = found
+    field_at, field_end, start, stop = field
     rest = bytes(view[begin:field_at]) + bytes(view[field_end:end])
     tag, value = _varint(data, start)
     if tag == _BYTES_CONTENTS:
@@ -262,16 +263,16 @@ def _take_packed(data: bytes, view: memoryview, begin: int, end: int) -> tuple[P
 
 def byte_strings(values: memoryview, most: int) -> list[bytes]:
     """Return the elements of packed byte strings, at most one more than `most`. Raises MalformedMessageError."""
-    data, found, position = bytes(values), list[bytes](), 0
-    while position < len(data) and len(found) <= most:
+    data, strings, position = bytes(values), list[bytes](), 0
+    while position < len(data) and len(strings) <= most:
         if data[position] != _BYTES_CONTENTS:
             raise _malformed("contents of several kinds in one input")
         length, begin = _varint(data, position + 1)
         position = begin + length
         if position > len(data):
             raise _malformed("an element of bytes_contents ends after its tensor")
-        found.append(data[begin:position])
-    return found
+        strings.append(data[begin:position])
+    return strings
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
@@ -291,7 +292,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
     raise _malformed(f"the number at byte {position} has more than {MAX_VARINT_BYTES} bytes")
 
 
-@functools.lru_cache(KEPT_FORMS)
+@functools.lru_cache(MAX_CACHED_FORMS)
 def length_delimited(tag: int, length: int) -> bytes:
     """Return the tag and length that precede a field of `length` bytes."""
     encoded = bytearray((tag,))

@@ -27,13 +27,13 @@ class ModelConfig:
         self._add("output", tensor, ())
 
     def set_max_batch_size(self, size: int) -> None:
-        if (given := self._model_config.get("max_batch_size", 0)) > size:
-            raise ValueError(f"max_batch_size: config.pbtxt says {given}, but auto_complete_config {size}")
+        if (configured := self._model_config.get("max_batch_size", 0)) > size:
+            raise ValueError(f"max_batch_size: config.pbtxt says {configured}, but auto_complete_config {size}")
         self._model_config["max_batch_size"] = size
 
     def set_dynamic_batching(self) -> None:
-        if found := {"sequence_batching", "ensemble_scheduling"} & self._model_config.keys():
-            raise ValueError(f"dynamic_batching: config.pbtxt says {found.pop()}, which excludes it")
+        if excluding := {"sequence_batching", "ensemble_scheduling"} & self._model_config.keys():
+            raise ValueError(f"dynamic_batching: config.pbtxt says {excluding.pop()}, which excludes it")
         self._model_config.setdefault("dynamic_batching", {})
 
     def set_model_transaction_policy(self, policy: Mapping[str, Any]) -> None:
@@ -46,19 +46,19 @@ class ModelConfig:
         if missing := [key for key in needed if key not in tensor]:
             raise ValueError(f"{kind} '{tensor.get('name', '')}' in auto_complete_config has no {missing[0]}")
         tensors = self._model_config.setdefault(kind, [])
-        given = next((given for given in tensors if given["name"] == tensor["name"]), None)
-        if given is None:
-            tensors.append(given := {})
-        _merge(f"{kind} '{tensor['name']}'", given, tensor, (*needed, *more))
+        configured = next((configured for configured in tensors if configured["name"] == tensor["name"]), None)
+        if configured is None:
+            tensors.append(configured := {})
+        _merge(f"{kind} '{tensor['name']}'", configured, tensor, (*needed, *more))
 
 
-def _merge(what: str, fields: dict[str, Any], more: Mapping[str, Any], known: Sequence[str]) -> None:
+def _merge(label: str, fields: dict[str, Any], more: Mapping[str, Any], known: Sequence[str]) -> None:
     """Add a model's fields to those of config.pbtxt. Raises ValueError if they differ or a field is unknown."""
     for key, value in more.items():
         if key not in known:
-            raise ValueError(f"{what} in auto_complete_config has '{key}'; expected {', '.join(known)}")
+            raise ValueError(f"{label} in auto_complete_config has '{key}'; expected {', '.join(known)}")
         if fields.get(key) not in (None, [], "TYPE_INVALID", value):
-            raise ValueError(f"{what}: {key}: config.pbtxt says {fields[key]}, but auto_complete_config {value}")
+            raise ValueError(f"{label}: {key}: config.pbtxt says {fields[key]}, but auto_complete_config {value}")
         fields[key] = value
 
 

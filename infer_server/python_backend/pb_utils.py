@@ -151,24 +151,24 @@ class ResponseIterator:
 
     def __init__(self, responses: Iterator[InferenceResponse], cancel: Callable[[], None]) -> None:
         self._responses, self._cancel = responses, cancel
-        self._came: list[InferenceResponse] = []
+        self._received: list[InferenceResponse] = []
         self._at = 0
         self._has_ended = False
 
     def __iter__(self) -> ResponseIterator:
-        if self._has_ended and self._at == len(self._came):
+        if self._has_ended and self._at == len(self._received):
             self._at = 0
         return self
 
     def __next__(self) -> InferenceResponse:
-        if self._at == len(self._came):
+        if self._at == len(self._received):
             try:
-                self._came.append(next(self._responses))
+                self._received.append(next(self._responses))
             except StopIteration:
                 self._has_ended = True
                 raise
         self._at += 1
-        return self._came[self._at - 1]
+        return self._received[self._at - 1]
 
     def begun(self) -> ResponseIterator:
         """Return the iterator itself after waiting for its first response or its end."""
@@ -208,10 +208,10 @@ class InferenceRequest:
         if not isinstance(correlation_id, int | str):
             raise TypeError(f"correlation_id: expected a number or text, got {correlation_id!r}")
         self._flags, self._timeout, self._priority = index(flags), index(timeout), priority
-        is_given = number >= 0
-        self._parameters = dict(parameters or {}) if is_given else _validated(parameters)     # clients may send floats
+        is_received = number >= 0
+        self._parameters = dict(parameters or {}) if is_received else _validated(parameters)  # clients may send floats
         self.number = number            # the server's number of a request to this model; -1 for a BLS request
-        self._trace = InferenceTrace(number) if is_given else trace
+        self._trace = InferenceTrace(number) if is_received else trace
         self.sender: ResponseSender | None = None
         self.release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
 
@@ -357,9 +357,9 @@ class Metric:
             raise TritonModelException("a histogram has no single value")
         return float(server.call("metric", what="value", **self._head))
 
-    def _refuse_unless(self, kind: str, what: str) -> None:
+    def _refuse_unless(self, kind: str, operation: str) -> None:
         if self._kind != kind:
-            raise TritonModelException(f"a {self._kind} cannot be {what}: that is for a {kind}")
+            raise TritonModelException(f"a {self._kind} cannot be {operation}: that is for a {kind}")
 
 
 class MetricFamily:

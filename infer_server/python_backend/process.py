@@ -61,16 +61,16 @@ class ModelProcess:
         self._last: dict[int, Any] = {}                 # results of rescheduled ones that have ended meanwhile
         self._ended = ""                                # how the process ended; "" while it runs
         self._first_responses: dict[int, Any] = {}                 # first responses of open requests that take only one
-        self._says_ready = False                        # True if the model has an is_ready()
+        self._has_is_ready = False                      # True if the model has an is_ready()
         self._checking: Future[bool] | None = None      # result of the is_ready() call in progress
         self._replies: queue.SimpleQueue[ChannelMessage | None] = queue.SimpleQueue()      # None: the process has ended
         self._outbox: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()     # None: it has ended
-        ours, theirs = socket.socketpair()
-        with theirs:
+        server_socket, model_socket = socket.socketpair()
+        with model_socket:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "infer_server.python_backend.stub", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._channel = MessageChannel(ours)
+                [sys.executable, "-P", "-m", "infer_server.python_backend.stub", str(model_socket.fileno())],
+                pass_fds=[model_socket.fileno()], stdin=subprocess.DEVNULL)
+        self._channel = MessageChannel(server_socket)
         for work, name in ((self._read, "reader"), (self._watch, "watcher"), (self._write, "writer")):
             threading.Thread(target=work, name=f"{launch.name} {name}", daemon=True).start()
 
@@ -87,7 +87,7 @@ class ModelProcess:
         except (ClosedError, ExecutionError) as error:
             raise RepositoryError(f"{self.launch.file}: {error}") from error
         config: str = message.head["config"]
-        self._says_ready = message.head["says_ready"]
+        self._has_is_ready = message.head["says_ready"]
         return config
 
     def check(self) -> Future[bool]:
@@ -96,7 +96,7 @@ class ModelProcess:
             if self._checking:
                 return self._checking
             checking = Future[bool]()
-            if not self._says_ready or self._ended:     # an ended process is restarted for the next request
+            if not self._has_is_ready or self._ended:   # an ended process is restarted for the next request
                 checking.set_result(True)
                 return checking
             self._checking = checking
@@ -128,7 +128,7 @@ class ModelProcess:
             for number, request in zip(numbers, batch, strict=True):
                 # It may have been cancelled before cancel() could find it here. Warm-up requests were never queued.
                 if request.reply.gone and request.enqueued_ns:
-                    self._tell_cancelled(number)
+                    self._send_cancelled(number)
             message = self._reply(self.launch.execute_secs, "execute")
         except (ClosedError, ExecutionError, OSError) as error:
             return outcomes + self._failed(numbers, error), None
@@ -193,7 +193,7 @@ class ModelProcess:
         """Tell the model that a request was cancelled, if it is open. From any thread."""
         for number, other in list(self._open.items()):
             if other is request:
-                self._tell_cancelled(number)
+                self._send_cancelled(number)
 
     def trace_of(self, number: int) -> RequestTrace | None:
         """Return the trace of the open request with this number. From any thread."""
@@ -209,7 +209,7 @@ class ModelProcess:
             self._last.pop(number, None)
         self._send_later({"kind": "forget", "request": number})
 
-    def _tell_cancelled(self, number: int) -> None:
+    def _send_cancelled(self, number: int) -> None:
         self._send_later({"kind": "cancel", "request": number})
 
     def _send_later(self, head: Mapping[str, Any]) -> None:
@@ -246,7 +246,7 @@ class ModelProcess:
         self._process.wait()
         self._channel.close()
 
-    def _reply(self, seconds: float, what: str) -> ChannelMessage:
+    def _reply(self, seconds: float, operation: str) -> ChannelMessage:
         self._responded_secs = time.monotonic()
         while True:
             try:
@@ -254,16 +254,16 @@ class ModelProcess:
                 break
             except queue.Empty:                 # responses that were sent meanwhile restart the timeout
                 if time.monotonic() - self._responded_secs >= seconds:
-                    raise ExecutionError(f"{self.launch.name}: {what} took more than {seconds:g} s, and its process "
-                                         "was killed") from None
+                    raise ExecutionError(f"{self.launch.name}: {operation} took more than {seconds:g} s, and its "
+                                         "process was killed") from None
         if message is None:
-            raise self._ended_in(what)
+            raise self._ended_in(operation)
         if message.head["kind"] == "failed":
-            raise ExecutionError(f"{self.launch.name}: {what} failed: {escape_surrogates(message.head['error'])}")
+            raise ExecutionError(f"{self.launch.name}: {operation} failed: {escape_surrogates(message.head['error'])}")
         return message
 
-    def _ended_in(self, what: str) -> ExecutionError:
-        return ExecutionError(f"{self.launch.name}: its process ended in {what}: {self._how_it_ended()}")
+    def _ended_in(self, operation: str) -> ExecutionError:
+        return ExecutionError(f"{self.launch.name}: its process ended in {operation}: {self._how_it_ended()}")
 
     def _how_it_ended(self) -> str:
         try:
@@ -322,11 +322,11 @@ class ModelProcess:
         number = message.head["number"]
 
         def answer(head: Mapping[str, Any], tensors: Tensors) -> None:
-            answered = {"kind": "answered", "number": number, **head}
+            reply = {"kind": "answered", "number": number, **head}
             if not tensors:
-                return self._send_later(answered)
+                return self._send_later(reply)
             try:
-                self._channel.send(answered, [tensors])
+                self._channel.send(reply, [tensors])
             except ClosedError:
                 log.debug("%s ended before its call was answered", self.launch.name)
 

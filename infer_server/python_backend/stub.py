@@ -197,22 +197,22 @@ class Stub:
         spec.loader.exec_module(module)
         if not hasattr(module, "TritonPythonModel"):
             raise pb_utils.TritonModelException(f"{path} has no class TritonPythonModel")
-        made = module.TritonPythonModel
+        model_class = module.TritonPythonModel
         config = json.loads(arguments["model_config"])
-        if head["complete"] and hasattr(made, "auto_complete_config"):
-            completed = made.auto_complete_config(pb_utils.ModelConfig(config))
+        if head["complete"] and hasattr(model_class, "auto_complete_config"):
+            completed = model_class.auto_complete_config(pb_utils.ModelConfig(config))
             if not isinstance(completed, pb_utils.ModelConfig):
                 raise pb_utils.TritonModelException(f"auto_complete_config function in model '{config['name']}' must "
                                                     "return a valid pb.ModelConfig object")
             config = completed.as_dict()
             arguments["model_config"] = json.dumps(config)
-        if not hasattr(made, "execute"):
+        if not hasattr(model_class, "execute"):
             raise pb_utils.TritonModelException(f"{path}: TritonPythonModel has no execute")
         pb_utils.is_decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
         # Iterative models are awaited: whether requests are rescheduled must be known when the execution ends.
         self._in_background = pb_utils.is_decoupled and not config.get("sequence_batching", {}).get(
             "iterative_sequence")
-        model = made()
+        model = model_class()
         if hasattr(model, "initialize"):
             model.initialize(arguments)
         return model, json.dumps(config)
@@ -320,11 +320,11 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def _failed(error: BaseException, what: str = "") -> pb_utils.InferenceResponse:
-    """Return the error response for an exception, with `what` in front of its message, and print the traceback."""
+def _failed(error: BaseException, prefix: str = "") -> pb_utils.InferenceResponse:
+    """Return the error response for an exception, with `prefix` in front of its message, and print the traceback."""
     lines = traceback.format_exception(error)
     print("".join(lines), file=sys.stderr, end="")
-    return pb_utils.InferenceResponse(error=f"{what}{type(error).__name__}: {error}\n" + "".join(
+    return pb_utils.InferenceResponse(error=f"{prefix}{type(error).__name__}: {error}\n" + "".join(
         traceback.format_exception(error, limit=-3)))
 
 
@@ -368,20 +368,20 @@ def _leave_signals_to_the_server() -> None:
                              signal.SIGUSR2)
               if signal.getsignal(number) is not signal.SIG_IGN}
 
-    kept = threading.local()            # blocks signals during a fork until the child has restored its handlers
+    saved = threading.local()           # blocks signals during a fork until the child has restored its handlers
 
-    def hold() -> None:
-        kept.mask = signal.pthread_sigmask(signal.SIG_BLOCK, before)
+    def block() -> None:
+        saved.mask = signal.pthread_sigmask(signal.SIG_BLOCK, before)
 
-    def let_go() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, kept.mask)
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, saved.mask)
 
     def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
-        let_go()
+        unblock()
 
-    os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=restore)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)
 
 
 def main() -> None:

@@ -23,17 +23,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("arguments", nargs="+", metavar="NAME=VALUE",
                         help="argument of the application builder: model_repository, an option of infer-server with "
                              "underscores, or a setting of the deployment")
-    given = parser.parse_args(arguments)
-    pairs = [each.partition("=") for each in given.arguments]
+    options = parser.parse_args(arguments)
+    pairs = [each.partition("=") for each in options.arguments]
     try:
         if wrong := [name for name, equals, _ in pairs if not equals]:
             raise ValueError(f"'{wrong[0]}' is not NAME=VALUE")
-        found = configuration({name: value for name, _, value in pairs}, given.name, given.host, given.grpc_port,
-                              given.http_port)
+        result = configuration({name: value for name, _, value in pairs}, options.name, options.host, options.grpc_port,
+                               options.http_port)
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(found, indent=2))
+    print(json.dumps(result, indent=2))
     return 0
 
 

@@ -40,9 +40,9 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     ValueError
         An argument is unknown, or its value is not valid.
     """
-    found = builder_arguments(arguments)
+    parsed = builder_arguments(arguments)
     settings = {"max_ongoing_requests": MAX_ONGOING_REQUESTS, "graceful_shutdown_timeout_s": GRACEFUL_SHUTDOWN_SECS,
-                **found.deployment}
+                **parsed.deployment}
     settings["ray_actor_options"] = {"num_cpus": settings.pop("num_cpus")}
     deployment = serve.deployment(InferServer).options(**settings)
-    return deployment.bind(found.server, found.allow_python_proxy)
+    return deployment.bind(parsed.server, parsed.allow_python_proxy)

@@ -36,7 +36,7 @@ AUTOSCALING: dict[str, Callable[[str], Any]] = {
     "downscale_delay_s": float, "look_back_period_s": float, "metrics_interval_s": float}
 
 
-def builder_arguments(given: Mapping[str, Any]) -> Arguments:
+def builder_arguments(arguments: Mapping[str, Any]) -> Arguments:
     """Check the arguments of the application builder, which are texts or the values of a YAML file.
 
     Raises
@@ -44,7 +44,7 @@ def builder_arguments(given: Mapping[str, Any]) -> Arguments:
     ValueError
         An argument is unknown, or its value is not valid.
     """
-    left = dict(given)
+    left = dict(arguments)
     deployment = _settings(left, DEPLOYMENT)
     autoscaling = _settings(left, AUTOSCALING)
     allow_python_proxy = bool(_settings(left, {"allow_python_proxy": boolean}).get("allow_python_proxy", False))
@@ -67,21 +67,21 @@ def server_options(arguments: Sequence[str]) -> ServerOptions:
     return replace(serve.options_of(arguments), closed=_ALL_PORTS, workers=1, drain_grace_secs=0.0)
 
 
-def _settings(given: dict[str, Any], parsers: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
+def _settings(arguments: dict[str, Any], parsers: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
     """Take the settings with these names out of the arguments."""
-    found = {}
-    for name in parsers.keys() & given.keys():
+    settings = {}
+    for name in parsers.keys() & arguments.keys():
         try:
-            found[name] = parsers[name](str(given.pop(name)))
+            settings[name] = parsers[name](str(arguments.pop(name)))
         except Exception as error:
             raise ValueError(f"{name}: {error}") from None
-    return found
+    return settings
 
 
-def _command_line(given: Mapping[str, Any]) -> list[str]:
+def _command_line(arguments: Mapping[str, Any]) -> list[str]:
     """Return the command line for options by name; underscores stand for hyphens, and a list repeats an option."""
     line = []
-    for name, value in given.items():
+    for name, value in arguments.items():
         option = name.replace("_", "-")
         if _OF_SERVE.match(option):
             raise ValueError(f"{name}: Ray Serve has the ports and the process; set it in Serve's configuration")

@@ -45,8 +45,8 @@ def add_services(servicer: Any, server: Any) -> None:
     """
     if _in_replica and _in_replica.loop is asyncio.get_running_loop():
         # The method of gRPC's class, which Serve's derives from: that of Serve replaces each handler by its own.
-        handlers_of_ours = Handlers(_in_replica.methods, disconnect=lambda _: None)
-        super(type(server), server).add_generic_rpc_handlers((handlers_of_ours,))
+        generic_handler = Handlers(_in_replica.methods, disconnect=lambda _: None)
+        super(type(server), server).add_generic_rpc_handlers((generic_handler,))
         return
     for service in (protos.INFERENCE_SERVICE, protos.HEALTH_SERVICE):
         handlers = {}

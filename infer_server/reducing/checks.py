@@ -107,18 +107,18 @@ class Check:
 
     def _judged(self, plan: Path, model: Path, data: Path) -> Verdict:
         inputs = read_plan(plan).inputs
-        found = verify(plan, model, open_calibration_data(str(data), inputs) if inputs else None)
+        report = verify(plan, model, open_calibration_data(str(data), inputs) if inputs else None)
         if self.tolerance is None:
-            faults = found.faults
+            faults = report.faults
         else:
             faults = tuple(f"output '{one.name}': {one.wrong or f'largest error {one.relative:.3g} of the range'}"
-                           for one in found.outputs if one.wrong or not one.relative <= self.tolerance)
-        return Verdict(DIFFERS, f"{faults[0]}, beside {found.oracle}") if faults else Verdict()
+                           for one in report.outputs if one.wrong or not one.relative <= self.tolerance)
+        return Verdict(DIFFERS, f"{faults[0]}, beside {report.oracle}") if faults else Verdict()
 
     def _called(self, model: Path, data: Path) -> Verdict:
-        found = function_of(self.name)(str(model), read_values(data))
-        return Verdict("function", found if isinstance(found, str) else "the function returned True"
-                       ) if found else Verdict()
+        result = function_of(self.name)(str(model), read_values(data))
+        return Verdict("function", result if isinstance(result, str) else "the function returned True"
+                       ) if result else Verdict()
 
 
 def _of_error(error: EngineError, model: Path) -> Verdict:
@@ -150,8 +150,8 @@ class Checker:
             if not link.poll(self._timeout):
                 self.close()
                 return Verdict("timeout", f"the check took more than {self._timeout:g} s")
-            found: Verdict = link.recv()
-            return found
+            verdict: Verdict = link.recv()
+            return verdict
         except (EOFError, OSError):
             code = self.close()
             return Verdict("crash", f"the process ended with exit status {code}")

@@ -27,9 +27,9 @@ PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 
 def _command(options: argparse.Namespace) -> int:
     check = Check(options.check, options.precision, options.tolerance)
-    given = {"data": options.data, "preprocess": options.preprocess or "", "timeout": options.timeout}
+    arguments = {"data": options.data, "preprocess": options.preprocess or "", "timeout": options.timeout}
     if options.check_only:
-        verdict = check_model(options.model, check, **given)
+        verdict = check_model(options.model, check, **arguments)
         print(f"{options.model}: {f'fails: {verdict.text}' if verdict.kind else 'passes'}")
         return FAILS if verdict.kind else 0
     if not options.output:
@@ -39,7 +39,8 @@ def _command(options: argparse.Namespace) -> int:
             bar.set_description(f"{name or bar.desc.partition(':')[0]}: {nodes} nodes left")
             bar.update(not name)
 
-        print(reduce_model(options.model, options.output, check, most_checks=options.max_checks, stage=stage, **given))
+        print(reduce_model(options.model, options.output, check, most_checks=options.max_checks, stage=stage,
+                           **arguments))
     return 0
 
 

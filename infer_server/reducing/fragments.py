@@ -37,8 +37,8 @@ class Fragment:
     frozen: bool = True
 
 
-class CutModel:
-    """Model from which fragments are cut.
+class FragmentExtractor:
+    """Extractor of fragments of a model, as onnx.utils.Extractor.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class CutModel:
     def __init__(self, model: onnx.ModelProto, values: Mapping[str, Array] = {}) -> None:      # noqa: B006
         """Take a model in memory, with its weights.
 
-        values: tensors without a recorded value are cut at only if shape inference knows their type.
+        values: a tensor without a recorded value becomes an input or output only if shape inference knows its type.
         """
         self._model, self.values = model, values
         self._all = list(model.graph.node)
@@ -81,14 +81,14 @@ class CutModel:
 
     def needed(self, fragment: Fragment) -> Fragment:
         """Return the fragment without the nodes that its outputs do not depend on."""
-        kept, found = set(fragment.nodes), set[int]()
+        nodes, needed_nodes = set(fragment.nodes), set[int]()
         waiting = list(fragment.outputs)
         while waiting:
             maker = self._makers.get(waiting.pop())
-            if maker in kept and maker not in found:
-                found.add(maker)
+            if maker in nodes and maker not in needed_nodes:
+                needed_nodes.add(maker)
                 waiting += self._reads[maker]
-        return Fragment(tuple(number for number in fragment.nodes if number in found), fragment.outputs,
+        return Fragment(tuple(number for number in fragment.nodes if number in needed_nodes), fragment.outputs,
                         fragment.frozen)
 
     def freezes(self, fragment: Fragment) -> bool:
@@ -100,7 +100,7 @@ class CutModel:
         return {name: self.values[name] for name in self._missing(fragment)
                 if name in self.values and not (fragment.frozen and self._is_frozen(name))}
 
-    def cut(self, fragment: Fragment) -> onnx.ModelProto | None:
+    def extract(self, fragment: Fragment) -> onnx.ModelProto | None:
         """Return the fragment as a model; None if the type of one of its inputs or outputs is unknown."""
         missing = self._missing(fragment)
         frozen = [name for name in missing if fragment.frozen and self._is_frozen(name)]
@@ -135,10 +135,11 @@ class CutModel:
 
     def _missing(self, fragment: Fragment) -> list[str]:
         """Return the tensors that the fragment reads and does not make, in the order of their reading."""
-        made = {name for number in (*fragment.nodes, *self._constants(fragment)) for name in self._all[number].output}
+        nodes = (*fragment.nodes, *self._constants(fragment))
+        produced = {name for number in nodes for name in self._all[number].output}
         read = (name for number in fragment.nodes for name in self._reads[number])
         return [name for name in dict.fromkeys((*read, *fragment.outputs))
-                if name not in made and name not in self._weights and name not in self._sparse]
+                if name not in produced and name not in self._weights and name not in self._sparse]
 
     def _is_frozen(self, name: str) -> bool:
         value = self.values.get(name)
@@ -171,11 +172,11 @@ def _reads(node: onnx.NodeProto) -> Iterator[str]:
     """Yield the tensors that a node reads, those that its subgraphs take from the graphs around them included."""
     yield from (name for name in node.input if name)
     for graph in graphs_in(node):
-        made = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+        defined = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
         for node_inside in graph.node:
-            yield from (name for name in _reads(node_inside) if name not in made)
-            made.update(node_inside.output)
-        yield from (output.name for output in graph.output if output.name not in made)
+            yield from (name for name in _reads(node_inside) if name not in defined)
+            defined.update(node_inside.output)
+        yield from (output.name for output in graph.output if output.name not in defined)
 
 
 def _is_complete(value: onnx.ValueInfoProto) -> bool:

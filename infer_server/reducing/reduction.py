@@ -26,8 +26,8 @@ from infer_server.engines.ir.graph import Array
 from infer_server.engines.preprocess import load_preprocess
 from infer_server.reducing.checks import BUILD_FAILS, RAISED, Check, Checker, Verdict
 from infer_server.reducing.fragments import (
-    CutModel,
     Fragment,
+    FragmentExtractor,
     OnnxModel,
     inner_tensors,
     load,
@@ -147,43 +147,44 @@ class _Reducing:
         feed = _feed(self._path, self._check, data, preprocess)
         self._stage("recording", len(self._proto.graph.node))
         values = {**feed, **_recorded(self._path, self._proto, feed, self._check)}
-        cut = CutModel(self._proto, values)
+        extractor = FragmentExtractor(self._proto, values)
         with tempfile.TemporaryDirectory() as folder, closing(Checker(self._check, self._timeout)) as checker:
             def verdict(fragment: Fragment) -> Verdict:
-                return self._verdict(cut, fragment, Path(folder), checker)
+                return self._verdict(extractor, fragment, Path(folder), checker)
 
-            self._stage("outputs", len(cut.whole.nodes))
+            self._stage("outputs", len(extractor.whole.nodes))
             save_values(feed, Path(folder, "x.npz"))
             first = _usable(checker(self._path, Path(folder, "x.npz")))
             if not first.kind:
                 raise ConfigError(f"{self._path} passes the check '{self._check.name}': there is nothing to reduce. "
                                   "Give the items on which it fails, --data, or another --precision")
-            cut.declared = False
-            cut.declared = verdict(cut.whole).kind != first.kind    # fixed shapes, unless the failure needs open ones
-            search = Search(cut, lambda one: verdict(one).kind == first.kind, most_checks, self._stage)
+            extractor.declared = False
+            # Shapes are fixed, unless the failure needs open ones.
+            extractor.declared = verdict(extractor.whole).kind != first.kind
+            search = Search(extractor, lambda one: verdict(one).kind == first.kind, most_checks, self._stage)
             best = search.run()
-            return self._written(cut, best, verdict(best), search)
+            return self._written(extractor, best, verdict(best), search)
 
-    def _verdict(self, cut: CutModel, fragment: Fragment, folder: Path, checker: Checker) -> Verdict:
-        model = cut.cut(fragment)
+    def _verdict(self, extractor: FragmentExtractor, fragment: Fragment, folder: Path, checker: Checker) -> Verdict:
+        model = extractor.extract(fragment)
         if model is None:
             return Verdict()
         part = folder / self._path.name         # errors name the file
         save(model, part)
-        save_values(cut.inputs_of(fragment), folder / "x.npz")
+        save_values(extractor.inputs_of(fragment), folder / "x.npz")
         return checker(part, folder / "x.npz")
 
-    def _written(self, cut: CutModel, best: Fragment, verdict: Verdict, search: Search) -> Reduction:
-        model = cut.cut(best)
+    def _written(self, extractor: FragmentExtractor, best: Fragment, verdict: Verdict, search: Search) -> Reduction:
+        model = extractor.extract(best)
         assert model is not None
         if not verdict.kind:
             raise ModelError(f"{self._path} fails as it is, and no longer after it is written again: the failure "
                              "depends on the file, or comes and goes")
-        data, inputs = self._output.with_suffix(".npz"), cut.inputs_of(best)
+        data, inputs = self._output.with_suffix(".npz"), extractor.inputs_of(best)
         save(model, self._output)
         save_values(inputs, data)
-        made = operators(model)
-        return Reduction(self._output, data, verdict, tuple(made), (len(cut.whole.nodes), len(made)),
+        names = operators(model)
+        return Reduction(self._output, data, verdict, tuple(names), (len(extractor.whole.nodes), len(names)),
                          (weights_count(self._proto), weights_count(model)),
                          {name: array.shape for name, array in inputs.items()}, search.checks, search.complete,
                          self._command(data, bool(inputs)))
@@ -191,10 +192,10 @@ class _Reducing:
     def _command(self, data: Path, has_inputs: bool) -> str:
         check, output = self._check, str(self._output)
         if is_script(check.name) or check.tolerance is not None:
-            words = ["reduce-model", output, *["--data", str(data)] * has_inputs, "--check", check.name]
+            command = ["reduce-model", output, *["--data", str(data)] * has_inputs, "--check", check.name]
             if check.tolerance is not None:
-                words += ["--precision", check.precision, "--tolerance", f"{check.tolerance:g}"]
-            return shlex.join([*words, "--check-only"])
+                command += ["--precision", check.precision, "--tolerance", f"{check.tolerance:g}"]
+            return shlex.join([*command, "--check-only"])
         is_read = has_inputs and (check.name != BUILD_FAILS or check.precision == "int8")
         return shlex.join(["build-engine", output, "-o", "reduced.plan", f"--{check.precision}", "--no-timing",
                            *["--calib", str(data)] * is_read, *["--calibrator", "minmax"] * (check.precision == "int8"),
@@ -229,12 +230,12 @@ def _recorded(path: Path, proto: OnnxModel, feed: Mapping[str, Array], check: Ch
     """Run the model once and return all tensors that it shows; {} for a model that cannot be run."""
     try:
         oracle = oracle_of(path, {name: array.shape for name, array in feed.items()}, shown=inner_tensors(proto))
-        found: dict[str, Any] = oracle.answer(feed)
+        outputs: dict[str, Any] = oracle.answer(feed)
     except Exception as error:      # ONNX Runtime raises a different class for each status
         if check.name == BUILD_FAILS:
             return {}
         raise InputError(f"{path} cannot be run to record its tensors: {str(error).splitlines()[0]}") from error
-    values = {name: value for name, value in found.items()
+    values = {name: value for name, value in outputs.items()
               if isinstance(value, np.ndarray) and value.dtype.name not in BITS}
     if (size := sum(value.nbytes for value in values.values())) > MOST_BYTES:
         raise InputError(f"the tensors of one item take {size >> 20} MiB, more than {MOST_BYTES >> 20}: give a smaller "

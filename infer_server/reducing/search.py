@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from infer_server.reducing.fragments import CutModel, Fragment
+from infer_server.reducing.fragments import Fragment, FragmentExtractor
 
 T = TypeVar("T")
 Fails = Callable[[Fragment], bool]
@@ -31,7 +31,7 @@ class Search:
         Number of checks that were run.
     """
 
-    def __init__(self, model: CutModel, fails: Fails, most_checks: int, stage: Stage) -> None:
+    def __init__(self, model: FragmentExtractor, fails: Fails, most_checks: int, stage: Stage) -> None:
         """fails: returns True if a fragment fails as the whole model does."""
         self._model, self._check, self._most, self._stage = model, fails, most_checks, stage
         self._known: dict[Fragment, bool] = {}
@@ -79,8 +79,8 @@ class Search:
         low, high = 0, len(nodes)       # nodes[:high] fails, nodes[:low] is not known to
         while high - low > 1:
             middle = (low + high) // 2
-            found = self._fails(self._beginning(nodes[:middle]))
-            low, high = (low, middle) if found else (middle, high)
+            fails = self._fails(self._beginning(nodes[:middle]))
+            low, high = (low, middle) if fails else (middle, high)
         last = self._model.outputs_of(nodes[high - 1]) if nodes else ()
         if not (last and self._fails(Fragment(nodes[:high], last))):
             self._remove(lambda: self.best.outputs, lambda left: replace(self.best, outputs=left, frozen=True))
@@ -95,8 +95,8 @@ class Search:
         low, high = 0, len(whole.nodes)         # nodes[low:] fails, nodes[high:] is not known to
         while high - low > 1:
             middle = (low + high) // 2
-            found = self._fails(replace(whole, nodes=whole.nodes[middle:], frozen=True))
-            low, high = (middle, high) if found else (low, middle)
+            fails = self._fails(replace(whole, nodes=whole.nodes[middle:], frozen=True))
+            low, high = (middle, high) if fails else (low, middle)
 
     def _fewest_nodes(self) -> None:
         self._stage("nodes", len(self.best.nodes))

@@ -44,7 +44,7 @@ from infer_server.protocol.json_inference import Form, as_object, typed
 from infer_server.protocol.json_tensors import MANY, NO_JSON, from_json, json_pieces, read_values, to_json
 from infer_server.protocol.json_values import JsonArray, parsed
 from infer_server.protocol.parameters import Parameters, digits
-from infer_server.protocol.wire import KEPT_BYTES, KEPT_FORMS
+from infer_server.protocol.wire import MAX_CACHED_FORMS, MAX_CACHED_HEADER_BYTES
 from infer_server.repository.model import Model
 from infer_server.serving import InferenceCall, Served
 
@@ -131,7 +131,7 @@ class HttpCall(InferenceCall):
         self._answer_bytes = 0                                              # 0: not known
         self._form, self._binary = form, binary
         self.id = form.id
-        self.form = form if form.is_kept else None
+        self.form = form if form.is_cached else None
         self._coding = accepted(request.headers) if "accept-encoding" in request.headers else ""
 
     def client(self) -> str:
@@ -303,7 +303,7 @@ class Encoder:
         return one
 
 
-@functools.lru_cache(KEPT_FORMS)
+@functools.lru_cache(MAX_CACHED_FORMS)
 def _plain_head(encoder: Encoder, shapes: Sequence[tuple[int, ...]]) -> HttpResponse:
     """Return the response without the arrays, for outputs of these shapes."""
     return encoder.head([
@@ -340,7 +340,7 @@ def _encoder(form: Form, served: Served, regions: Regions) -> Encoder:
 def _split(request: HttpRequest, size: int, config: Callable[[], ModelConfig]) -> tuple[Form, memoryview]:
     """Split a body into the form of its JSON, of `size` bytes, and the binary data. Raises InvalidRequestError."""
     head = bytes(request.body[:size])
-    if _JSON_BYTES in request.headers and size <= KEPT_BYTES:
+    if _JSON_BYTES in request.headers and size <= MAX_CACHED_HEADER_BYTES:
         return _cached_form(head), memoryview(request.body)[size:]
     members = as_object(parsed(head), "the request")
     _check_counts(members, config())
@@ -370,9 +370,9 @@ def json_size(request: HttpRequest) -> int:
     return size
 
 
-@functools.lru_cache(KEPT_FORMS)
+@functools.lru_cache(MAX_CACHED_FORMS)
 def _cached_form(head: bytes) -> Form:
-    return Form(as_object(parsed(head), "the request"), is_kept=True)
+    return Form(as_object(parsed(head), "the request"), is_cached=True)
 
 
 def _raw_form(config: ModelConfig, body: bytes | bytearray) -> tuple[Form, memoryview]:

@@ -11,7 +11,7 @@ from infer_server.cli.build_engine import main as build_engine
 from infer_server.engines.errors import ConfigError
 from infer_server.reducing.checks import Check, Checker, Verdict
 from infer_server.reducing.cli import main
-from infer_server.reducing.fragments import CutModel, Fragment, inner_tensors, read_values
+from infer_server.reducing.fragments import Fragment, FragmentExtractor, inner_tensors, read_values
 from infer_server.reducing.reduction import reduce_model
 from infer_server.reducing.search import Search
 
@@ -113,11 +113,11 @@ def test_a_model_that_passes_is_refused(overflowing, tmp_path):
 def cut_model(path):
     proto = onnx.load(path)
     feed = {"x": np.ones((1, 8), np.float32)}
-    return CutModel(proto, {**feed, **oracle_of(path, shown=inner_tensors(proto)).answer(feed)})
+    return FragmentExtractor(proto, {**feed, **oracle_of(path, shown=inner_tensors(proto)).answer(feed)})
 
 
 def names_of(model, fragment):
-    return [node.name for node in model.cut(fragment).graph.node]
+    return [node.name for node in model.extract(fragment).graph.node]
 
 
 @pytest.mark.parametrize("culprits", [("product0",), ("relu7",), ("relu2", "product3"), ("product1", "relu4", "relu6")])
@@ -149,13 +149,13 @@ def test_shapes_become_constants_and_branches_keep_what_they_read(tmp_path):
         helper.make_node("ReduceMax", ["b"], ["m"], keepdims=0), helper.make_node("Greater", ["m", "c"], ["g"]),
         helper.make_node("If", ["g"], ["y"], then_branch=branch, else_branch=other, name="if")], {}, [x])
     model = cut_model(path)
-    reshape = model.cut(Fragment((4,), ("b",)))
+    reshape = model.extract(Fragment((4,), ("b",)))
     assert [value.name for value in reshape.graph.input] == ["a"] and reshape.graph.initializer[0].name == "s"
-    loose = model.cut(Fragment((4,), ("b",), frozen=False))
+    loose = model.extract(Fragment((4,), ("b",), frozen=False))
     assert [value.name for value in loose.graph.input] == ["a", "s"]
     whole = model.needed(Fragment(tuple(range(8)), ("y",)))
     assert 0 in whole.nodes                     # the branches read r
     assert {*model.inputs_of(Fragment((7,), ("y",), frozen=False))} == {"g", "r"}
-    add = model.cut(Fragment((3,), ("a",)))     # a Constant comes with its reader
+    add = model.extract(Fragment((3,), ("a",)))  # a Constant comes with its reader
     assert [node.op_type for node in add.graph.node] == ["Constant", "Add"]
     onnx.checker.check_model(add, full_check=True)

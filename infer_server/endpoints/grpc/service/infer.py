@@ -39,7 +39,7 @@ class GrpcCall(InferenceCall):
         form = message.form
         self._message, self._services, self._open_call = message, services, open_call
         self.model, self.version, self.id = form.model, form.version, message.id
-        self.form = form if form.is_kept else None
+        self.form = form if form.is_cached else None
         self.received_ns = received_ns
         if remaining_secs is not None:
             self.deadline_ns = received_ns + int(remaining_secs * 1e9)

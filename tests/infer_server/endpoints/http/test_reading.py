@@ -132,5 +132,5 @@ def test_one_that_comes_again_is_counted_too() -> None:
 
 
 def test_long_heads_are_not_kept(parsers: list[bytes]) -> None:
-    long = POST[:-2] + b"X: " + b"y" * reading._KEPT_BYTES + b"\r\n\r\nbody"
+    long = POST[:-2] + b"X: " + b"y" * reading._MAX_CACHED_HEAD_BYTES + b"\r\n\r\nbody"
     assert len(parsed(long, long)[0]) == 2 and parsers == [long, long]
