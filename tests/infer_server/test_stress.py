@@ -210,8 +210,8 @@ class Looking(Inflight):
     looks = 0
 
     def _look(self) -> None:
-        giving_back = getattr(self, "_giving_back", None)
-        if giving_back and not giving_back.done():
+        returning = getattr(self, "_returning", None)
+        if returning and not returning.done():
             self._loop.call_later(0.001, self._look)
         else:
             self.looks += 1

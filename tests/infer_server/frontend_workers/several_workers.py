@@ -35,7 +35,7 @@ def pids(server: RunningServer) -> set[int]:
 
 def open_calls(server: RunningServer) -> list[int]:
     """Return the number of calls that each frontend worker has forwarded without a response so far."""
-    return [len(front._end._replies) for front in workers_of(server)._workers]
+    return [len(worker._end._replies) for worker in workers_of(server)._workers]
 
 
 @contextmanager

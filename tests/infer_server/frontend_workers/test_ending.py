@@ -77,7 +77,7 @@ def test_what_a_front_logs_is_logged_once_with_its_level(tmp_path: Path, caplog:
         assert said.levelname == "WARNING" and said.getMessage().startswith("127.0.0.1:")
 
 
-def test_a_front_that_ends_by_a_bug_says_so(
+def test_a_worker_that_ends_by_a_bug_says_so(
         tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
         end = workers_of(server)._workers[0]._end

@@ -33,7 +33,7 @@ from tests.infer_server.serving import WORKERS, serving
 
 
 @pytest.mark.parametrize("front", WORKERS)
-def test_requests_that_come_by_several_fronts_are_one_batch(front: str, tmp_path: Path) -> None:
+def test_requests_that_come_by_several_workers_are_one_batch(front: str, tmp_path: Path) -> None:
     write_model(tmp_path, "m", gate="workers_of", max_batch=64)
     with serving(tmp_path, grpc_front=front) as server, ThreadPoolExecutor(64) as pool:
         with GATES["workers_of"].closed(), waiting(server, pool, GATES["workers_of"]) as asked:
@@ -70,7 +70,7 @@ def test_large_tensors_pass_whole(front: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("front", WORKERS)
-def test_what_is_held_is_counted_over_all_fronts(front: str, tmp_path: Path) -> None:
+def test_what_is_held_is_counted_over_all_workers(front: str, tmp_path: Path) -> None:
     values = 1 << 16
     write_model(tmp_path, "m", gate="held", shape=[values], max_batch=1)
     with (serving(tmp_path, grpc_front=front, max_inflight_bytes=12 * values * SOME) as server,

@@ -29,9 +29,9 @@ def test_a_port_that_another_server_has_reserved_cannot_be_had() -> None:
 
 
 def test_a_port_is_had_again_whose_connections_the_system_has_not_forgotten() -> None:
-    with (closing(Reserved("127.0.0.1", 0)) as first, listening(first.port) as front,
+    with (closing(Reserved("127.0.0.1", 0)) as first, listening(first.port) as worker,
           socket.create_connection(("127.0.0.1", first.port), TIMEOUT_SECS) as client):
-        front.accept()[0].close()           # who closes first waits for what may still come
+        worker.accept()[0].close()          # who closes first waits for what may still come
         assert client.recv(1) == b""
     with closing(Reserved("127.0.0.1", first.port)) as second, listening(second.port):
         pass

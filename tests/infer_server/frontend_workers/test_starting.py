@@ -83,7 +83,7 @@ def test_a_front_knows_of_no_models() -> None:
 
 
 @pytest.mark.parametrize("front", WORKERS)
-def test_a_front_that_is_killed_takes_its_own_requests_with_it_and_comes_back(front: str, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_takes_its_own_requests_with_it_and_comes_back(front: str, tmp_path: Path) -> None:
     write_model(tmp_path, "m", gate="killed", max_batch=1)
     with serving(tmp_path, grpc_front=front) as server, ThreadPoolExecutor(64) as pool:
         model, before = server.server.repository.find("m"), pids(server)
@@ -103,7 +103,7 @@ def test_a_front_that_is_killed_takes_its_own_requests_with_it_and_comes_back(fr
             assert infer(client, np.ones((1, 4), np.float32)).all()
 
 
-def test_a_front_that_cannot_be_started_for_a_while_comes_back(
+def test_a_worker_that_cannot_be_started_for_a_while_comes_back(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     start, pair = supervisor._start_process, socket.socketpair
     made: list[socket.socket] = []
@@ -125,7 +125,7 @@ def test_a_front_that_cannot_be_started_for_a_while_comes_back(
         monkeypatch.setattr(supervisor, "_start_process", fails_twice)
         monkeypatch.setattr("socket.socketpair", pairs)
         os.kill(workers_of(server)._workers[0].pid, signal.SIGKILL)
-        assert eventually(lambda: len(asked) == 3 and all(front._listens() for front in workers_of(server)._workers))
+        assert eventually(lambda: len(asked) == 3 and all(worker._listens() for worker in workers_of(server)._workers))
         assert len(pids(server) - before) == 1 and len(pids(server)) == 2
         assert [end.fileno() for end in made[:4]] == [-1] * 4, "of those that were not started"
         assert caplog.text.count("front 0: [Errno 11] Resource temporarily unavailable") == 2
@@ -146,32 +146,32 @@ def test_a_front_comes_back_for_which_there_was_no_thread_for_a_while(
         monkeypatch.setattr(supervisor, "_PAUSE_SECS", 0.01)
         monkeypatch.setattr(supervisor, "in_daemon_thread", fails_twice)
         os.kill(workers_of(server)._workers[0].pid, signal.SIGKILL)
-        assert eventually(lambda: len(asked) >= 3 and all(front._listens() for front in workers_of(server)._workers))
+        assert eventually(lambda: len(asked) >= 3 and all(worker._listens() for worker in workers_of(server)._workers))
         assert len(pids(server) - before) == 1 and len(pids(server)) == 2
         assert caplog.text.count("front 0: no more threads") == 2
 
 
-def test_a_front_that_is_closed_as_it_comes_back_is_not_started_again(
+def test_a_worker_that_is_closed_as_it_comes_back_is_not_started_again(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     closing: list[asyncio.Future[None]] = []
-    tell = supervisor._FrontendWorker._tell
+    set_started = supervisor._FrontendWorker._set_started
 
-    def tell_and_close(front: supervisor._FrontendWorker, reason: str) -> None:
-        tell(front, reason)
+    def set_started_and_close(worker: supervisor._FrontendWorker, reason: str) -> None:
+        set_started(worker, reason)
         if not closing and not reason:
-            closing.append(asyncio.ensure_future(front.close(answered=True)))
+            closing.append(asyncio.ensure_future(worker.close(answered=True)))
 
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        front = workers_of(server)._workers[0]
+        worker = workers_of(server)._workers[0]
         monkeypatch.setattr(supervisor, "_PAUSE_SECS", 0.01)
-        monkeypatch.setattr(front, "_tell", lambda reason: tell_and_close(front, reason))
-        os.kill(front.pid, signal.SIGKILL)
+        monkeypatch.setattr(worker, "_set_started", lambda reason: set_started_and_close(worker, reason))
+        os.kill(worker.pid, signal.SIGKILL)
         assert eventually(lambda: bool(closing and closing[0].done()))
-        assert eventually(lambda: front._watching is not None and front._watching.done())
-        assert not is_alive(front.pid) and caplog.text.count("front 0 has ended") == 1
+        assert eventually(lambda: worker._watching is not None and worker._watching.done())
+        assert not is_alive(worker.pid) and caplog.text.count("front 0 has ended") == 1
 
 
-def test_a_port_of_another_server_is_refused_and_fronts_share_theirs(tmp_path: Path) -> None:
+def test_a_port_of_another_server_is_refused_and_workers_share_theirs(tmp_path: Path) -> None:
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
         for taken in ({"grpc_port": server.ports.grpc}, {"http_port": server.ports.http}):
             for workers in (1, 2):
@@ -206,7 +206,7 @@ def test_a_server_whose_fronts_cannot_listen_says_why_and_leaves_none(
     assert started and not any(is_alive(pid) for pid in started.processes().values())
 
 
-def test_a_front_that_listens_as_another_cannot_start_is_not_watched(
+def test_a_worker_that_listens_as_another_cannot_start_is_not_watched(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     start_one, begin = supervisor._FrontendWorker._start, EngineEnd.begin
     begun = asyncio.Event()
@@ -220,9 +220,9 @@ def test_a_front_that_listens_as_another_cannot_start_is_not_watched(
     async def start() -> list[supervisor._FrontendWorker]:
         server = Server(options(tmp_path, workers=2), load_numpy_engine)
 
-        async def fails(front: supervisor._FrontendWorker, settings: WorkerSettings) -> None:
-            if front.name == "front 1":
-                return await start_one(front, settings)
+        async def fails(worker: supervisor._FrontendWorker, settings: WorkerSettings) -> None:
+            if worker.name == "front 1":
+                return await start_one(worker, settings)
             await begun.wait()
             select.select([ends[0]._transport.get_extra_info("socket")], [], [], TIMEOUT_SECS)      # it says so
             raise OSError("nothing goes")

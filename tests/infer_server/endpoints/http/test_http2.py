@@ -187,7 +187,7 @@ def test_partial_bodies_leave_room_for_whole_requests(limited: RunningServer) ->
             refused = sum(isinstance(event, ResponseReceived) and event.stream_id in streams
                           and dict(event.headers)[b":status"] == b"503" for event in greedy.events)
         assert is_served(other)
-        if limited.server._options.workers == 1:            # fronts count for themselves
+        if limited.server._options.workers == 1:            # workers count for themselves
             assert limited.server._inflight.partial_bytes <= 6 * MIB
     assert has_let_go(limited)
 

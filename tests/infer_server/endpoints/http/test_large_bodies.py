@@ -36,7 +36,7 @@ def test_a_large_body_arrives_whole_however_it_is_cut_and_what_follows_it_is_the
 def test_a_client_that_leaves_within_a_large_body_holds_no_memory(server: RunningServer) -> None:
     with socket.create_connection(("127.0.0.1", server.ports.http), timeout=TIMEOUT_SECS) as connection:
         connection.sendall(post_large(np.ones(1 << 18, np.float32))[:-1])
-        if not server.server._options.workers > 1:      # fronts count for themselves
+        if not server.server._options.workers > 1:      # workers count for themselves
             assert eventually(lambda: server.server._inflight.held_bytes > 1 << 20)
     assert eventually(lambda: server.server._inflight.held_bytes == 0)
 

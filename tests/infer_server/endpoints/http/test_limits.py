@@ -78,7 +78,7 @@ def test_partial_bodies_leave_room_for_whole_requests(limited: RunningServer) ->
             except ConnectionError:
                 refused += 1
         assert is_served(limited)
-        if limited.server._options.workers == 1:            # fronts count for themselves
+        if limited.server._options.workers == 1:            # workers count for themselves
             assert limited.server._inflight.partial_bytes <= 6 * MIB
     assert eventually(lambda: limited.server._inflight.held_bytes == 0)
 
