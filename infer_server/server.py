@@ -385,12 +385,12 @@ class Server:
             forwards_metadata=bool(self._tracer or "inference" in options.grpc_secrets or "gRPC" in options.forwarded),
             reflection=options.grpc_reflection, channel=options.grpc_channel, log_level=log.getEffectiveLevel())
 
-    def _host(self, what: str) -> str:
-        return self._options.hosts.get(what, self._options.host)
+    def _host(self, endpoint: str) -> str:
+        return self._options.hosts.get(endpoint, self._options.host)
 
-    def _address(self, what: str) -> ListenAddress | None:
+    def _address(self, endpoint: str) -> ListenAddress | None:
         """Return the address of the port of "grpc", "http" or "metrics"; None if it is closed."""
         options = self._options
         port, tls = {"grpc": (options.grpc_port, options.grpc_tls), "http": (options.http_port, options.http_tls),
-                     "metrics": (options.metrics_port, None)}[what]
-        return None if what in options.closed else ListenAddress(self._host(what), port, tls)
+                     "metrics": (options.metrics_port, None)}[endpoint]
+        return None if endpoint in options.closed else ListenAddress(self._host(endpoint), port, tls)

@@ -29,7 +29,7 @@ from infer_server.protocol.parameters import Parameters, check_forwarded, check_
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
 
-_KEPT = 256                         # number of request layouts cached for each model
+_MAX_CACHED_LAYOUTS = 256           # number of request layouts cached for each model
 _NONE: Mapping[str, Any] = MappingProxyType({})
 # Triton's names of the calls with a single response, by protocol.
 _ONE_RESPONSE = {"gRPC": "ModelInfer RPC", "HTTP": "HTTP end point"}
@@ -194,10 +194,10 @@ class Inferences:
 
     def find(self, model: str, version: str) -> Model:
         """Return a model that takes requests. Raises ServeError."""
-        found = self._repository.find(model, version)
+        loaded = self._repository.find(model, version)
         if self._closed:
-            raise UnavailableError.closed(found.name)
-        return found
+            raise UnavailableError.closed(loaded.name)
+        return loaded
 
     def close(self) -> None:
         """Refuse new inferences; requests between models for accepted ones continue."""
@@ -243,9 +243,9 @@ class Inferences:
         try:
             request = _request(call, model, reply)
             if pattern := self._forwarded.get(call.protocol):
-                found = {name: text for name, text in call.headers() if pattern.search(name)}
-                check_forwarded(found)
-                request.parameters = {**request.parameters, **found}
+                forwarded = {name: text for name, text in call.headers() if pattern.search(name)}
+                check_forwarded(forwarded)
+                request.parameters = {**request.parameters, **forwarded}
         except (InvalidRequestError, NotServedError, MemoryLimitError):
             model.statistics.failed(Failure.OTHER, time.monotonic_ns() - call.received_ns)
             raise
@@ -257,7 +257,7 @@ def _request(call: InferenceCall, model: Model, reply: Reply) -> Request:
     if prepared is None:
         prepared = _prepare(call, model)
         if call.form is not None:
-            if len(model.prepared) >= _KEPT:
+            if len(model.prepared) >= _MAX_CACHED_LAYOUTS:
                 model.prepared.clear()
             model.prepared[call.form] = prepared
     call.expect(prepared.answer_bytes, prepared.fit.decoded_bytes)
@@ -291,7 +291,7 @@ def _served(model: Model, outputs: tuple[TensorSpec, ...], names: tuple[str, ...
     """
     served: Served | None = model.served.get(names)
     if served is None:
-        if len(model.served) >= _KEPT:
+        if len(model.served) >= _MAX_CACHED_LAYOUTS:
             model.served.clear()
         served = model.served[names] = Served(model.name, model.version, outputs, model.config.batched, model.labels)
     return served

@@ -60,13 +60,13 @@ def stages_of(data: ReportData) -> list[Stage]:
     """Return the steps of the recorded search in their order."""
     fields = {"stage", "trial", "kept", "sqnr_db", "peak_db"}
     trials = [one for one in data.record.get("search", ()) if fields <= set(one)]
-    found: list[Stage] = []
+    stages: list[Stage] = []
     for name in dict.fromkeys(one["stage"] for one in trials):
-        mine = tuple(one for one in trials if one["stage"] == name)
-        before = found[-1].after if name == "range" and found else mine[0]
-        kept = [one for one in mine if one["kept"]]
-        found.append(Stage(name, mine, before, kept[-1] if kept else before))
-    return found
+        of_stage = tuple(one for one in trials if one["stage"] == name)
+        before = stages[-1].after if name == "range" and stages else of_stage[0]
+        kept = [one for one in of_stage if one["kept"]]
+        stages.append(Stage(name, of_stage, before, kept[-1] if kept else before))
+    return stages
 
 
 def search(data: ReportData) -> Element:
@@ -117,15 +117,15 @@ def _error(trial: Trial, key: str) -> Any:
 # ---- histograms
 def histograms(data: ReportData) -> Element:
     """Return the section with the histograms of activations and their ranges."""
-    found = data.record.get("histograms") or {}
-    if not found:
+    recorded = data.record.get("histograms") or {}
+    if not recorded:
         return section("histograms-section", "Histograms", missing(
             "The plan has no histograms: builds that calibrate keep them, and those from a calibration cache do not."))
     about = ("Values of each quantised tensor of the float model, with counts on a logarithmic scale. The band is the "
              "chosen range; values outside of it are clipped.")
     kernel = {name: row.index for row in data.rows for name in row.tensors}
-    clipped = sorted(found, key=lambda name: -float(found[name].get("clipped", 0.0)))
-    cards = [_histogram(name, found[name], kernel.get(name)) for name in clipped]
+    clipped = sorted(recorded, key=lambda name: -float(recorded[name].get("clipped", 0.0)))
+    cards = [_histogram(name, recorded[name], kernel.get(name)) for name in clipped]
     return section("histograms-section", "Histograms", el("div", cards, class_="histograms", tabindex=0),
                    about=f"{about} {len(cards)} tensors, those that clip most first.")
 
@@ -178,40 +178,40 @@ def _link(layer: str, kernel: Mapping[str, int]) -> Any:
 
 def _sqnr(data: ReportData) -> Iterator[Element]:
     yield el("h3", "SQNR along the network")
-    found = data.measured.comparison
-    if found is None:
+    comparison = data.measured.comparison
+    if comparison is None:
         yield missing(f"SQNR of layers: {data.measured.no_comparison}. compare-engine measures it.")
         return
-    yield el("p", f"{found.a} against {found.b}, on {found.items} items of {found.source}. Errors of all layers before "
-             "count, so a step down marks a layer that adds noise.", class_="about")
+    yield el("p", f"{comparison.a} against {comparison.b}, on {comparison.items} items of {comparison.source}. Errors "
+             "of all layers before count, so a step down marks a layer that adds noise.", class_="about")
     yield table([("output", "name"), ("SQNR dB", "number"), ("largest error", "number"), ("of range", "number"),
                  ("cosine", "number"), ("", "")],
                 [(errors.name, (errors.sqnr_db, decibels(errors.sqnr_db)), (errors.largest, number(errors.largest)),
                   (errors.relative, f"{errors.relative:.1e}"), (errors.cosine, f"{errors.cosine:.5f}"), errors.wrong)
-                 for errors in found.outputs])
+                 for errors in comparison.outputs])
     known = [row for row in data.rows if row.sqnr_db is not None]
-    yield charts.layers(data.rows, found.threshold) if len(known) > 1 else missing(
-        " ".join(found.notes) or "The plan and the model share no inner tensors by name.")
+    yield charts.layers(data.rows, comparison.threshold) if len(known) > 1 else missing(
+        " ".join(comparison.notes) or "The plan and the model share no inner tensors by name.")
     if len(known) > 1:
-        yield from (el("p", note, class_="about") for note in found.notes)
+        yield from (el("p", note, class_="about") for note in comparison.notes)
 
 
 # ---- target
 def target(data: ReportData) -> Element:
     """Return the section about the accuracy target."""
-    found = data.record.get("target")
-    if not isinstance(found, Mapping) or "score" not in found:
+    record = data.record.get("target")
+    if not isinstance(record, Mapping) or "score" not in record:
         return section("target-section", "Speed against accuracy", missing(
             "The plan was built without an accuracy target: build-engine --max-drop draws this curve."))
-    metric, reference = str(found.get("metric", "")), float(found.get("float", math.nan))
-    allowed = reference - float(found.get("max_drop", 0.0))
-    kept = list(found.get("kept", ()))
-    rows = facts((("target", f"{metric} at least {number(allowed, 6)}: {'met' if found.get('met') else 'NOT met'}"),
-                  ("float", number(reference, 6)), ("all INT8", number(found.get("int8"), 6)),
-                  ("this plan", number(float(found["score"]), 6)), ("evaluation items", str(found.get("items", "–"))),
-                  (f"kept in {found.get('float_type') or 'float'}",
+    metric, reference = str(record.get("metric", "")), float(record.get("float", math.nan))
+    allowed = reference - float(record.get("max_drop", 0.0))
+    kept = list(record.get("kept", ()))
+    rows = facts((("target", f"{metric} at least {number(allowed, 6)}: {'met' if record.get('met') else 'NOT met'}"),
+                  ("float", number(reference, 6)), ("all INT8", number(record.get("int8"), 6)),
+                  ("this plan", number(float(record["score"]), 6)), ("evaluation items", str(record.get("items", "–"))),
+                  (f"kept in {record.get('float_type') or 'float'}",
                    f"{len(kept)} layers: {listed(kept)}" if kept else "none")))
-    points = _points(found)
+    points = _points(record)
     curve = charts.target_curve(points, allowed, len(kept), metric) if len(points) > 1 else missing(
         "INT8 alone meets the target, so no other point was measured.")
     return section("target-section", "Speed against accuracy", rows, curve,
@@ -219,7 +219,7 @@ def target(data: ReportData) -> Element:
                    "this plan; times are sums of the kernels' times.")
 
 
-def _points(found: Mapping[str, Any]) -> list[tuple[int, float, float]]:
+def _points(record: Mapping[str, Any]) -> list[tuple[int, float, float]]:
     """Return (layers in float, microseconds, score) of each measured set of layers whose time is known."""
-    return sorted((one["kept"], float(one["us"]), float(one["score"])) for one in found.get("tried", ())
+    return sorted((one["kept"], float(one["us"]), float(one["score"])) for one in record.get("tried", ())
                   if one.get("us"))

@@ -54,7 +54,7 @@ def chart(identifier: str, label: str, draw: Callable[[Any], None], width: float
 
 def _inline(text: str, prefix: str, label: str) -> Element:
     """Return matplotlib's SVG without namespaces and metadata, with unique ids and the page's colours."""
-    text = re.sub(r"#[0-9a-f]{6}\b", lambda found: f"var({COLOURS[found[0]]})" if found[0] in COLOURS else found[0],
+    text = re.sub(r"#[0-9a-f]{6}\b", lambda match: f"var({COLOURS[match[0]]})" if match[0] in COLOURS else match[0],
                   text)
     root = ElementTree.fromstring(text)
     for parent in root.iter():
@@ -98,13 +98,13 @@ def roofline(rows: Sequence[Row], peaks: Peaks) -> Element:
                       [low * level.bytes_per_second / 1e9, top / 1e9], color=SOFT, linewidth=0.9, linestyle="--")
             axes.text(1.04 * low, 1.14 * low * level.bytes_per_second / 1e9, level.name, va="bottom", color=SOFT)
         for precision in dict.fromkeys(row.step.precision for row in known):
-            mine = [row for row in known if row.step.precision == precision]
+            of_precision = [row for row in known if row.step.precision == precision]
             points = axes.scatter(
-                [row.step.macs / row.step.bytes for row in mine],
-                [row.step.macs / (row.us or 1.0) / 1e3 for row in mine],
-                s=[18 + 160 * (row.us or 0.0) / (known[0].us or 1.0) for row in mine], label=precision, alpha=0.75,
-                color=PRECISIONS.get(precision, SOFT), linewidth=0)
-            points.set_urls([f"#k{row.index}" for row in mine])
+                [row.step.macs / row.step.bytes for row in of_precision],
+                [row.step.macs / (row.us or 1.0) / 1e3 for row in of_precision],
+                s=[18 + 160 * (row.us or 0.0) / (known[0].us or 1.0) for row in of_precision], label=precision,
+                alpha=0.75, color=PRECISIONS.get(precision, SOFT), linewidth=0)
+            points.set_urls([f"#k{row.index}" for row in of_precision])
         axes.set(xscale="log", yscale="log", xlim=(low, high), xlabel="multiply-accumulates per byte",
                  ylabel="G MAC/s")
         for axis in (axes.xaxis, axes.yaxis):
@@ -114,26 +114,26 @@ def roofline(rows: Sequence[Row], peaks: Peaks) -> Element:
     return chart("roof", "Roofline of the kernels", draw, height=4.4)
 
 
-def trials(found: Sequence[Mapping[str, Any]]) -> Element:
+def trials(listed: Sequence[Mapping[str, Any]]) -> Element:
     """Return the errors of each trial of the search in its order, with the best so far."""
     def draw(axes: Any) -> None:
-        stages = list(dict.fromkeys(one["stage"] for one in found))
+        stages = list(dict.fromkeys(one["stage"] for one in listed))
         for criterion, colour, name in (("sqnr_db", ACCENT, "SQNR"), ("peak_db", WARN, "peak SNR")):
-            values = [one[criterion] for one in found]
-            axes.plot(range(1, len(found) + 1), values, color=colour, linewidth=0.8, alpha=0.6)
+            values = [one[criterion] for one in listed]
+            axes.plot(range(1, len(listed) + 1), values, color=colour, linewidth=0.8, alpha=0.6)
             for kept in (False, True):
-                chosen = [(place, value) for place, (value, one) in enumerate(zip(values, found, strict=True), 1)
+                chosen = [(position, value) for position, (value, one) in enumerate(zip(values, listed, strict=True), 1)
                           if one["kept"] == kept]
-                axes.scatter([place for place, _ in chosen], [value for _, value in chosen], color=colour,
+                axes.scatter([position for position, _ in chosen], [value for _, value in chosen], color=colour,
                              s=46 if kept else 9, label=f"{name}, kept" if kept else name, linewidth=0, zorder=3)
         low, high = axes.get_ylim()
         axes.set_ylim(low, high + 0.16 * (high - low))
         for stage in stages:
-            first = next(place for place, one in enumerate(found, 1) if one["stage"] == stage)
+            first = next(position for position, one in enumerate(listed, 1) if one["stage"] == stage)
             axes.axvline(first - 0.5, color=LINE, linewidth=1)
             axes.text(first - 0.4, high + (0.13 - 0.07 * (stages.index(stage) % 2)) * (high - low), stage, va="top",
                       color=SOFT)
-        axes.set(xlabel="trial", ylabel="dB, of the worst output part", xlim=(0.5, len(found) + 0.5))
+        axes.set(xlabel="trial", ylabel="dB, of the worst output part", xlim=(0.5, len(listed) + 0.5))
         axes.legend(loc="lower right", ncols=2)
     return chart("trials", "Errors of the trials of the calibration search", draw)
 

@@ -54,6 +54,6 @@ def report_plan(report: str, path: str, plan: Plan, notify: Notify, *, timing: b
                     disable=True if quiet else None)
 
     notify(f"{report}: measuring the plan" + " and its layers against the model" * bool(model))
-    found = measured(plan, path, timing, model, data, preprocess, progress)
-    write_report(report, plan, found, Path(path).stat().st_size)
+    result = measured(plan, path, timing, model, data, preprocess, progress)
+    write_report(report, plan, result, Path(path).stat().st_size)
     notify(f"{report}: {Path(report).stat().st_size / 1e6:.2f} MB, opens in any browser")

@@ -153,9 +153,9 @@ class ReportData:
         return tuple(rows)
 
     def _sqnr(self) -> dict[str, float]:
-        found = self.measured.comparison
-        return {errors.name: errors.sqnr_db for errors in (*found.layers, *found.outputs)
-                if not errors.wrong} if found else {}
+        comparison = self.measured.comparison
+        return {errors.name: errors.sqnr_db for errors in (*comparison.layers, *comparison.outputs)
+                if not errors.wrong} if comparison else {}
 
     @cached_property
     def noise(self) -> dict[str, float]:

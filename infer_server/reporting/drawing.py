@@ -62,13 +62,14 @@ def boxes_of(data: ReportData, most: int = MOST) -> tuple[list[Box], list[tuple[
     inputs, outputs = list(graph.get("inputs", ()))[:MOST], list(graph.get("outputs", ()))[:MOST]
     shapes = graph.get("types", {})
     boxes = [Box(name, f"input {_shape(shapes.get(name, {}).get('shape', ()))}") for name in inputs]
-    place: dict[int, int] = {}
+    index_of: dict[int, int] = {}
     for first in range(0, len(rows), size):
         group = tuple(rows[first:first + size])
-        place |= {row.index: len(boxes) for row in group}
+        index_of |= {row.index: len(boxes) for row in group}
         boxes.append(_box(group))
-    edges = [(place[before], place[row.index]) for row in rows for before in row.step.depends if before in place]
-    by_name = {row.step.name: place[row.index] for row in rows}
+    edges = [(index_of[before], index_of[row.index]) for row in rows for before in row.step.depends
+             if before in index_of]
+    by_name = {row.step.name: index_of[row.index] for row in rows}
     sources = _Sources(graph, by_name, inputs)
     for node in graph.get("nodes", ()):
         if (target := by_name.get(node["name"])) is not None:
@@ -84,11 +85,11 @@ class _Sources:
     """Boxes that tensors come from, through nodes without a kernel, such as views."""
 
     def __init__(self, graph: Mapping[str, Any], by_name: Mapping[str, int], inputs: Sequence[str]) -> None:
-        self._known: dict[str, frozenset[int]] = {name: frozenset({place}) for place, name in enumerate(inputs)}
+        self._known: dict[str, frozenset[int]] = {name: frozenset({index}) for index, name in enumerate(inputs)}
         for node in graph.get("nodes", ()):     # in topological order
-            place = by_name.get(node["name"])
-            found = frozenset().union(*map(self.of, node["inputs"])) if place is None else frozenset({place})
-            self._known |= dict.fromkeys(node["outputs"], found)
+            index = by_name.get(node["name"])
+            sources = frozenset().union(*map(self.of, node["inputs"])) if index is None else frozenset({index})
+            self._known |= dict.fromkeys(node["outputs"], sources)
 
     def of(self, tensor: str) -> frozenset[int]:
         """Return the indices of the boxes; none for a constant."""

@@ -15,10 +15,10 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")       # 
 
 def el(tag: str, *children: Child, **attributes: str | float | None) -> Element:
     """Return an element. Attributes: class_="x" for class, data_k=1 for data-k; None leaves one out."""
-    made = Element(tag, {name.strip("_").replace("_", "-"): clean(str(value)) for name, value in attributes.items()
-                         if value is not None})
-    _extend(made, children)
-    return made
+    element = Element(tag, {name.strip("_").replace("_", "-"): clean(str(value)) for name, value in attributes.items()
+                            if value is not None})
+    _extend(element, children)
+    return element
 
 
 def _extend(parent: Element, children: Iterable[Child]) -> None:

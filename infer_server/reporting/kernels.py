@@ -60,8 +60,8 @@ def kernels(data: ReportData) -> Element:
     listed = [row for row in data.rows if not row.is_border]
     rows = [list(_cells(data, row, longest, has_sqnr, has_noise)) for row in listed]
     search = el("label", "Filter ", el("input", type="search", id="filter", autocomplete="off", spellcheck="false"))
-    found = table(columns, rows, "kernels", ({"id": f"k{row.index}", "data-k": str(row.index)} for row in listed))
-    return section("kernels-section", "Kernels", el("div", search, class_="controls"), found, about=about)
+    body = table(columns, rows, "kernels", ({"id": f"k{row.index}", "data-k": str(row.index)} for row in listed))
+    return section("kernels-section", "Kernels", el("div", search, class_="controls"), body, about=about)
 
 
 def _cells(data: ReportData, row: Row, longest: float, has_sqnr: bool, has_noise: bool) -> Iterator[Any]:
@@ -89,10 +89,10 @@ def _cells(data: ReportData, row: Row, longest: float, has_sqnr: bool, has_noise
 
 def roofline(data: ReportData) -> Element:
     """Return the section with the roofline."""
-    found = data.measured.profile
-    if found is None:
+    profile = data.measured.profile
+    if profile is None:
         return section("roofline-section", "Roofline", missing(f"There is no roofline: {data.measured.no_profile}."))
-    peaks = found.peaks
+    peaks = profile.peaks
     about = (f"Each point is a kernel, larger the longer it takes. The lines are what {peaks.processor} reached in a "
              "measurement just before: multiply-accumulates of each precision, and reads from each level of memory. "
              "A kernel far below both has time to gain, and one by Winograd's method may be above, as it needs fewer "

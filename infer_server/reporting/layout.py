@@ -79,14 +79,14 @@ class _Layered:
     def layout(self) -> Layout:
         x = [0.0] * len(self._layer)
         for row in self._rows:
-            self._place(row, [0.0] * len(row), x)
+            self._place_row(row, [0.0] * len(row), x)
         for sweep in range(SWEEPS):
             self._sweep(x, down=sweep % 2 == 0, ordering=sweep < SWEEPS - 2)
             if time.monotonic() > self._deadline:
                 break
         left = min((x[node] - self._width(node) / 2 for node in range(len(x))), default=0.0)
         right = max((x[node] + self._width(node) / 2 for node in range(len(x))), default=0.0)
-        x = [place - left + GAP_X for place in x]
+        x = [centre - left + GAP_X for centre in x]
         middles = [GAP_Y + HEIGHT / 2 + layer * (HEIGHT + GAP_Y) for layer in self._layer]
         edges = {}
         for (source, target), bends in self._bends.items():
@@ -100,25 +100,25 @@ class _Layered:
     def _sweep(self, x: list[float], down: bool, ordering: bool) -> None:
         near = self._above if down else self._below
         for row in self._rows if down else reversed(self._rows):
-            wanted = {node: sum(x[other] for other in near[node]) / len(near[node]) if near[node] else x[node]
-                      for node in row}
+            targets = {node: sum(x[other] for other in near[node]) / len(near[node]) if near[node] else x[node]
+                       for node in row}
             if ordering:
-                row.sort(key=wanted.__getitem__)
-            self._place(row, [wanted[node] for node in row], x)
+                row.sort(key=targets.__getitem__)
+            self._place_row(row, [targets[node] for node in row], x)
 
     def _width(self, node: int) -> float:
         return WIDTH if node < self._count else BEND
 
-    def _place(self, row: Sequence[int], wanted: Sequence[float], x: list[float]) -> None:
-        """Place a row in its order as near as possible to the wanted places, without overlaps."""
+    def _place_row(self, row: Sequence[int], targets: Sequence[float], x: list[float]) -> None:
+        """Place a row in its order as near as possible to the target positions, without overlaps."""
         offset, offsets = 0.0, []
         for index, node in enumerate(row):
             if index:
                 offset += (self._width(row[index - 1]) + self._width(node)) / 2 + GAP_X
             offsets.append(offset)
-        blocks: list[list[float]] = []          # sum and number of pooled places
-        for place, shift in zip(wanted, offsets, strict=True):
-            blocks.append([place - shift, 1.0])
+        blocks: list[list[float]] = []          # sum and number of pooled positions
+        for target, shift in zip(targets, offsets, strict=True):
+            blocks.append([target - shift, 1.0])
             while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] >= blocks[-1][0] / blocks[-1][1]:
                 total, size = blocks.pop()
                 blocks[-1][0] += total

@@ -25,10 +25,10 @@ def tiles(data: ReportData) -> Element:
 
 
 def _tiles(data: ReportData) -> Iterator[tuple[str, str, str]]:
-    found = data.measured.profile
-    if found:
-        yield ("time of an inference", _time(found.run * 1e6),
-               f"batch 1, one thread; {found.percent_of_peak:.0f} % of the core's peak arithmetic")
+    profile = data.measured.profile
+    if profile:
+        yield ("time of an inference", _time(profile.run * 1e6),
+               f"batch 1, one thread; {profile.percent_of_peak:.0f} % of the core's peak arithmetic")
     elif data.total_us:
         yield "time of an inference", _time(data.total_us), f"sum of the kernels, {data.basis}"
     comparison, stages = data.measured.comparison, stages_of(data)
@@ -132,14 +132,14 @@ def model(data: ReportData) -> Element:
 
 
 def _lines(texts: Iterator[str]) -> list[Element]:
-    found = list(texts)
-    return [el("div", line) for line in (*found[:8], *([f"and {len(found) - 8} more"] if len(found) > 8 else []))]
+    lines = list(texts)
+    return [el("div", line) for line in (*lines[:8], *([f"and {len(lines) - 8} more"] if len(lines) > 8 else []))]
 
 
 def _parameters(graph: Mapping[str, Any]) -> str:
     nodes = graph.get("nodes", ())
-    made = {name for node in nodes for inner in (node, *node.get("body", ())) for name in inner["outputs"]}
-    read = {name for node in nodes for name in node["inputs"]} - made - set(graph.get("inputs", ()))
+    computed = {name for node in nodes for inner in (node, *node.get("body", ())) for name in inner["outputs"]}
+    read = {name for node in nodes for name in node["inputs"]} - computed - set(graph.get("inputs", ()))
     shapes = [graph["types"][name]["shape"] for name in read if name in graph.get("types", {})]
     count = sum(math.prod(shape) for shape in shapes if all(isinstance(extent, int) for extent in shape))
     if not graph:
@@ -161,9 +161,9 @@ def _operators(data: ReportData) -> str:
 def build(data: ReportData) -> Element:
     """Return the section about the build's decisions."""
     notices = [str(notice) for notice in data.metadata.get("notices", ())]
-    told = el("details", el("summary", f"{len(notices)} notices of the build"),
-              el("ul", [el("li", notice) for notice in notices]), class_="notices") if notices else None
-    return section("build-section", "Build", facts(_decisions(data)), told)
+    details = el("details", el("summary", f"{len(notices)} notices of the build"),
+                 el("ul", [el("li", notice) for notice in notices]), class_="notices") if notices else None
+    return section("build-section", "Build", facts(_decisions(data)), details)
 
 
 def _decisions(data: ReportData) -> Iterator[tuple[str, Child]]:

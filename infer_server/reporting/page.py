@@ -44,9 +44,9 @@ def report(plan: Plan, measured: Measured, size: int = 0) -> str:
                 kernels.roofline(data), accuracy.search(data), accuracy.layers(data), accuracy.histograms(data),
                 accuracy.target(data), kernels.trace_link(data)]
     links = [el("a", section[0].text or "", href=f"#{section.get('id')}") for section in sections]
-    made = data.plan.machine
-    title = f"{plan.name}: {plan.precision} for {made.target}"
-    header = el("header", el("h1", plan.name), el("p", f"{plan.precision} engine for {made.target}", class_="about"))
+    machine = data.plan.machine
+    title = f"{plan.name}: {plan.precision} for {machine.target}"
+    header = el("header", el("h1", plan.name), el("p", f"{plan.precision} engine for {machine.target}", class_="about"))
     body = el("body", header, el("nav", links, aria_label="Sections"),
               el("main", overview.tiles(data), overview.findings(data), sections),
               el("footer", el("p", f"Written by infer-server {VERSION}.", class_="about")),

@@ -96,12 +96,12 @@ class Compiler:
         OSError
             The model or a file that its options name cannot be read.
         """
-        found = self._cache().noted(request_key(source, threads))
-        if found is None:
+        noted = self._cache().noted(request_key(source, threads))
+        if noted is None:
             return None
-        entry: Path = found[0]
+        entry: Path = noted[0]
         log.info("%s: from the engine cache (%s)", source.file, entry.name)
-        for text in found[1]:
+        for text in noted[1]:
             log.warning("%s: %s", source.name, text)
         return entry
 
@@ -146,9 +146,9 @@ class Compiler:
             log.info("building %s", source.file)
             entry = Path(folder, "entry")
             began = time.monotonic()
-            said, status = self._run(command(plan) + (["--entry-file", str(entry)] if threads else []))
+            output, status = self._run(command(plan) + (["--entry-file", str(entry)] if threads else []))
             self.durations.add(time.monotonic() - began)
-            lines = [line for line in said.splitlines() if line.strip()]
+            lines = [line for line in output.splitlines() if line.strip()]
             if status:
                 reason = "\n".join(lines[-_REASON_LINES:]) or f"exit status {status}"
                 kind = NotBuiltError if status == NotBuiltError.STATUS else RepositoryError
@@ -182,11 +182,11 @@ class Compiler:
                 process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             self._running.add(process)
         try:
-            _, said = process.communicate()
+            _, output = process.communicate()
         finally:
             with self._lock:
                 self._running.remove(process)
-        return said, process.returncode
+        return output, process.returncode
 
 
 def _log_line(name: str, line: str) -> bool:
@@ -211,7 +211,7 @@ def request_key(source: Source, threads: int) -> str:
     from infer_server.engines.compiler.engine_cache import compiler_digest, digest, model_digest
     options, cpu = source.config.build, detect()
     named = [("calib", options.calib), ("calib_cache", options.calib_cache), ("preprocess", options.preprocess)]
-    files = [(name, file_stats(source.path(given.partition(":")[0], name))) for name, given in named if given]
+    files = [(name, file_stats(source.path(value.partition(":")[0], name))) for name, value in named if value]
     command = build_command(source, Path(), None, threads)[_OPTIONS:]
     return digest(json.dumps([
         model_digest(source.file), [option.replace(str(source.folder), "") for option in command], files,

@@ -63,16 +63,16 @@ def check(roots: Sequence[RepositoryRoot], kind_gpu: str, config_name: str = "",
     threads : int
         Threads of an instance whose model does not set them.
     """
-    found: dict[RepositoryRoot, list[str]] = {}
+    names_of: dict[RepositoryRoot, list[str]] = {}
     for root in roots:
         try:
-            found[root] = root.names()
+            names_of[root] = root.names()
         except RepositoryError as error:
             yield Remark(str(root), str(error), True)
     owner: dict[str, RepositoryRoot] = {}
     served: dict[str, list[_Version]] = {}
     remarks: dict[tuple[RepositoryRoot, str], list[Remark]] = {}
-    for root, models in found.items():
+    for root, models in names_of.items():
         for name in models:
             of_model = remarks[root, name] = _remarks(root, name, served, kind_gpu, config_name, describe)
             if name in owner:
@@ -130,10 +130,10 @@ def _check_model(repository: Path, name: str, served: dict[str, list[_Version]],
 def _of_ensembles(served: Mapping[str, Sequence[_Version]], unserved: set[str]) -> dict[str, list[Remark]]:
     """Check ensembles until no more fail; `unserved` holds the models that already have an error."""
     while True:
-        found = {name: list(_of_steps(name, served, unserved)) for name in served}
-        more = {name for name, remarks in found.items() if any(remark.is_error for remark in remarks)} - unserved
+        remarks_of = {name: list(_of_steps(name, served, unserved)) for name in served}
+        more = {name for name, remarks in remarks_of.items() if any(remark.is_error for remark in remarks)} - unserved
         if not more:
-            return found
+            return remarks_of
         unserved = unserved | more
 
 

@@ -186,8 +186,8 @@ def fingerprints(sources: Sequence[Source]) -> dict[int, Fingerprint]:
             versions[first][path[len(str(folder)):]] = identity_of(path)
         elif first not in (CONFIG, CONFIGS) and not (rest and _is_version(first)):
             common[path[len(str(folder)):]] = identity_of(path)
-    for given in (config.build.calib, config.build.preprocess):
-        outside = os.path.normpath(folder / given.partition(":")[0]) if given else str(folder)
+    for file in (config.build.calib, config.build.preprocess):
+        outside = os.path.normpath(folder / file.partition(":")[0]) if file else str(folder)
         if not Path(outside).is_relative_to(folder):
             common |= {path: identity_of(path) for path in _files(outside)}
     return {source.version: {**common, **versions[str(source.version)]} for source in sources}
@@ -248,8 +248,8 @@ def no_such_file(source: Source, file: Path) -> str:
     other = ""
     if source.config.kind is ModelKind.ENGINE and (folder / "model.py").exists():
         other = '; there is a model.py: write backend: "python" if that is the model'
-    elif source.config.kind is ModelKind.ENGINE and len(found := list(folder.glob("*.onnx"))) == 1:
-        other = f'; there is {found[0].name}: write default_model_filename: "{found[0].name}" if that is the model'
+    elif source.config.kind is ModelKind.ENGINE and len(files := list(folder.glob("*.onnx"))) == 1:
+        other = f'; there is {files[0].name}: write default_model_filename: "{files[0].name}" if that is the model'
     return f"{file}: no such file{other}"
 
 

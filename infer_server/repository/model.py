@@ -81,7 +81,7 @@ class Status:
         return replace(self, reason="")
 
 
-def given_version(name: str, version: str, statuses: Mapping[int, Status]) -> Model:
+def loaded_version(name: str, version: str, statuses: Mapping[int, Status]) -> Model:
     """Return the version of a model that a request names.
 
     Raises InvalidRequestError; UnknownModelError; UnavailableError if the version is not ready.

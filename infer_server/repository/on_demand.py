@@ -35,7 +35,7 @@ class OnDemand:
         self._retry_at: dict[str, float] = {}           # earliest time of the next load, by failed model
         self._listing: asyncio.Task[list[str]] | None = None
         self._listed_until = 0.0
-        self._known: list[str] = []                     # models of the last successful listing
+        self._last_names: list[str] = []                # models of the last successful listing
         repository.watch(self._look)
 
     async def load(self, name: str) -> None:
@@ -77,7 +77,7 @@ class OnDemand:
         models = self._repository.models()
         for model in models:
             self._retry_at.pop(model.name, None)
-        if self._held() > self._limit_bytes and not self._evicting.locked():        # else it checks the limit again
+        if self._loaded_bytes() > self._limit_bytes and not self._evicting.locked():  # else it checks the limit again
             self._start(self._evict_for(max(models, key=lambda model: model.loaded_ns).name))
 
     def _go_on(self, name: str) -> None:
@@ -123,26 +123,26 @@ class OnDemand:
         try:
             return await asyncio.shield(self._listing)
         except RepositoryError:
-            if self._known:
-                return self._known                      # loading one of them raises the reason
+            if self._last_names:
+                return self._last_names                 # loading one of them raises the reason
             raise
 
     def _listed(self, listing: asyncio.Task[list[str]]) -> None:
         failed = listing.cancelled() or listing.exception() is not None
         self._listed_until = 0.0 if failed else time.monotonic() + _LISTING_SECS
-        self._known = self._known if failed else listing.result()
+        self._last_names = self._last_names if failed else listing.result()
 
-    def _held(self) -> int:
+    def _loaded_bytes(self) -> int:
         return sum(model.memory_bytes for model in self._repository.models())
 
     async def _evict_for(self, protected: str) -> None:
         """Unload least recently used models that `protected` does not need until the memory limit holds."""
         async with self._evicting:
-            while (held := self._held()) > self._limit_bytes:
+            while (loaded_bytes := self._loaded_bytes()) > self._limit_bytes:
                 victim = self._least_used(protected)
                 if victim is None:
                     log.warning("the loaded models hold about %d MiB, and none of them can be unloaded now: "
-                                "--model-memory-limit-mib %d is exceeded", held >> 20, self._limit_bytes >> 20)
+                                "--model-memory-limit-mib %d is exceeded", loaded_bytes >> 20, self._limit_bytes >> 20)
                     return
                 first = self._outermost(victim)         # one per iteration: new requests may need the others
                 log.info("'%s' is unloaded to make room for '%s'", first, protected)

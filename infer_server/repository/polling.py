@@ -50,23 +50,23 @@ class Poller:
     async def poll(self) -> bool:
         """Poll once: load changed models, unload removed ones. Return True if files are still changing."""
         try:
-            found = await self._look()
+            current = await self._look()
         except RepositoryError as error:                # the repository may be reachable again at the next poll
             if str(error) != self._reported:
                 log.warning("polling: %s", error)
             self._reported = str(error)
             return False
-        self._reported, seen, self._seen = "", self._seen, found
-        changed = [name for name in found
-                   if found[name] != self._loaded.get(name) or name in self._repository.unfetched]
+        self._reported, seen, self._seen = "", self._seen, current
+        changed = [name for name in current
+                   if current[name] != self._loaded.get(name) or name in self._repository.unfetched]
         for name in changed:
-            if found[name] == seen.get(name):
-                self._loaded[name] = found[name]
+            if current[name] == seen.get(name):
+                self._loaded[name] = current[name]
                 await self._quietly(self._repository.load(name))
-        for name in self._loaded.keys() - found.keys():
+        for name in self._loaded.keys() - current.keys():
             del self._loaded[name]
             await self._quietly(self._repository.unload(name))
-        return any(found[name] != seen.get(name) for name in changed)
+        return any(current[name] != seen.get(name) for name in changed)
 
     async def _quietly(self, change: Awaitable[None]) -> None:
         try:
@@ -77,17 +77,17 @@ class Poller:
             log.exception("polling failed")
 
     async def _look(self) -> Mapping[str, Hashable]:
-        found = await in_daemon_thread(self._fingerprints)
+        fingerprints = await in_daemon_thread(self._fingerprints)
         self.has_polled = True
-        return found
+        return fingerprints
 
     def _fingerprints(self) -> Mapping[str, Hashable]:
         """Return a fingerprint of each model over all repositories that contain it."""
-        found: dict[str, tuple[Hashable, ...]] = {}
+        fingerprints: dict[str, tuple[Hashable, ...]] = {}
         for root in self._roots:
             for name in root.names():
-                found[name] = (*found.get(name, ()), str(root), _fingerprint(root, name))
-        return found
+                fingerprints[name] = (*fingerprints.get(name, ()), str(root), _fingerprint(root, name))
+        return fingerprints
 
 
 async def load_when_reachable(roots: Sequence[RepositoryRoot], secs: float, load: Callable[[], Awaitable[None]]

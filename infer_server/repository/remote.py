@@ -89,7 +89,7 @@ class RemoteFolder(RepositoryRoot):
         self._release_lock = weakref.finalize(self, _unlock, _lock(self.path))
         self._clear()
         self._lock = threading.Lock()               # guards the copies on the disk and the fields below
-        self._held = set[str]()                     # models that are loaded or being loaded
+        self._in_use = set[str]()                   # models that are loaded or being loaded
         self._incoming = dict[str, int]()           # bytes that are being downloaded, by model
         self._fetches = threading.Semaphore(_FETCHES)
         self._turns: dict[str, threading.Lock] = {}         # by model, while it is fetched
@@ -104,8 +104,8 @@ class RemoteFolder(RepositoryRoot):
         return self._names(_LISTING_SECS)
 
     def _names(self, secs: float) -> list[str]:
-        found = self._call(f"model repository {self}", lambda: self._files.ls(self._root, detail=True), secs)
-        names = {entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["type"] == "directory"}
+        entries = self._call(f"model repository {self}", lambda: self._files.ls(self._root, detail=True), secs)
+        names = {entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"}
         return sorted(filter(is_name, names))
 
     def known(self) -> list[str]:
@@ -136,15 +136,15 @@ class RemoteFolder(RepositoryRoot):
     def fetch(self, name: str) -> None:
         with self._fetches, self._turn(name):
             with self._lock:
-                is_held = name in self._held
-                self._held.add(name)
-            if not is_held and self._may_use_copy(name):
+                is_in_use = name in self._in_use
+                self._in_use.add(name)
+            if not is_in_use and self._may_use_copy(name):
                 return
             began = time.monotonic()
             try:
-                count = self._fetch(name, is_held)
+                count = self._fetch(name, is_in_use)
             except UnreachableError as error:
-                if is_held or not self._is_copied(name):
+                if is_in_use or not self._is_copied(name):
                     raise
                 log.warning("%s: its copy is served", error)
                 return
@@ -155,7 +155,7 @@ class RemoteFolder(RepositoryRoot):
                 log.info("copied %d files of %s/%s", count, self, name)
 
     def release(self, name: str) -> None:
-        self._held.discard(name)                # without the lock, which is held while files are moved and removed
+        self._in_use.discard(name)              # without the lock, which is held while files are moved and removed
 
     def close(self) -> None:
         self._release_lock()
@@ -167,14 +167,14 @@ class RemoteFolder(RepositoryRoot):
         if not about:
             raise FetchError(f"{self}/{name} has no files")
         with TemporaryDirectory(prefix=".outline-", dir=self.path) as folder:
-            for path, what in about.items():
+            for path, entry in about.items():
                 file = Path(folder, name, path)
                 if path == CONFIG or path.split("/")[0] in _NAMED:
-                    self._copy(f"{name}/{path}", file, _size(what))
+                    self._copy(f"{name}/{path}", file, _size(entry))
                 else:
                     file.parent.mkdir(parents=True, exist_ok=True)
                     with file.open("wb") as empty:
-                        empty.truncate(_size(what))
+                        empty.truncate(_size(entry))
             yield Path(folder)
 
     def _clear(self) -> None:
@@ -206,10 +206,10 @@ class RemoteFolder(RepositoryRoot):
         """Return True for a model with a copy if the storage did not answer a moment ago."""
         return time.monotonic() < self._away_until and self._is_copied(name)
 
-    def _call(self, what: str, call: Callable[[], T], secs: float) -> T:
+    def _call(self, label: str, call: Callable[[], T], secs: float) -> T:
         """Call the file system, in a limited time unless secs is 0, and note whether it is reachable.
 
-        `what` begins the message of an error.
+        `label` begins the message of an error.
 
         Raises
         ------
@@ -222,7 +222,7 @@ class RemoteFolder(RepositoryRoot):
             self._files.invalidate_cache()
             result = within(secs, call) if secs else call()
         except Exception as error:
-            text = f"{what}: {type(error).__name__}: {error}"
+            text = f"{label}: {type(error).__name__}: {error}"
             if isinstance(error, FileNotFoundError) or isinstance(error, OSError) and error.errno in _OF_DISK:
                 raise FetchError(text) from error
             self.is_reachable, self._away_until = False, time.monotonic() + _AWAY_SECS
@@ -232,10 +232,10 @@ class RemoteFolder(RepositoryRoot):
         self.is_reachable, self._away_until, self._reported = True, 0.0, False
         return result
 
-    def _fetch(self, name: str, is_held: bool) -> int:
-        """Download the changed files of a model, and return how many; `is_held`: its copy is served or being loaded."""
+    def _fetch(self, name: str, is_in_use: bool) -> int:
+        """Download the changed files of a model, and return how many. is_in_use: its copy is loaded or being loaded."""
         folder, manifest = self.path / name, self.path / _MANIFESTS / name
-        about = self._about(name, _LISTING_OR_COPY_SECS if not is_held and self._is_copied(name) else _LISTING_SECS)
+        about = self._about(name, _LISTING_OR_COPY_SECS if not is_in_use and self._is_copied(name) else _LISTING_SECS)
         versions = _versions(about)
         if not versions:
             raise FetchError(f"{self}/{name} has no files")
@@ -243,8 +243,8 @@ class RemoteFolder(RepositoryRoot):
         changed = [path for path, version in versions.items()
                    if here.get(path) != version or not (folder / path).is_file()]
         if changed:
-            if not self._make_room(name, sum(_size(about[path]) for path in changed), is_held):
-                return self._fetch(name, is_held)       # its old copy is removed: all files are copied
+            if not self._reserve(name, sum(_size(about[path]) for path in changed), is_in_use):
+                return self._fetch(name, is_in_use)     # its old copy is removed: all files are copied
             try:
                 with TemporaryDirectory(prefix=".incoming-", dir=self.path) as incoming:
                     for path in changed:
@@ -252,7 +252,7 @@ class RemoteFolder(RepositoryRoot):
                     if _versions(self._about(name)) != versions:
                         raise FetchError(f"{self}/{name} was changed while it was copied; load it again")
                     with self._lock:
-                        self._place(Path(incoming), folder, manifest, changed, versions)
+                        self._install(Path(incoming), folder, manifest, changed, versions)
             finally:
                 with self._lock:
                     del self._incoming[name]
@@ -262,8 +262,8 @@ class RemoteFolder(RepositoryRoot):
                 new.write(json.dumps(versions).encode())
         return len(changed)
 
-    def _place(self, incoming: Path, folder: Path, manifest: Path, changed: Sequence[str],
-               versions: Mapping[str, str]) -> None:
+    def _install(self, incoming: Path, folder: Path, manifest: Path, changed: Sequence[str],
+                 versions: Mapping[str, str]) -> None:
         """Move downloaded files into the copy of a model."""
         manifest.unlink(missing_ok=True)        # absent while the copy is incomplete
         _remove_others(folder, versions)        # first: an old file may have the name of a new folder
@@ -271,8 +271,8 @@ class RemoteFolder(RepositoryRoot):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             os.replace(incoming / path, folder / path)
 
-    def _make_room(self, name: str, needed: int, is_held: bool) -> bool:
-        """Reserve room for `needed` bytes of a model; return False if its own old copy was removed instead.
+    def _reserve(self, name: str, needed: int, is_in_use: bool) -> bool:
+        """Reserve space for `needed` bytes of a model; return False if its own old copy was removed instead.
 
         Raises
         ------
@@ -284,7 +284,7 @@ class RemoteFolder(RepositoryRoot):
                 self._evict_for(name, needed)
             except RepositoryError:
                 folder = self.path / name
-                if is_held or not folder.exists():
+                if is_in_use or not folder.exists():
                     raise
                 (self.path / _MANIFESTS / name).unlink(missing_ok=True)
                 shutil.rmtree(folder)
@@ -295,9 +295,9 @@ class RemoteFolder(RepositoryRoot):
     def _about(self, name: str, secs: float = _LISTING_SECS) -> dict[str, Mapping[str, Any]]:
         """Return the file system's metadata of each file by its path in the model's folder, without hidden files."""
         root = f"{self._root}/{name}/"
-        found: dict[str, Mapping[str, Any]] = self._call(
+        listing: dict[str, Mapping[str, Any]] = self._call(
             f"{self}/{name}", lambda: self._files.find(root, detail=True), secs)
-        files = {path.partition(root)[2]: about for path, about in found.items()
+        files = {path.partition(root)[2]: about for path, about in listing.items()
                  if not path.endswith("/") or _size(about)}         # skip empty objects that stand for folders
         for path in files:
             if not {"", ".", ".."}.isdisjoint(path.split("/")):     # object names are arbitrary strings
@@ -314,16 +314,16 @@ class RemoteFolder(RepositoryRoot):
     def _evict_for(self, name: str, needed: int) -> None:
         """Remove copies of models that are not loaded, least recently used first, until `needed` bytes fit."""
         others = sorted((self.path / _MANIFESTS).iterdir(), key=lambda file: file.stat().st_mtime)
-        held = {other.name: _bytes_in(self.path / other.name) for other in others}
+        sizes = {other.name: _bytes_in(self.path / other.name) for other in others}
         needed += sum(self._incoming.values())
         for other in others:
-            if sum(held.values()) + needed <= self._most_bytes:
+            if sum(sizes.values()) + needed <= self._most_bytes:
                 return
-            if other.name not in self._held:
+            if other.name not in self._in_use:
                 shutil.rmtree(self.path / other.name, ignore_errors=True)
                 other.unlink()
-                del held[other.name]
-        if sum(held.values()) + needed > self._most_bytes:
+                del sizes[other.name]
+        if sum(sizes.values()) + needed > self._most_bytes:
             raise RepositoryError(f"{self}/{name}: its {needed >> 20} MiB and the models that are loaded exceed "
                                   f"--repository-cache-mib {self._most_bytes >> 20}; raise it")
 

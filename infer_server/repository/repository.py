@@ -25,7 +25,7 @@ from infer_server.errors import (
 from infer_server.protocol.redaction import redacted
 from infer_server.protos import model_config
 from infer_server.repository.folders import Fingerprint, Source, after_load, checked_read, fingerprints, read_model
-from infer_server.repository.model import Model, Status, VersionState, given_version
+from infer_server.repository.model import Model, Status, VersionState, loaded_version
 from infer_server.repository.overrides import read_temporary, temporary_repository
 from infer_server.repository.roots import AMBIGUOUS, RepositoryRoot, model_names, root_of
 from infer_server.workers import AdjustableSemaphore, WaitGraph, in_daemon_thread
@@ -98,7 +98,7 @@ class Repository:
         if statuses is None:
             raise self._without_versions(name)
         if version:
-            return given_version(name, version, statuses)
+            return loaded_version(name, version, statuses)
         for status in statuses.values():        # highest first
             if status.model is not None:
                 return status.model
@@ -231,8 +231,8 @@ class Repository:
         """Load the versions whose files or configuration changed; the others stay loaded."""
         self._reasons.pop(name, None)
         ready = {version: status for version, status in self._versions.get(name, {}).items() if status.model}
-        wanted = {source.version: Status(VersionState.LOADING, replaces=bool(ready)) for source in sources}
-        self._versions[name] = dict(sorted({**wanted, **ready}.items(), reverse=True))
+        loading = {source.version: Status(VersionState.LOADING, replaces=bool(ready)) for source in sources}
+        self._versions[name] = dict(sorted({**loading, **ready}.items(), reverse=True))
         failures = []
         for source in sources:
             fingerprint = prints[source.version]
@@ -247,7 +247,7 @@ class Repository:
             except RepositoryError as error:
                 failures.append(f"version {source.version} is at UNAVAILABLE state: {error}")
         if len(failures) < len(sources):        # otherwise keep the old versions: there are no others
-            retired = [self._versions[name].pop(version) for version in ready.keys() - wanted.keys()]
+            retired = [self._versions[name].pop(version) for version in ready.keys() - loading.keys()]
             await self._drain(status.model for status in retired if status.model)
         if failures:
             raise RepositoryError(f"{LOAD_FAILED} '{name}': {'; '.join(failures)}")

@@ -120,7 +120,7 @@ class LocalFolder(RepositoryRoot):
         return nullcontext(self.path)
 
     def fingerprint(self, name: str) -> Hashable:
-        found = []
+        entries = []
         for folder, _, files in os.walk(self.path / name, followlinks=True):
             for file in files:
                 path = os.path.join(folder, file)
@@ -128,8 +128,8 @@ class LocalFolder(RepositoryRoot):
                     status = os.stat(path)
                 except OSError:                     # removed in the meantime, or a broken link
                     continue
-                found.append((path, status.st_size, status.st_mtime_ns, status.st_ino))
-        return tuple(sorted(found))
+                entries.append((path, status.st_size, status.st_mtime_ns, status.st_ino))
+        return tuple(sorted(entries))
 
     def close(self) -> None:
         """Do nothing: there is no lock."""
@@ -150,10 +150,10 @@ def root_of(roots: Sequence[RepositoryRoot], name: str) -> RepositoryRoot:
     RepositoryError
         Several repositories contain it, or one cannot be read.
     """
-    found = [root for root in roots if root.has(name)]              # False for names such as "../x"
-    if not found:
+    matching = [root for root in roots if root.has(name)]           # False for names such as "../x"
+    if not matching:
         raise UnknownModelError(f"model '{name}' is not in the repository: there is no folder {name} in "
                                 f"{', '.join(map(str, roots))}")
-    if len(found) > 1:
-        raise RepositoryError(f"{AMBIGUOUS}: '{name}' is in {' and in '.join(map(str, found))}; rename one of them")
-    return found[0]
+    if len(matching) > 1:
+        raise RepositoryError(f"{AMBIGUOUS}: '{name}' is in {' and in '.join(map(str, matching))}; rename one of them")
+    return matching[0]

@@ -66,7 +66,7 @@ class _Onnx:
 def _of_onnx(source: Source) -> _Onnx | None:
     """Describe the engine of an ONNX file before its build; None if too much is still open."""
     from infer_server.engines.frontend.onnx_file import outline_of
-    config, asked = source.config, source.message.max_batch_size
+    config, max_batch = source.config, source.message.max_batch_size
     if config.sequences or config.ragged or config.build.uint8_input == "true":
         return None
     outline = outline_of(source.file)
@@ -77,7 +77,7 @@ def _of_onnx(source: Source) -> _Onnx | None:
         return None
     tensors = [_Tensor(each.name, each.dtype, _leading(each.extents or ())) for each in inputs]
     first = BATCH if any(BATCH in tensor.shape for tensor in tensors) else _OPEN
-    ranks = {spec.name: len(model_dims(spec)) + (asked > 0) for spec in source.message.output}
+    ranks = {spec.name: len(model_dims(spec)) + (max_batch > 0) for spec in source.message.output}
     unranked = [each.name for each in outline.outputs if each.extents is None]
     if not source.message.HasField("max_batch_size") and not ranks.keys().isdisjoint(unranked):
         return None                             # dims may or may not include the batch axis
@@ -88,8 +88,8 @@ def _of_onnx(source: Source) -> _Onnx | None:
         return (first, *[_OPEN] * (rank - 1)) if rank else ()
 
     return _Onnx(tensors, [_Tensor(each.name, each.dtype, shape(each.name, each.extents)) for each in outline.outputs],
-                 (asked or 1) if first == BATCH else 0, {"defaults": {each.name: None for each in outline.defaulted}},
-                 not unranked)
+                 (max_batch or 1) if first == BATCH else 0,
+                 {"defaults": {each.name: None for each in outline.defaulted}}, not unranked)
 
 
 def _leading(extents: Sequence[int | str | None]) -> tuple[int | str, ...]:

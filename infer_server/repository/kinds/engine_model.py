@@ -83,7 +83,7 @@ class EngineModel(QueuedModel):
             check_memory(config.devices.count(None), cpu.threads, cpu.arena_bytes)
         own = [engines.loaded[device].engine for device in config.devices]
         cpus = [dealer.deal(each.threads) if config.build.pin == "true" else None for each in own]
-        contexts = [each.create_context(given) for each, given in zip(own, cpus, strict=True)]
+        contexts = [each.create_context(cores) for each, cores in zip(own, cpus, strict=True)]
         padding = padding_of(config, engine, contexts[0])
         if padding:
             signature.padded = padding.padded
@@ -115,7 +115,7 @@ class EngineModel(QueuedModel):
             device: each.plan_bytes + config.devices.count(device) * each.engine.threads * each.engine.arena_bytes
             for device, each in engines.loaded.items()}
         self.memory_bytes = sum(self.device_bytes.values())
-        self.start(executors, limiter, [given[0] if given else None for given in cpus], short)
+        self.start(executors, limiter, [cores[0] if cores else None for cores in cpus], short)
 
 
 def _executor(context: ExecutionContext, config: ModelConfig, outputs: Sequence[str], engine: Engine,

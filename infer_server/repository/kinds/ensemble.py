@@ -51,8 +51,8 @@ class EnsembleModel(Model):
                 self.config = replace(self.config, decoupled=True)
                 self.config_message.model_transaction_policy.decoupled = True
         if config.cached and not all(model.is_repeatable for model in models):
-            what = "a decoupled model" if self.config.decoupled else "a sequence"
-            raise ModelConfigError(f"response_cache: {what}'s responses are not cached, and a step has such; remove it")
+            kind = "a decoupled model" if self.config.decoupled else "a sequence"
+            raise ModelConfigError(f"response_cache: {kind}'s responses are not cached, and a step has such; remove it")
         self._loaded_with = b"".join(model.revision for model in models)
         self.labels = labels                # defaults if the ensemble has no label files of its own, as in Triton
 
@@ -107,13 +107,13 @@ class EnsembleModel(Model):
     def submit(self, request: Request) -> None:
         if self._closed:
             raise UnavailableError.closed(self.name)
-        if self._cached and self._is_answered(request, self._cached):
+        if self._cached and self._answer_from_cache(request, self._cached):
             return
         request.enqueued_ns = time.monotonic_ns()
         run = self._runs[request] = EnsembleRun(request, self.config, self._find, self._finish, self._memory)
         run.begin()
 
-    def _is_answered(self, request: Request, cached: CachedResponses) -> bool:
+    def _answer_from_cache(self, request: Request, cached: CachedResponses) -> bool:
         try:
             return self.is_repeatable and cached.answers(request, self.revision)
         except ServeError:                  # raised again if the request reaches that step

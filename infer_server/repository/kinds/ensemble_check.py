@@ -51,9 +51,9 @@ def check_maps(number: int, step: EnsembleStep, config: ModelConfig, is_whole: b
     ModelConfigError
         The model has no such tensor, or a required input is missing.
     """
-    for kind, given, specs in (("input_map", step.inputs, config.inputs), ("output_map", step.outputs, config.outputs)):
+    for kind, names, specs in (("input_map", step.inputs, config.inputs), ("output_map", step.outputs, config.outputs)):
         known = [spec.name for spec in specs]
-        for name in given:
+        for name in names:
             if name not in known and (known or is_whole):
                 raise ModelConfigError(f"ensemble_scheduling: step {number}: {kind}: model '{step.model}' has no "
                                        f"'{name}', but {', '.join(known)}.{nearest(name, known)}")
@@ -85,22 +85,22 @@ def check_tensors(config: ModelConfig, models: Sequence[ModelConfig | None]) -> 
             raise ModelConfigError(f"max_batch_size: the ensemble allows {most}, but model '{step.model}' of step "
                                    f"{number} only {model.batching.max_batch_size}; write max_batch_size: "
                                    f"{model.batching.max_batch_size}")
-    makers = dict(_ends(config, models, makes=True))
-    for name, reader in _ends(config, models, makes=False):
+    makers = dict(_ends(config, models, producers=True))
+    for name, reader in _ends(config, models, producers=False):
         maker = makers.get(name)
         if maker and not (_same_datatype(maker, reader) and _same_shape(maker, reader)):
             raise ModelConfigError(f"ensemble_scheduling: '{name}' is {maker}, but {reader}")
 
 
-def _ends(config: ModelConfig, models: Sequence[ModelConfig | None], makes: bool) -> Iterator[tuple[str, _End]]:
-    """Yield each tensor of the ensemble with its producers' views (`makes`), or else its consumers'."""
-    for spec in config.inputs if makes else config.outputs:
+def _ends(config: ModelConfig, models: Sequence[ModelConfig | None], producers: bool) -> Iterator[tuple[str, _End]]:
+    """Yield each tensor of the ensemble with its producers' views (`producers`), or else its consumers'."""
+    for spec in config.inputs if producers else config.outputs:
         yield spec.name, _End("the ensemble", spec.in_model, config.batched)
     for number, (step, model) in enumerate(zip(config.steps, models, strict=True)):
         if model:
-            names = step.outputs if makes else step.inputs
-            files = "" if makes else model.parameters.get("image_input", "")
-            for spec in model.outputs if makes else model.inputs:
+            names = step.outputs if producers else step.inputs
+            files = "" if producers else model.parameters.get("image_input", "")
+            for spec in model.outputs if producers else model.inputs:
                 if spec.name in names:
                     yield names[spec.name], _End(f"model '{step.model}' of step {number}", spec, model.batched,
                                                  spec.name == files)

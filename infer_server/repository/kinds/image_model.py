@@ -70,9 +70,9 @@ class ImageInput:
         try:
             pixels = self.preprocess.pixels_of(opened(io.BytesIO(file), _FORMATS, _MOST_PIXELS))
         except (ValueError, CalibrationError) as error:
-            what = str(error).partition(" <_io.BytesIO")[0]
+            reason = str(error).partition(" <_io.BytesIO")[0]
             raise InvalidRequestError(f"input '{self.name}': item {at} of {len(file)} bytes is not a readable JPEG or "
-                                      f"PNG file: {what}") from error
+                                      f"PNG file: {reason}") from error
         return pixels[None] if self.dtype == "uint8" else self.preprocess.normalised(pixels).astype(self.dtype)
 
 
@@ -124,9 +124,9 @@ class ImageSignature(ModelSignature):
         self._image = image
 
     def fit(self, declared: Iterable[InputTensor]) -> Fit:
-        given = list(declared)
-        tensors = [self._as_tensor(tensor) for tensor in given]
-        decoded = (tensor for tensor, sent in zip(tensors, given, strict=True) if tensor is not sent)
+        inputs = list(declared)
+        tensors = [self._as_tensor(tensor) for tensor in inputs]
+        decoded = (tensor for tensor, sent in zip(tensors, inputs, strict=True) if tensor is not sent)
         item_bytes = math.prod(self._image.item) * np.dtype(self._image.dtype).itemsize
         return replace(super().fit(tensors), decoded_bytes=sum(tensor.shape[0] for tensor in decoded) * item_bytes)
 

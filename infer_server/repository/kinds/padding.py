@@ -41,8 +41,8 @@ class Padding:
 
     def bucket(self, extent: int) -> int:
         """Return the least bucket of at least this extent, or the extent if there is none."""
-        place = bisect_left(self.buckets, extent)
-        return self.buckets[place] if place < len(self.buckets) else extent
+        index = bisect_left(self.buckets, extent)
+        return self.buckets[index] if index < len(self.buckets) else extent
 
 
 def padding_of(config: ModelConfig, engine: Engine, context: ExecutionContext) -> Padding | None:
@@ -61,7 +61,7 @@ def padding_of(config: ModelConfig, engine: Engine, context: ExecutionContext) -
     why = ("requests of the model are not batched" if not (config.batched and engine.max_batch) or is_mixed(engine) else
            f"its items depend on each other ({engine.dependence})" if engine.dependence else
            f"it needs one open extent in every input, and the model has {', '.join(sorted(names)) or 'none'}"
-           if len(names) != 1 or any(len(found) != 1 for found in axes.values()) else
+           if len(names) != 1 or any(len(positions) != 1 for positions in axes.values()) else
            "an input or output is reshaped" if any(spec.reshape for spec in (*config.inputs, *config.outputs)) else
            "requests of sequences are not padded" if config.sequences else "")
     if why:
@@ -73,16 +73,16 @@ def padding_of(config: ModelConfig, engine: Engine, context: ExecutionContext) -
     return Padding(inputs, _Trial(engine, context, inputs).outputs(buckets), buckets)
 
 
-def _extents(given: str) -> list[int]:
+def _extents(text: str) -> list[int]:
     """Return the buckets of a configuration, by default 8, 10, 12, 14, 16, 20, ...: at most a fifth is padding."""
-    if not given:
+    if not text:
         return sorted(size << power for power in range(1, _LARGEST.bit_length() - 3) for size in (4, 5, 6, 7))
     try:
-        extents = sorted({int(word) for word in given.split(",")})
+        extents = sorted({int(word) for word in text.split(",")})
     except ValueError:
         extents = [0]
     if extents[0] < 1:
-        raise ModelConfigError(f"parameter buckets: expected positive numbers separated by commas, got '{given}'")
+        raise ModelConfigError(f"parameter buckets: expected positive numbers separated by commas, got '{text}'")
     return extents
 
 
@@ -118,7 +118,7 @@ class _Trial:
             alone, both = self._run([one], short), self._run([one, other], extent)
         except EngineError as error:
             raise ModelConfigError(f"parameter ragged: the model cannot be tried: {error}") from error
-        found = {}
+        output_axes = {}
         for name, expected in alone.items():
             padded = both[name][:1]
             axes = [axis for axis, sizes in enumerate(zip(expected.shape, padded.shape, strict=True))
@@ -129,10 +129,10 @@ class _Trial:
                 raise ModelConfigError(f"parameter ragged: output '{name}' of shape {list(expected.shape)} cannot be "
                                        f"cut out of {list(padded.shape)}; remove it")
             if axes:
-                found[name] = axes[0]
+                output_axes[name] = axes[0]
                 padded = padded[(slice(None),) * axes[0] + (slice(short),)]
             self._compare(name, padded, expected)
-        return found
+        return output_axes
 
     def _compare(self, name: str, padded: NDArray[Any], expected: NDArray[Any]) -> None:
         difference = np.max(np.abs(padded.astype(np.float64) - expected), initial=0)
@@ -142,12 +142,12 @@ class _Trial:
 
     def _drawn(self, extent: int) -> dict[str, NDArray[Any]]:
         """Return one random item; integers, which may be indices or masks, are 1."""
-        found = {}
+        feed = {}
         for name, shape in _shapes(self._engine, self._inputs, 1, extent).items():
             dtype = self._context.at(self._usual(1, extent)).input(name, 1).dtype
-            found[name] = self._random.standard_normal(shape).astype(dtype) if dtype.kind == "f" else np.ones(
+            feed[name] = self._random.standard_normal(shape).astype(dtype) if dtype.kind == "f" else np.ones(
                 shape, dtype)
-        return found
+        return feed
 
     def _usual(self, items: int, extent: int) -> dict[str, tuple[int, ...]]:
         return _shapes(self._engine, self._inputs, items, extent)
@@ -156,8 +156,8 @@ class _Trial:
         context = self._context.at(self._usual(len(items), extent))
         for name, axis in self._inputs.items():
             slots = context.input(name, len(items))
-            for place, item in enumerate(items):
-                _copy_padded(slots[place:place + 1], item[name], axis)
+            for index, item in enumerate(items):
+                _copy_padded(slots[index:index + 1], item[name], axis)
         context.execute(len(items))
         return {tensor.name: context.output(tensor.name, len(items)).copy() for tensor in self._engine.outputs}
 
@@ -194,11 +194,11 @@ class PaddedExecutor(EngineExecutor):
         first = 0
         for request in batch:
             end, extent = first + request.items, request.inputs[source].shape[source_axis]
-            mine = {name: context.output(name, items)[first:end] for name in self._outputs}
+            outputs = {name: context.output(name, items)[first:end] for name in self._outputs}
             for name, axis in cut.items():
-                if name in mine:
-                    mine[name] = np.ascontiguousarray(mine[name][(slice(None),) * axis + (slice(extent),)])
-            outcomes.append((request, request.encode(mine)))
+                if name in outputs:
+                    outputs[name] = np.ascontiguousarray(outputs[name][(slice(None),) * axis + (slice(extent),)])
+            outcomes.append((request, request.encode(outputs)))
             first = end
         return outcomes
 

@@ -168,11 +168,11 @@ class PythonModel(QueuedModel):
     def _handle_metric(self, message: ChannelMessage, answer: Answer) -> None:
         """Create, change or read a custom metric on behalf of a model."""
         head, metrics = message.head, self._metrics
-        name, labels, what = head["family"], head["labels"], head["what"]
-        if what == "make":
+        name, labels, operation = head["family"], head["labels"], head["what"]
+        if operation == "make":
             metrics.make(self._owner, name, head["of"], head["text"], labels, head["buckets"])
-        elif what != "value":
-            metrics.change(name, labels, what, head["value"])
+        elif operation != "value":
+            metrics.change(name, labels, operation, head["value"])
             return
         answer({"final": True, "value": metrics.value(name, labels)}, {})
 
@@ -184,9 +184,9 @@ class PythonModel(QueuedModel):
         if head["kind"] == "unload":
             change = self._unload(name, {"unload_dependents": head["unload_dependents"]})
         else:
-            given = {"config": head["config"]} if head["config"] != "" else {}
+            override = {"config": head["config"]} if head["config"] != "" else {}
             files = {path: content.tobytes() for path, content in message.tensors[0].items()}
-            change = self._load(caller, name, {**given, **files})
+            change = self._load(caller, name, {**override, **files})
 
         async def changed() -> None:
             try:

@@ -55,12 +55,12 @@ class RaggedExecutor:
         """Return the parts of each input: one for each request, or one for a computed input (batch_input)."""
         inputs = {name: [request.inputs[name].reshape(-1) if name in self._ragged.inputs else request.inputs[name]
                          for request in batch] for name in batch[0].inputs}
-        for made in self._ragged.computed:
-            shapes = [request.inputs[made.source].shape for request in batch]
+        for computed in self._ragged.computed:
+            shapes = [request.inputs[computed.source].shape for request in batch]
             if self._batched and [shape[0] for shape in shapes] != [request.items for request in batch]:
-                raise ExecutionError(f"input '{made.source}' has other items than its requests: its shapes are "
+                raise ExecutionError(f"input '{computed.source}' has other items than its requests: its shapes are "
                                      f"{', '.join(map(str, map(list, shapes)))}, and one's rows would be another's")
-            inputs |= dict.fromkeys(made.names, [made.values(shapes)])
+            inputs |= dict.fromkeys(computed.names, [computed.values(shapes)])
         return inputs
 
     def _in_halves(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
@@ -72,7 +72,7 @@ class RaggedExecutor:
         copied_ns = before.copied_ns + after.copied_ns - after.started_ns
         return first + second, before._replace(
             items=before.items + after.items, copied_ns=copied_ns, encoded_ns=after.encoded_ns,
-            computed_ns=copied_ns + sum(took.computed_ns - took.copied_ns for took in (before, after)))
+            computed_ns=copied_ns + sum(timing.computed_ns - timing.copied_ns for timing in (before, after)))
 
     def _half(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
         """Execute one half; an error fails only its requests, because those of the other may already be answered."""
@@ -103,8 +103,8 @@ class RaggedExecutor:
         source = self._ragged.scattered.get(spec.name)
         if source is None:
             return (request.items, *output.shape[1:]) if self._batched else output.shape
-        dims, given = spec.dims if spec.reshape is None else spec.reshape, request.inputs[source].shape
-        return tuple(given[axis] if extent == -1 else extent
+        dims, input_shape = spec.dims if spec.reshape is None else spec.reshape, request.inputs[source].shape
+        return tuple(input_shape[axis] if extent == -1 else extent
                      for axis, extent in enumerate((-1, *dims) if self._batched else dims))
 
 
@@ -130,5 +130,6 @@ def _items(batch: Sequence[Request]) -> int:
 
 def single_request_shapes(ragged: Ragged, shapes: Shapes) -> Shapes:
     """Return the shapes of the engine's inputs for a batch of a single request."""
-    made = {name: each.values([tuple(shapes[each.source])]).shape for each in ragged.computed for name in each.names}
-    return {name: (math.prod(shape),) if name in ragged.inputs else shape for name, shape in shapes.items()} | made
+    computed = {name: each.values([tuple(shapes[each.source])]).shape
+                for each in ragged.computed for name in each.names}
+    return {name: (math.prod(shape),) if name in ragged.inputs else shape for name, shape in shapes.items()} | computed

@@ -60,13 +60,13 @@ def inputs_of(sample: model_config.ModelWarmup, config: ModelConfig, folder: Pat
         raise ModelConfigError(f"model_warmup '{sample.name}': batch_size {sample.batch_size} must be <= {most}, the "
                                "max_batch_size")
     lead = (sample.batch_size or 1,) if batched else ()
-    size = sum(math.prod((*lead, *given.dims)) * FROM_CONFIG[given.data_type].array.itemsize
-               for given in sample.inputs.values() if given.data_type in FROM_CONFIG)
+    size = sum(math.prod((*lead, *tensor.dims)) * FROM_CONFIG[tensor.data_type].array.itemsize
+               for tensor in sample.inputs.values() if tensor.data_type in FROM_CONFIG)
     if size > MOST_ARRAY_BYTES:
         raise ModelConfigError(f"model_warmup '{sample.name}': its inputs take {size} bytes, more than the limit of "
                                f"{MOST_ARRAY_BYTES}; write smaller dims or a smaller batch_size")
-    return {name: _array(f"model_warmup '{sample.name}': input '{name}'", name, given, lead, folder)
-            for name, given in sample.inputs.items()}
+    return {name: _array(f"model_warmup '{sample.name}': input '{name}'", name, tensor, lead, folder)
+            for name, tensor in sample.inputs.items()}
 
 
 def _array(where: str, name: str, spec: model_config.ModelWarmup.Input, lead: tuple[int, ...],

@@ -14,7 +14,7 @@ from scripts.testing.numpy_engine import Gate
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.serving import RunningServer
 
-SOME = 8                # clients; that one front has all of their connections happens once in a hundred times
+SOME = 8                # clients; that one worker has all of their connections happens once in a hundred times
 
 
 def infer(client: triton.InferenceServerClient, x: np.ndarray, model: str = "m") -> np.ndarray:

@@ -22,7 +22,7 @@ from tests.infer_server.frontend_workers.several_workers import children_of, inf
 from tests.infer_server.serving import WORKERS, serving
 
 
-def test_fronts_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     with process(tmp_path, "--workers", "2") as (running, _):
         children = children_of(running.pid)
         assert len(children) == 2
@@ -32,7 +32,7 @@ def test_fronts_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [
     signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_to_all_is_for_the_process_that_drains_the_fronts(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_to_all_is_for_the_process_that_drains_the_workers(tmp_path: Path, number: signal.Signals) -> None:
     """Terminals and service managers send signals to the whole process group."""
     write_model(tmp_path, "m", gate="signalled")
     x = np.ones((1, 4), np.float32)
@@ -49,7 +49,7 @@ def test_a_signal_to_all_is_for_the_process_that_drains_the_fronts(tmp_path: Pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_all_while_fronts_start_ends_the_server_as_later(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_to_all_while_workers_start_ends_the_server_as_later(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "scripts.testing.numpy_server", "--model-repository", str(tmp_path),
                "--workers", "2", "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0",
                "--drain-grace-secs", "0"]

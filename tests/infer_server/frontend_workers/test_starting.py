@@ -44,7 +44,7 @@ from tests.infer_server.frontend_workers.several_workers import (
 from tests.infer_server.serving import WORKERS, options, serving
 
 
-def test_modules_of_the_folder_that_a_server_is_started_in_are_not_its_fronts(
+def test_modules_of_the_folder_that_a_server_is_started_in_are_not_its_workers(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed infer-server may be started in a folder with modules of the same names."""
     (tmp_path / "json.py").write_text("raise SystemExit('of the folder')")
@@ -186,7 +186,7 @@ def test_a_port_of_another_server_is_refused_and_workers_share_theirs(tmp_path: 
             assert len(pids(server)) == 2
 
 
-def test_a_server_whose_fronts_cannot_listen_says_why_and_leaves_none(
+def test_a_server_whose_workers_cannot_listen_says_why_and_leaves_none(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         class Taken(Reserved):

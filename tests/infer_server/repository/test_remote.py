@@ -209,7 +209,7 @@ def test_a_check_reads_configurations_and_no_models_and_goes_on_behind_what_it_c
         store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(store, "large/1/model.plan", bytes(2 * MIB))
     put(store, "large/config.pbtxt", b"""max_batch_size: 2 output { name: "y" data_type: TYPE_FP32 label_filename: "a" }
-        model_warmup { name: "w" inputs { key: "x" value { data_type: TYPE_FP32 dims: 1 input_data_file: "x" } } }""")
+model_warmup { name: "w" inputs { key: "x" value { data_type: TYPE_FP32 dims: 1 input_data_file: "x" } } }""")
     put(store, "large/warmup/x", bytes(4))
     put(store, "odd/config.pbtxt", b"\xff")
     put(store, "odd/1/model.plan", b"one")
@@ -230,21 +230,21 @@ def test_only_what_is_served_is_held_in_the_store(store: Any, tmp_path: Path) ->
     put(store, "good/1/model.plan", b'{"kind": "echo"}')
     with serving(tmp_path, model_repositories=("memory://models",), repository_cache=tmp_path / "store") as running:
         repository = running.server.repository
-        assert "m version 1" in running.server.failures() and repository.roots[0]._held == {"good"}
+        assert "m version 1" in running.server.failures() and repository.roots[0]._in_use == {"good"}
         running.run(repository.unload("good"))
-        assert not repository.roots[0]._held
+        assert not repository.roots[0]._in_use
 
 
 def test_steps_of_an_ensemble_that_is_a_circle_are_not_held_in_the_store(store: Any, tmp_path: Path) -> None:
     for name, step in (("a", "b"), ("b", "a")):
         put(store, f"{name}/config.pbtxt", f"""platform: "ensemble" input {{ name: "x" data_type: TYPE_FP32 dims: 4 }}
             output {{ name: "y" data_type: TYPE_FP32 dims: 4 }} ensemble_scheduling {{ step {{ model_name: "{step}"
-            input_map {{ key: "x" value: "x" }} output_map {{ key: "y" value: "y" }} }} }}""".encode())
+input_map {{ key: "x" value: "x" }} output_map {{ key: "y" value: "y" }} }} }}""".encode())
     with serving(tmp_path, model_repositories=("memory://models",), repository_cache=tmp_path / "store",
                  explicit_control=True) as running:
         with triton.InferenceServerClient(running.address) as client, pytest.raises(Exception, match="is a cycle"):
             client.load_model("a")
-        assert not running.server.repository.roots[0]._held
+        assert not running.server.repository.roots[0]._in_use
 
 
 def test_what_a_store_keeps_for_an_empty_folder_is_no_file(
