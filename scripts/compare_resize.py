@@ -30,8 +30,8 @@ def main() -> int:
             case = sampled(seed, family, options.dtypes.split(","))
             if (right := onnx_runtime(case)) is None:
                 refused += 1
-            elif found := fault(case, (by_kernels if options.kernels else by_reference)(case), right):
-                faults.append(found)
+            elif problem := fault(case, (by_kernels if options.kernels else by_reference)(case), right):
+                faults.append(problem)
         print(*faults[:options.show], sep="\n", end="\n" * bool(faults))
         print(f"{family}: {options.cases} cases, {refused} refused by ONNX Runtime, {len(faults)} differ")
         total += len(faults)

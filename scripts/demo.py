@@ -62,8 +62,8 @@ class Measured:
 
 def tool(name: str) -> str:
     """Return the path of a console script: next to this Python, else on PATH."""
-    beside = Path(sys.executable).with_name(name)
-    path = str(beside) if beside.exists() else shutil.which(name)
+    installed = Path(sys.executable).with_name(name)
+    path = str(installed) if installed.exists() else shutil.which(name)
     if path is None:
         raise DemoError(f"{name} is not installed; run scripts/demo, which installs it")
     return path
@@ -71,11 +71,11 @@ def tool(name: str) -> str:
 
 def run(*command: str | Path | float) -> str:
     """Print and run an installed command, and return its standard output. Raises DemoError if it fails."""
-    words = [str(word) for word in command]
-    print(f"$ {shlex.join(words)}", flush=True)
-    done = subprocess.run([tool(words[0]), *words[1:]], capture_output=True, text=True)
+    arguments = [str(word) for word in command]
+    print(f"$ {shlex.join(arguments)}", flush=True)
+    done = subprocess.run([tool(arguments[0]), *arguments[1:]], capture_output=True, text=True)
     if done.returncode:
-        raise DemoError(f"{words[0]} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise DemoError(f"{arguments[0]} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout
 
 

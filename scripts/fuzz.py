@@ -86,9 +86,9 @@ async def over_grpc(channel: grpc.aio.Channel, messages: int, rng: random.Random
         try:
             if method.client_streaming:
                 stream = channel.stream_stream(path)(iter([data, mutated(data, rng)]), timeout=ANSWER_SECS)
-                said = [inference.ModelStreamInferResponse.FromString(answer).error_message async for answer in stream]
+                errors = [inference.ModelStreamInferResponse.FromString(data).error_message async for data in stream]
                 seen["grpc stream"] += 1
-                seen["failure: " + str(said)] += any("internal error" in each for each in said) or len(said) != 2
+                seen["failure: " + str(errors)] += any("internal error" in each for each in errors) or len(errors) != 2
             else:
                 await channel.unary_unary(path)(data, timeout=ANSWER_SECS)
                 seen["grpc OK"] += 1
@@ -166,13 +166,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--messages", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)
     add_front(parser)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), MODEL)
-        with serving(Path(folder), "--allow-client-shm", *front(given)) as server:
+        with serving(Path(folder), "--allow-client-shm", *front(options)) as server:
             before, began = server.rss_mb(), time.monotonic()
-            seen = asyncio.run(fuzz(server.address, server.http_port, given.messages, given.seed))
-            print(f"{given.messages} messages in {time.monotonic() - began:.0f} s; "
+            seen = asyncio.run(fuzz(server.address, server.http_port, options.messages, options.seed))
+            print(f"{options.messages} messages in {time.monotonic() - began:.0f} s; "
                   f"RSS {before:.0f} -> {server.rss_mb():.0f} MB")
     for what, count in sorted(seen.items()):
         print(f"{count:7} {what[:300]}")

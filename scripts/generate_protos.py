@@ -26,8 +26,8 @@ def main() -> int:
             stem = source.removesuffix(".proto")
             stub = (Path(stubs) / f"{stem}_pb2.pyi").read_text()
             # protoc writes stubs for modules named *_pb2 at the top level; ours are modules of a package.
-            ours = r"from infer_server.protos import \1 as \2"
-            stub = re.sub(r"^import (\w+)_pb2 as (\w+)$", ours, stub, flags=re.MULTILINE)
+            replacement = r"from infer_server.protos import \1 as \2"
+            stub = re.sub(r"^import (\w+)_pb2 as (\w+)$", replacement, stub, flags=re.MULTILINE)
             # What strict type checking misses in protoc's stubs: types of a message given as a dict, and of `global`.
             imports, body = stub.split("DESCRIPTOR", 1)
             body = re.sub(r"\b_Mapping\b(?!\[)", "_Mapping[str, object]", body)

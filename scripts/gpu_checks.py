@@ -20,8 +20,8 @@ from infer_server.engines.errors import ConfigError
 from infer_server.engines.plan.file import read_plan
 from infer_server.engines.plan.plan import Plan
 
-Found = dict[str, Any]          # results of a check; "refused": why no kernel runs it there; "failed": the error
-Part = Callable[[str], Found]   # function that checks an architecture
+Result = dict[str, Any]         # results of a check; "refused": why no kernel runs it there; "failed": the error
+Part = Callable[[str], Result]  # function that checks an architecture
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,17 @@ class Check:
     """
     what: str
     targets: Sequence[str]
-    columns: Mapping[str, Callable[[Found], object]]
-    right: Callable[[Found], bool]
+    columns: Mapping[str, Callable[[Result], object]]
+    right: Callable[[Result], bool]
 
     def main(self, subjects: Callable[[argparse.Namespace], Mapping[str, Part]],
-             ask: Callable[[argparse.ArgumentParser], object]) -> int:
-        """Run the checks that have no result. subjects: returns them by name from the options; `ask` adds options."""
+             add_options: Callable[[argparse.ArgumentParser], object]) -> int:
+        """Run the checks that have no result.
+
+        subjects: returns the checks by name, from the options that `add_options` adds to the parser.
+        """
         parser = argparse.ArgumentParser(description=self.what, formatter_class=argparse.RawDescriptionHelpFormatter)
-        ask(parser)
+        add_options(parser)
         parser.add_argument("--results", type=Path, required=True, metavar="FILE.json")
         parser.add_argument("--targets", type=lambda text: text.split(","), default=self.targets, metavar="SM,...")
         parser.add_argument("--minutes", type=float, default=math.inf, help="after which nothing is begun")
@@ -49,22 +52,22 @@ class Check:
         end, results = time.monotonic() + 60 * options.minutes, {}
         if options.results.exists():
             results = json.loads(options.results.read_text())
-        wanted = {f"{name} {target}": partial(part, target) for name, part in subjects(options).items()
+        checks = {f"{name} {target}": partial(part, target) for name, part in subjects(options).items()
                   for target in options.targets}
-        for key in [key for key in wanted if key not in results]:
+        for key in [key for key in checks if key not in results]:
             if time.monotonic() >= end:
                 break
-            results[key] = found(wanted[key])
-            print(f"{len(results.keys() & wanted.keys())} of {len(wanted)}: {key}: {results[key]}", flush=True)
+            results[key] = result_of(checks[key])
+            print(f"{len(results.keys() & checks.keys())} of {len(checks)}: {key}: {results[key]}", flush=True)
             options.results.write_text(json.dumps(results, indent=1))
         if options.table:
             print(self.table(results))
-        missing = len(wanted.keys() - results.keys())
+        missing = len(checks.keys() - results.keys())
         wrong = [key for key, one in results.items() if not self.right(one)]
         print(f"{len(results)} done, {missing} to do; {len(wrong)} not right{': ' * bool(wrong)}{', '.join(wrong)}")
         return int(bool(wrong))
 
-    def table(self, results: Mapping[str, Found]) -> str:
+    def table(self, results: Mapping[str, Result]) -> str:
         """Return the results in Markdown, with the reason in place of a result that is missing."""
         rows = [["of", "target", *self.columns], ["---"] * (len(self.columns) + 2)]
         for key, one in results.items():
@@ -74,7 +77,7 @@ class Check:
                                                 [str(read(one)) for read in self.columns.values()])])
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
-    def main_of_plans(self, of: Callable[[Plan, str], Found]) -> int:
+    def main_of_plans(self, of: Callable[[Plan, str], Result]) -> int:
         """Run the check on plans with graphs, compiled for any target."""
         def subjects(options: argparse.Namespace) -> Mapping[str, Part]:
             return {path.stem: partial(_of_plan, of, path) for path in options.plans}
@@ -82,7 +85,7 @@ class Check:
         return self.main(subjects, lambda parser: parser.add_argument("plans", nargs="*", type=Path, metavar="PLAN"))
 
 
-def found(part: Callable[[], Found]) -> Found:
+def result_of(part: Callable[[], Result]) -> Result:
     """Run a part and return its result and seconds; an exception becomes a result, too."""
     begin = time.monotonic()
     try:
@@ -94,5 +97,5 @@ def found(part: Callable[[], Found]) -> Found:
     return {**result, "seconds": round(time.monotonic() - begin, 1)}
 
 
-def _of_plan(of: Callable[[Plan, str], Found], path: Path, target: str) -> Found:
+def _of_plan(of: Callable[[Plan, str], Result], path: Path, target: str) -> Result:
     return of(read_plan(path), target)

@@ -18,38 +18,38 @@ from infer_server.engines.backends.cuda.codegen.assemble import classes, report_
 from infer_server.engines.backends.cuda.codegen.gpu import gpu_named
 from infer_server.engines.compiler.specialise import relower
 from infer_server.engines.plan.plan import Plan
-from scripts.gpu_checks import Check, Found
+from scripts.gpu_checks import Check, Result
 
 TARGETS = ("sm_61", "sm_70", "sm_75", "sm_80", "sm_90", "sm_90a", "sm_120")
 PRODUCTS = ("IDP", "IMMA", "HMMA", "IGMMA", "HGMMA", "FFMA", "LDL", "STL")
 
 
-def found_of(plan: Plan, target: str) -> Found:
+def result_of(plan: Plan, target: str) -> Result:
     """Assemble a plan's kernels; report registers, spills and, if they can be disassembled, instruction counts."""
     ptx = [code for one in relower(plan, target).within() for code in one.machine.code[-1:]]
     cubins, reports = zip(*(report_of(code.decode(), gpu_named(target)) for code in ptx), strict=True)
     spills = [int(number) for report in reports for pair in
               re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report) for number in pair]
-    found: Found = {"kernels": len(spills) // 2, "spilled": sum(spills), "bytes": sum(map(len, cubins)),
+    result: Result = {"kernels": len(spills) // 2, "spilled": sum(spills), "bytes": sum(map(len, cubins)),
                              "most registers": max(int(n) for report in reports
                                                    for n in re.findall(r"Used (\d+) registers", report))}
     try:
         every = [classes(sass_of(cubin)) for cubin in cubins]
-        found |= {name: sum(one.get(name, 0) for one in every) for name in ("all", *PRODUCTS)}
+        result |= {name: sum(one.get(name, 0) for one in every) for name in ("all", *PRODUCTS)}
     except subprocess.CalledProcessError:       # the disassembler does not know so old an architecture
         pass
-    return found
+    return result
 
 
-def products_of(found: Found) -> str:
-    return ", ".join(f"{kind} {found[kind]:,}" for kind in PRODUCTS[:5] if found.get(kind))
+def products_of(result: Result) -> str:
+    return ", ".join(f"{kind} {result[kind]:,}" for kind in PRODUCTS[:5] if result.get(kind))
 
 
 CHECK = Check(__doc__, TARGETS, {
-    "kernels": lambda found: found["kernels"], "bytes spilled": lambda found: found["spilled"],
-    "most registers": lambda found: found["most registers"], "instructions": lambda found: found.get("all", ""),
-    "of these products": products_of}, lambda found: found.get("spilled") == 0)
+    "kernels": lambda result: result["kernels"], "bytes spilled": lambda result: result["spilled"],
+    "most registers": lambda result: result["most registers"], "instructions": lambda result: result.get("all", ""),
+    "of these products": products_of}, lambda result: result.get("spilled") == 0)
 
 
 if __name__ == "__main__":
-    sys.exit(CHECK.main_of_plans(found_of))
+    sys.exit(CHECK.main_of_plans(result_of))

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from infer_server.engines.backends.cuda.codegen.gpu import GPUS
-from scripts.gpu_checks import Check, Found, Part
+from scripts.gpu_checks import Check, Part, Result
 from scripts.testing.gpu.cases import CASES
 from scripts.testing.gpu.runner import GpuRunner, every_way
 from scripts.testing.suite import check
@@ -24,7 +24,7 @@ from scripts.testing.suite import check
 TARGETS = ("sm_61", "sm_70", "sm_75", "sm_80", "sm_90a")
 
 
-def checked(name: str, target: str) -> Found:
+def checked(name: str, target: str) -> Result:
     """Check all tactics of a case; return the number of correct ones and the errors of the others."""
     case, tolerance = CASES[name]
     problem, inputs, constants = case()
@@ -43,8 +43,8 @@ def subjects(options: argparse.Namespace) -> Mapping[str, Part]:
 
 
 CHECK = Check(__doc__, TARGETS, {
-    "tactics": lambda found: found["tactics"], "wrong": lambda found: ", ".join(found["wrong"])},
-    lambda found: found.get("wrong") == {})
+    "tactics": lambda result: result["tactics"], "wrong": lambda result: ", ".join(result["wrong"])},
+    lambda result: result.get("wrong") == {})
 
 
 if __name__ == "__main__":

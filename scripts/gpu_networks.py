@@ -18,7 +18,7 @@ from infer_server.engines.compiler.specialise import relower
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.plan import IoTensor, Plan
 from infer_server.engines.runtime.engine import Engine
-from scripts.gpu_checks import Check, Found
+from scripts.gpu_checks import Check, Result
 from scripts.testing.gpu.emulated import EmulatedGpu
 
 TARGETS = ("sm_61", "sm_75", "sm_80", "sm_90a")
@@ -40,7 +40,7 @@ def inputs_of(plan: Plan) -> dict[str, Array]:
     return {tensor.name: drawn(tensor) for tensor in plan.inputs}
 
 
-def compared(plan: Plan, target: str) -> Found:
+def compared(plan: Plan, target: str) -> Result:
     """Return the error of the outputs relative to those of the CPU.
 
     BF16 is compared with the portable CPU target, which sums in float32 as GPUs do; vdpbf16ps rounds differently.
@@ -50,19 +50,20 @@ def compared(plan: Plan, target: str) -> Found:
     there = relower(plan, target)
     size = 2 * (len(there.machine.constants) + sum(buffer.bytes for buffer in there.machine.buffers)) + (16 << 20)
     DEVICE.open_gpu = lambda number: EmulatedGpu(target, size)
-    ours = Engine(there).run(inputs)
-    furthest = max(float(np.abs(ours[name].astype(np.float64) - value).max() / np.abs(value).max())
+    outputs = Engine(there).run(inputs)
+    furthest = max(float(np.abs(outputs[name].astype(np.float64) - value).max() / np.abs(value).max())
                    for name, value in theirs.items())
-    same = all(np.array_equal(ours[name], value) for name, value in theirs.items())
+    same = all(np.array_equal(outputs[name], value) for name, value in theirs.items())
     right = same if plan.precision == "int8" else furthest <= NEAR
     return {"precision": plan.precision, "steps": len(there.machine.steps), "same bytes": same, "error": furthest,
             "right": right}
 
 
 CHECK = Check(__doc__, TARGETS, {
-    "precision": lambda found: found["precision"], "kernels": lambda found: found["steps"],
-    "of the CPU's outputs": lambda found: "the same bytes" if found["same bytes"] else f"within {found['error']:.1e}"},
-    lambda found: found.get("right", False))
+    "precision": lambda result: result["precision"], "kernels": lambda result: result["steps"],
+    "of the CPU's outputs": lambda result: (
+        "the same bytes" if result["same bytes"] else f"within {result['error']:.1e}")},
+    lambda result: result.get("right", False))
 
 
 if __name__ == "__main__":

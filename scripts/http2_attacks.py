@@ -213,30 +213,30 @@ class Watcher(threading.Thread):
 
     def __init__(self, port: Port, address: str) -> None:
         super().__init__(daemon=True)
-        self._port, self._address, self._stop_asking = port, address, threading.Event()
+        self._port, self._address, self._stopping = port, address, threading.Event()
         self.answered, self.slowest_secs, self.failure = 0, 0.0, ""
 
     def run(self) -> None:
-        with self._asking() as ask:
-            while not self._stop_asking.is_set():
+        with self._requesting() as send:
+            while not self._stopping.is_set():
                 began = time.monotonic()
                 try:
-                    ask()
+                    send()
                 except (grpc.RpcError, OSError, HTTPException) as error:
                     self.failure = repr(error)
                     return
                 self.answered += 1
                 self.slowest_secs = max(self.slowest_secs, time.monotonic() - began)
-                self._stop_asking.wait(0.01)
+                self._stopping.wait(0.01)
 
     @contextmanager
-    def _asking(self) -> Iterator[Callable[[], object]]:
+    def _requesting(self) -> Iterator[Callable[[], object]]:
         if self._port is GRPC:
             with grpc.insecure_channel(self._address) as channel:
                 yield partial(channel.unary_unary(self._port.live), b"", timeout=_SECS)
             return
 
-        def ask() -> None:
+        def send() -> None:
             connection.request("GET", self._port.live)
             with connection.getresponse() as response:
                 if response.status != 200:
@@ -244,10 +244,10 @@ class Watcher(threading.Thread):
                 response.read()
 
         with closing(HTTPConnection(self._address, timeout=_SECS)) as connection:
-            yield ask
+            yield send
 
     def stop(self) -> None:
-        self._stop_asking.set()
+        self._stopping.set()
         self.join(2 * _SECS)
 
 

@@ -74,9 +74,9 @@ def add_front(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", default="1", help="likewise")
 
 
-def front(given: argparse.Namespace) -> tuple[str, ...]:
+def front(options: argparse.Namespace) -> tuple[str, ...]:
     """Return the server's options for the front and the workers."""
-    return "--grpc-front", given.grpc_front, "--workers", given.workers
+    return "--grpc-front", options.grpc_front, "--workers", options.workers
 
 
 @contextmanager
@@ -154,16 +154,16 @@ async def terminate(options: argparse.Namespace) -> None:
         write_model(Path(folder), "m", seconds=0.005)
         for persistent in (False, True):
             with serving(Path(folder), "--drain-grace-secs", "0.2", *front(options)) as server:
-                asking = [asyncio.create_task(ask_on(server.address, persistent)) for _ in range(64)]
+                tasks = [asyncio.create_task(send_on(server.address, persistent)) for _ in range(64)]
                 await asyncio.sleep(1)
                 server.process.send_signal(signal.SIGTERM)
-                ended = sum(await asyncio.gather(*asking), Counter[str]())
+                ended = sum(await asyncio.gather(*tasks), Counter[str]())
                 server.process.wait()
             print(f"clients that ask {'on and on' if persistent else 'until refused'}: {dict(ended)}, "
                   f"exit status {server.process.returncode}")
 
 
-async def ask_on(address: str, persistent: bool) -> Counter[str]:
+async def send_on(address: str, persistent: bool) -> Counter[str]:
     """Send requests on one connection until nobody listens any more, and count their statuses."""
     ended, data = Counter[str](), request("m", 4)
     async with grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
@@ -190,7 +190,7 @@ async def slow_readers(options: argparse.Namespace) -> None:
             for _ in range(16):
                 readers.append(MuteClient(server.grpc_port))
                 for _ in range(4):
-                    readers[-1].ask(INFER, body)
+                    readers[-1].send_request(INFER, body)
                 rss.append(server.rss_mb())
             await asyncio.sleep(2)
             rss.append(server.rss_mb())
@@ -241,11 +241,11 @@ async def connections(options: argparse.Namespace) -> None:
                  "HTTP": b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"}
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), "m")
-        with serving(Path(folder), *front(options)) as server, ExitStack() as until_seen:
+        with serving(Path(folder), *front(options)) as server, ExitStack() as stack:
             for protocol, port in (("gRPC", server.grpc_port), ("HTTP", server.http_port)):
                 rss, begin = server.rss_mb(), time.monotonic()
                 for _ in range(options.count):
-                    until_seen.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(greetings[protocol])
+                    stack.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(greetings[protocol])
                 opened = time.monotonic() - begin
                 ended = await offer(grpc.aio.insecure_channel(server.address), "m", 100, 5, 1.0)
                 print(f"{options.count} connections over {protocol} in {opened:.1f} s: RSS {rss:.0f} -> "

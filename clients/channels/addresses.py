@@ -35,7 +35,7 @@ class Address:
     port: int = 0
     path: str = ""
     _failures: int = field(default=0, repr=False)
-    _left_out_until: float = field(default=0.0, repr=False)
+    _ejected_until: float = field(default=0.0, repr=False)
 
     @cached_property
     def name(self) -> str:
@@ -44,18 +44,18 @@ class Address:
             f"{self.host}:{self.port}")
 
     @property
-    def is_left_out(self) -> bool:
+    def is_ejected(self) -> bool:
         """True while no call goes to the address, because its connection failed."""
-        return self._left_out_until > time.monotonic()
+        return self._ejected_until > time.monotonic()
 
     def succeeded(self) -> None:
-        self._failures, self._left_out_until = 0, 0.0
+        self._failures, self._ejected_until = 0, 0.0
 
     def failed(self) -> None:
-        """Leave the address out for a time that grows with each failure in a row."""
+        """Eject the address for a time that grows with each failure in a row."""
         secs = min(_FIRST_BACKOFF_SECS * _BACKOFF_FACTOR ** self._failures, _MOST_BACKOFF_SECS)
         self._failures = min(self._failures + 1, _MOST_FAILURES)
-        self._left_out_until = time.monotonic() + secs * random.uniform(1 - _JITTER, 1 + _JITTER)
+        self._ejected_until = time.monotonic() + secs * random.uniform(1 - _JITTER, 1 + _JITTER)
 
     def is_unhealthy(self) -> None:
         """Leave the address out for a short time: its server can be connected to, but says that it does not serve."""
@@ -81,7 +81,7 @@ class RoundRobin:
         """Return the addresses to try for a call, starting at `first`; those that are left out come last."""
         addresses = self.addresses
         at = addresses.index(first) if first in addresses else 0
-        return sorted(addresses[at:] + addresses[:at], key=lambda address: address.is_left_out)
+        return sorted(addresses[at:] + addresses[:at], key=lambda address: address.is_ejected)
 
 
 class DnsName(RoundRobin):
@@ -117,9 +117,9 @@ class DnsName(RoundRobin):
             except OSError as error:
                 raise StatusError("UNAVAILABLE", f"{self._name.name}: {error}") from error
             known = {address.host: address for address in self.addresses}
-            found = tuple(known.get(host) or Address(host, self._name.port) for host in hosts)
-            self.removed += [address for address in self.addresses if address not in found]
-            self.addresses = found
+            addresses = tuple(known.get(host) or Address(host, self._name.port) for host in hosts)
+            self.removed += [address for address in self.addresses if address not in addresses]
+            self.addresses = addresses
 
     def _try_look_up(self) -> None:
         """Look the name up; the former addresses stay if that fails."""
@@ -131,13 +131,13 @@ class DnsName(RoundRobin):
 
 def addresses_of(host: str, port: int) -> Sequence[str]:
     """Return the IP addresses of a name, in the order of the resolver. Raises OSError."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
+    results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in results))
 
 
 def connect_limit(secs: float, others: Sequence[Address]) -> float:
     """Return the time for an address to be connected to, shorter than `secs` if one of `others` may be tried."""
-    return min(secs, _TRY_SECS) if any(not other.is_left_out for other in others) else secs
+    return min(secs, _TRY_SECS) if any(not other.is_ejected for other in others) else secs
 
 
 def parse_url(url: str) -> tuple[Address, ...]:

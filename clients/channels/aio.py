@@ -186,7 +186,7 @@ class AioConnection(asyncio.BufferedProtocol):
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
         self._buffer = memoryview(uninitialised(_RECEIVE_BYTES))
-        self._has_room = True                       # in the transport
+        self._is_writable = True                    # in the transport
         self._flushing = False                      # a flush is scheduled
         self._has_started = False                   # calls were started since the last flush
         self._check: asyncio.TimerHandle | None = None
@@ -268,10 +268,10 @@ class AioConnection(asyncio.BufferedProtocol):
             self._flush_soon()
 
     def pause_writing(self) -> None:
-        self._has_room = False
+        self._is_writable = False
 
     def resume_writing(self) -> None:
-        self._has_room = True
+        self._is_writable = True
         self.flush()
 
     def connection_lost(self, reason: Exception | None) -> None:
@@ -297,7 +297,7 @@ class AioConnection(asyncio.BufferedProtocol):
         http2, transport = self._http2, self._transport
         if transport is None:
             return
-        while self._has_room and (data := http2.data_to_send()):
+        while self._is_writable and (data := http2.data_to_send()):
             transport.write(data)
         if not http2.takes_calls and not http2.calls:
             transport.close()

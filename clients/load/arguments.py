@@ -122,9 +122,9 @@ def _scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Sc
         return None
     if parsed.scenario == "Server" and parsed.latency is None:
         parser.error("argument --scenario: Server needs --latency MS, the bound of its 99th percentile")
-    for name, given in (("--batch", parsed.batch != 1), ("--csv", parsed.csv), ("--plot", parsed.plot),
-                        ("--goal-ms", parsed.goal_ms)):
-        if given:
+    for name, is_set in (("--batch", parsed.batch != 1), ("--csv", parsed.csv), ("--plot", parsed.plot),
+                         ("--goal-ms", parsed.goal_ms)):
+        if is_set:
             parser.error(f"argument {name}: not with --scenario; there is --json")
     return Scenario(parsed.scenario, parsed.latency or 0.0, parsed.queries, parsed.samples_per_query,
                     parsed.mlperf_logs)

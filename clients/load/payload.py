@@ -56,7 +56,7 @@ def _request_shape(model: str, tensor: pb.ModelMetadataResponse.TensorMetadata, 
     if not _batched(tensor) and batch != 1:
         raise PayloadError(f"model '{model}' does not batch: '{tensor.name}' is {list(tensor.shape)}; use --batch 1")
     item = shapes.get(tensor.name, declared)
-    if len(item) != len(declared) or any(d not in (VARIES, given) for d, given in zip(declared, item, strict=True)):
+    if len(item) != len(declared) or any(d not in (VARIES, extent) for d, extent in zip(declared, item, strict=True)):
         raise PayloadError(f"an item of input '{tensor.name}' is {list(declared)}, not {list(item)}")
     if VARIES in item:
         example = "x".join("8" if extent == VARIES else str(extent) for extent in item)
@@ -95,8 +95,8 @@ def _slices(metadata: pb.ModelMetadataResponse, batch: int, data: Mapping[str, A
     items = next(iter(counts.values()))
 
     def part(tensor: pb.ModelMetadataResponse.TensorMetadata, first: int) -> Any:
-        wanted = DATATYPES.get(tensor.datatype, np.dtype(object))
-        rows = data[tensor.name].take(np.arange(first, first + batch), axis=0, mode="wrap").astype(wanted, copy=False)
+        dtype = DATATYPES.get(tensor.datatype, np.dtype(object))
+        rows = data[tensor.name].take(np.arange(first, first + batch), axis=0, mode="wrap").astype(dtype, copy=False)
         if _batched(tensor):
             return rows
         if batch != 1:

@@ -97,7 +97,7 @@ def _draw_parts(axes: Any, report: Report) -> None:
     axes.set(ylabel="mean latency [ms]", title="Parts of latency")
     handles, names = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], names[::-1], loc="upper left")       # in the order of the stacked areas
-    _say_if_unknown(axes, any(level.parts_ms for each in report.all for level in each.levels))
+    _note_missing(axes, any(level.parts_ms for each in report.all for level in each.levels))
 
 
 def _draw_batches(axes: Any, report: Report) -> None:
@@ -122,7 +122,7 @@ def _draw_batches(axes: Any, report: Report) -> None:
              ylim=(0, 1.15 * highest + 0.5))
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.legend(loc="upper left")
-    _say_if_unknown(axes, any(level.server for each in report.all for level in each.levels))
+    _note_missing(axes, any(level.server for each in report.all for level in each.levels))
 
 
 def _label_loads(axes: Any, report: Report) -> None:
@@ -134,7 +134,7 @@ def _label_loads(axes: Any, report: Report) -> None:
     axes.set_axisbelow(True)
 
 
-def _say_if_unknown(axes: Any, is_known: bool) -> None:
+def _note_missing(axes: Any, is_known: bool) -> None:
     if not is_known:
         axes.text(0.5, 0.5, "no statistics from the server", transform=axes.transAxes, ha="center", color="#555555")
 

@@ -155,10 +155,10 @@ def _row(level: LoadLevel) -> list[str]:
 def _goal(report: Report) -> list[str]:
     if report.goal_ms is None:
         return []
-    held = [level for level in report.levels if level.client.latency.p99 <= report.goal_ms and not level.client.errors]
-    if not held:
+    fast = [level for level in report.levels if level.client.latency.p99 <= report.goal_ms and not level.client.errors]
+    if not fast:
         return [f"no load has a p99 of at most {report.goal_ms:g} ms"]
-    best = max(held, key=lambda level: level.client.throughput)
+    best = max(fast, key=lambda level: level.client.throughput)
     return [f"most with a p99 of at most {report.goal_ms:g} ms: {best.client.throughput:.1f} infer/s at {best.load}"]
 
 

@@ -17,18 +17,18 @@ CELLS, STRIDE = 8, 8
 def weights() -> dict[str, np.ndarray]:
     """Channel 0 carries brightness from layer to layer; the others have seeded random filters, as a backbone would."""
     random = np.random.default_rng(0)
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for layer, (couts, cins) in enumerate(((8, 3), (16, 8), (16, 16))):
         kernel = random.standard_normal((couts, cins, 3, 3)).astype(np.float32) * 0.2
         kernel[0] = 0
         kernel[0, :3 if layer == 0 else 1] = 1 / 27 if layer == 0 else 1 / 9
-        found[f"w{layer}"], found[f"b{layer}"] = kernel, np.zeros(couts, np.float32)
+        arrays[f"w{layer}"], arrays[f"b{layer}"] = kernel, np.zeros(couts, np.float32)
     head = random.standard_normal((5, 16, 1, 1)).astype(np.float32) * 0.02
     head[4, 0] = 20                                                    # the score follows brightness
-    found |= {"head": head, "head_bias": np.float32([0, 0, 0, 0, -9]), "cells": np.int64([0, 5, CELLS * CELLS])}
+    arrays |= {"head": head, "head_bias": np.float32([0, 0, 0, 0, -9]), "cells": np.int64([0, 5, CELLS * CELLS])}
     rows, columns = np.divmod(np.arange(CELLS * CELLS, dtype=np.float32), CELLS)
-    return found | {"corners": np.stack([columns, rows])[None], "stride": np.float32(STRIDE), "anchor": np.float32(24),
-                    "parts": np.int64([2, 2, 1])}
+    return arrays | {"corners": np.stack([columns, rows])[None], "stride": np.float32(STRIDE), "anchor": np.float32(24),
+                     "parts": np.int64([2, 2, 1])}
 
 
 def make() -> onnx.ModelProto:

@@ -20,7 +20,8 @@ def main(address: str, folder: str) -> None:
             return int(client.infer("digits", {"image": pixels})["logits"].argmax())
 
         with ThreadPoolExecutor(8) as pool:
-            right = sum(found == int(path.name[0]) for found, path in zip(pool.map(digit, paths), paths, strict=True))
+            predicted = pool.map(digit, paths)
+            right = sum(label == int(path.name[0]) for label, path in zip(predicted, paths, strict=True))
     print(f"{len(paths)} pictures, {right / len(paths):.1%} right")
     if right < 0.97 * len(paths):
         sys.exit("fewer than 97 % are right: is the preprocessing the model's?")

@@ -15,10 +15,10 @@ SENTENCES = ("the cat sat on the mat", "a cat sat on a mat", "prices of oil rose
 
 def encoded(sentences: Sequence[str]) -> dict[str, np.ndarray]:
     """Return ids and mask, int64 [N, T], padded to the longest sentence. A word's id is a hash of it."""
-    words = [[crc32(word.encode()) % 999 + 1 for word in sentence.split()] for sentence in sentences]
-    longest = max(map(len, words))
-    return {"ids": np.array([numbers + [0] * (longest - len(numbers)) for numbers in words]),
-            "mask": np.array([[1] * len(numbers) + [0] * (longest - len(numbers)) for numbers in words])}
+    tokens = [[crc32(word.encode()) % 999 + 1 for word in sentence.split()] for sentence in sentences]
+    longest = max(map(len, tokens))
+    return {"ids": np.array([numbers + [0] * (longest - len(numbers)) for numbers in tokens]),
+            "mask": np.array([[1] * len(numbers) + [0] * (longest - len(numbers)) for numbers in tokens])}
 
 
 def main(address: str) -> None:

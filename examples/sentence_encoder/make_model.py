@@ -16,9 +16,9 @@ WORDS, WIDTH, HEADS = 1000, 64, 4
 
 def weights() -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
-    found = {name: (random.standard_normal((WIDTH, WIDTH)) * 0.3 / WIDTH ** 0.5).astype(np.float32)
-             for name in ("query", "key", "value", "merge")}
-    return found | {
+    arrays = {name: (random.standard_normal((WIDTH, WIDTH)) * 0.3 / WIDTH ** 0.5).astype(np.float32)
+              for name in ("query", "key", "value", "merge")}
+    return arrays | {
         "table": random.standard_normal((WORDS, WIDTH)).astype(np.float32), "scale": np.ones(WIDTH, np.float32),
         "shift": np.zeros(WIDTH, np.float32), "heads": np.int64([0, 0, HEADS, WIDTH // HEADS]),
         "merged": np.int64([0, 0, WIDTH]), "root": np.float32((WIDTH // HEADS) ** -0.5), "one": np.float32(1),
@@ -48,8 +48,8 @@ def make() -> onnx.ModelProto:
     change = node("MatMul", [node("Reshape", [mixed, "merged"], "together"), "merge"], "change")
     sums = node("Add", ["x", change], "sums")
     states = node("LayerNormalization", [sums, "scale", "shift"], "states", axis=-1)
-    kept = node("Mul", [states, node("Unsqueeze", ["kept", "last"], "kept_last")], "kept_states")
-    total = node("ReduceSum", [kept, "words"], "total", keepdims=0)
+    masked = node("Mul", [states, node("Unsqueeze", ["kept", "last"], "kept_last")], "kept_states")
+    total = node("ReduceSum", [masked, "words"], "total", keepdims=0)
     node("LpNormalization", [total], "embedding", axis=-1, p=2)
     graph = helper.make_graph(
         nodes, "encoder", [helper.make_tensor_value_info(name, onnx.TensorProto.INT64, ["N", "T"])

@@ -31,7 +31,7 @@ def encrypted(peer: Peer) -> Peer:
 
 def run(names: list[str], folder: Path, front: str) -> list[Outcome]:
     """Run the checks of all peers whose names contain one of `names`."""
-    tell = partial(print, flush=True)
+    report = partial(print, flush=True)
     chosen = [peer for peer in (*clients.PEERS, *programs.PEERS, *programs.PLAIN_PEERS) if _is_chosen(peer.name, names)]
     # Of Triton's clients over HTTP each has its own way to trust a certificate: asked without TLS only.
     over_tls = [encrypted(peer) for peer in chosen if peer not in programs.PLAIN_PEERS
@@ -42,19 +42,19 @@ def run(names: list[str], folder: Path, front: str) -> list[Outcome]:
     outcomes: list[Outcome] = []
     if chosen:
         with server(repository, *options) as (_, target):
-            outcomes += [outcome_of(peer, target, tell) for peer in chosen]
+            outcomes += [outcome_of(peer, target, report) for peer in chosen]
     certificate: Path | None = None
     with suppress(AbsentError):
         certificate = write_certificate(folder)
         if chosen:
             with server(repository, *options, certificate=certificate) as (_, target):
-                outcomes += [outcome_of(peer, target, tell) for peer in over_tls]
-    behind = [proxy for proxy in proxies.PROXIES if _is_chosen(proxy.name, names)]
-    if behind and certificate:
+                outcomes += [outcome_of(peer, target, report) for peer in over_tls]
+    chosen_proxies = [proxy for proxy in proxies.PROXIES if _is_chosen(proxy.name, names)]
+    if chosen_proxies and certificate:
         with server(repository, *options) as (_, plain), server(repository, *options, certificate=certificate) as (
                 _, tls):
-            for proxy in behind:
-                outcomes += proxies.outcomes(proxy, folder, plain, tls, partial(server, repository, *options), tell)
+            for proxy in chosen_proxies:
+                outcomes += proxies.outcomes(proxy, folder, plain, tls, partial(server, repository, *options), report)
     return outcomes
 
 
@@ -78,12 +78,12 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="of a peer, or a part of it")
     parser.add_argument("--grpc-front", default="nghttp2", help="as infer-server's")
     parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the table between its marks")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = run(given.only, Path(folder), given.grpc_front)
+        outcomes = run(options.only, Path(folder), options.grpc_front)
     print("\n".join(table(outcomes)))
-    if given.write:
-        write(given.write, outcomes)
+    if options.write:
+        write(options.write, outcomes)
     return int(any(outcome.failed for outcome in outcomes))
 
 

@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from infer_server.protos import health
-from scripts.interop.peers import TIMEOUT_SECS, Check, Peer, Target, until
+from scripts.interop.peers import TIMEOUT_SECS, Check, Peer, Target, wait_until
 from scripts.interop.servers import COUNTED, ECHO, LARGE, SLOW
 
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -64,8 +64,8 @@ def stub_to(target: Target) -> Iterator[Any]:
 def cancelled_by_clients(target: Target) -> int:
     """Return the number of cancelled inferences of SLOW, from the server's metrics."""
     with urlopen(f"http://{target.metrics}/metrics", timeout=TIMEOUT_SECS) as page:
-        found = re.search(_CANCELLED, page.read().decode())
-    return int(found.group(1)) if found else 0
+        match = re.search(_CANCELLED, page.read().decode())
+    return int(match.group(1)) if match else 0
 
 
 def _code(call: Callable[[], Any]) -> str:
@@ -139,7 +139,7 @@ def cancellation(target: Target) -> None:
         call = stub.ModelInfer.future(small(SLOW), timeout=TIMEOUT_SECS)
         threading.Event().wait(0.3)
         call.cancel()
-        until(lambda: cancelled_by_clients(target) > before, "the server notices that a call is cancelled")
+        wait_until(lambda: cancelled_by_clients(target) > before, "the server notices that a call is cancelled")
         stream = stub.ModelStreamInfer(iter([small(SLOW)]), timeout=TIMEOUT_SECS)
         threading.Event().wait(0.3)
         stream.cancel()
@@ -190,15 +190,15 @@ def aio_calls(target: Target) -> None:
                     assert answer.raw_output_contents[:] == sent.raw_input_contents[:]
             stream = stub.ModelStreamInfer(iter([small(COUNTED)] * 3), timeout=TIMEOUT_SECS)
             assert len([answer async for answer in stream]) == 3 * _RESPONSES
-            for ended, said in ((stub.ModelInfer(small(SLOW), timeout=0.2), "DEADLINE_EXCEEDED"),
-                                (stub.ModelInfer(small("no_model"), timeout=TIMEOUT_SECS), "NOT_FOUND")):
+            for ended, expected in ((stub.ModelInfer(small(SLOW), timeout=0.2), "DEADLINE_EXCEEDED"),
+                                    (stub.ModelInfer(small("no_model"), timeout=TIMEOUT_SECS), "NOT_FOUND")):
                 code = await ended.code()
-                assert code.name == said, f"{code} instead of {said}"
+                assert code.name == expected, f"{code} instead of {expected}"
             before = await asyncio.to_thread(cancelled_by_clients, target)
             call = stub.ModelInfer(small(SLOW), timeout=TIMEOUT_SECS)
             await asyncio.sleep(0.3)
             call.cancel()
-            await asyncio.to_thread(until, lambda: cancelled_by_clients(target) > before, "the call is cancelled")
+            await asyncio.to_thread(wait_until, lambda: cancelled_by_clients(target) > before, "the call is cancelled")
 
     asyncio.run(calls())
 
@@ -247,12 +247,12 @@ def triton_calls(library: Any) -> Check:
                 for _ in range(3):
                     yield {"model_name": COUNTED, "inputs": tensors(values)}
             return len([result async for result, error in client.stream_infer(requests()) if error is None])
-        found: list[Any] = []
-        client.start_stream(lambda result, error: found.append(error or result))
+        results: list[Any] = []
+        client.start_stream(lambda result, error: results.append(error or result))
         for _ in range(3):
             client.async_stream_infer(COUNTED, tensors(values))
         client.stop_stream()
-        return sum(not isinstance(each, Exception) for each in found)
+        return sum(not isinstance(each, Exception) for each in results)
 
     return lambda target: asyncio.run(calls(target))
 

@@ -57,24 +57,24 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)        # the error by the check
 
 
-def outcome_of(peer: Peer, target: Target, tell: Callable[[str], None]) -> Outcome:
+def outcome_of(peer: Peer, target: Target, report: Callable[[str], None]) -> Outcome:
     """Run all checks of a peer."""
     outcome = Outcome(peer.name)
     try:
         outcome.version = peer.version()
     except AbsentError as absent:
         outcome.absent = str(absent)
-        tell(f"{peer.name}: {absent}")
+        report(f"{peer.name}: {absent}")
         return outcome
     for name, check in peer.checks.items():
         began = time.monotonic()
         try:
             check(target)
             outcome.passed.append(name)
-            said = "ok"
+            result = "ok"
         except Exception as error:
-            outcome.failed[name] = said = f"{type(error).__name__}: {error}"
-        tell(f"{peer.name} {outcome.version}: {name}: {said} ({time.monotonic() - began:.1f} s)")
+            outcome.failed[name] = result = f"{type(error).__name__}: {error}"
+        report(f"{peer.name} {outcome.version}: {name}: {result} ({time.monotonic() - began:.1f} s)")
     return outcome
 
 
@@ -95,12 +95,12 @@ def output(command: list[str | Path], env: Mapping[str, str] | None = None) -> s
 
 def version_in(text: str) -> str:
     """Return the first version number of a text."""
-    found = re.search(r"\d+(\.\d+)+", text)
-    assert found, text
-    return found.group()
+    match = re.search(r"\d+(\.\d+)+", text)
+    assert match, text
+    return match.group()
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
+def wait_until(holds: Callable[[], bool], what: str) -> None:
     """Wait until a condition holds. Raises AssertionError after TIMEOUT_SECS."""
     end = time.monotonic() + TIMEOUT_SECS
     while not holds():

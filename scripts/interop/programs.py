@@ -43,14 +43,14 @@ def curl_grpc(target: Target) -> None:
         body.write(prefix_of(len(message)) + message)
         body.flush()
         scheme = "https" if target.root else "http"
-        said = _curl(target, "-v", *_GRPC_HEADERS, "--data-binary", f"@{body.name}", "-o", os.devnull,
+        text = _curl(target, "-v", *_GRPC_HEADERS, "--data-binary", f"@{body.name}", "-o", os.devnull,
                      f"{scheme}://{target.grpc}{_INFER}")
-    assert "grpc-status: 0" in said and "HTTP/2 200" in said, said[-400:]
+    assert "grpc-status: 0" in text and "HTTP/2 200" in text, text[-400:]
 
 
 def curl_http(target: Target, http2: bool) -> None:
-    said = _curl(target, "-w", " %{http_version} %{http_code}", f"{target.url}/v2/health/ready", http2=http2)
-    assert said.endswith(f"{'2' if http2 else '1.1'} 200"), said
+    text = _curl(target, "-w", " %{http_version} %{http_code}", f"{target.url}/v2/health/ready", http2=http2)
+    assert text.endswith(f"{'2' if http2 else '1.1'} 200"), text
 
 
 def curl_large(target: Target, http2: bool) -> None:
@@ -71,14 +71,14 @@ def curl_large(target: Target, http2: bool) -> None:
 def nghttp(target: Target) -> None:
     """Make a gRPC call without a message, which is refused by a status in a HEADERS frame."""
     scheme = "https" if target.root else "http"
-    said = output([program("nghttp", _NGHTTP2), "-nvs", *_GRPC_HEADERS, "-H", ":method: POST", "-d", os.devnull,
+    text = output([program("nghttp", _NGHTTP2), "-nvs", *_GRPC_HEADERS, "-H", ":method: POST", "-d", os.devnull,
                    f"{scheme}://{target.grpc}{_INFER}"])
-    assert ":status: 200" in said and "grpc-status: 13" in said, said[-400:]
+    assert ":status: 200" in text and "grpc-status: 13" in text, text[-400:]
 
 
 def nghttp_http(target: Target) -> None:
-    said = output([program("nghttp", _NGHTTP2), "-nvs", f"{target.url}/v2/health/ready"])
-    assert ":status: 200" in said, said[-400:]
+    text = output([program("nghttp", _NGHTTP2), "-nvs", f"{target.url}/v2/health/ready"])
+    assert ":status: 200" in text, text[-400:]
 
 
 def h2load(target: Target, is_grpc: bool) -> None:
@@ -90,16 +90,16 @@ def h2load(target: Target, is_grpc: bool) -> None:
         body.flush()
         options = (*_GRPC_HEADERS, f"{scheme}://{target.grpc}{_INFER}") if is_grpc else (
             f"{target.url}/v2/models/{ECHO}/infer",)
-        said = output([program("h2load", _NGHTTP2), "-n", "10000", "-c", "4", "-m", "32", "-d", body.name, *options])
-    assert "10000 succeeded, 0 failed" in said and "10000 2xx" in said, said[-400:]
+        text = output([program("h2load", _NGHTTP2), "-n", "10000", "-c", "4", "-m", "32", "-d", body.name, *options])
+    assert "10000 succeeded, 0 failed" in text and "10000 2xx" in text, text[-400:]
 
 
 # ---- perf_analyzer
 def perf_analyzer(target: Target, protocol: str, *options: str) -> None:
     address = target.grpc if protocol == "grpc" else target.http
-    said = output([program("perf_analyzer", "NVIDIA's"), "-m", ECHO, "-i", protocol, "-u", address, "-b", "1",
+    text = output([program("perf_analyzer", "NVIDIA's"), "-m", ECHO, "-i", protocol, "-u", address, "-b", "1",
                    "--shape", "x:16", "-p", "3000", "-s", "999", "-r", "3", *options])
-    assert re.search(r"throughput: [1-9]", said) and "Failed" not in said, said[-400:]
+    assert re.search(r"throughput: [1-9]", text) and "Failed" not in text, text[-400:]
 
 
 def grpc_health_probe(target: Target) -> None:
@@ -130,11 +130,11 @@ def node_modules(install: bool) -> Path:
 
 def grpc_js(target: Target) -> None:
     """Run all checks of calls.js. Raises AssertionError with the failed ones."""
-    said = output([program("node", "apt install nodejs"), _CALLS, _PROTO, target.grpc,
+    text = output([program("node", "apt install nodejs"), _CALLS, _PROTO, target.grpc,
                    *([target.root] if target.root else [])],
                   {**os.environ, "NODE_PATH": str(node_modules(False))})
-    results = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    assert len(results) == 7, said
+    results = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert len(results) == 7, text
     failed = {each["check"]: each["error"] for each in results if each["error"]}
     assert not failed, failed
 
@@ -153,8 +153,9 @@ def _perf_analyzer_version() -> str:
 
 
 def _curl_checks(http2: bool) -> dict[str, Check]:
-    said = "HTTP/2" if http2 else "HTTP/1.1"
-    return {f"{said}: HTTP port": partial(curl_http, http2=http2), f"{said}: 5 MB": partial(curl_large, http2=http2)}
+    version = "HTTP/2" if http2 else "HTTP/1.1"
+    return {f"{version}: HTTP port": partial(curl_http, http2=http2),
+            f"{version}: 5 MB": partial(curl_large, http2=http2)}
 
 
 PEERS = (

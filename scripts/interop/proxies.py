@@ -62,9 +62,9 @@ class Proxy:
 
 
 def _free_ports() -> Ports:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
-    ports = Ports(*(each.getsockname()[1] for each in held))
-    for each in held:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
+    ports = Ports(*(each.getsockname()[1] for each in sockets))
+    for each in sockets:
         each.close()
     return ports
 
@@ -228,7 +228,7 @@ def statuses_while(target: Target, act: Callable[[], None]) -> Counter[str]:
     """Return the statuses of requests that clients make, one after the other, until `act` has returned."""
     ended, seen = threading.Event(), Counter[str]()
 
-    def ask(stub: Any) -> None:
+    def send_grpc(stub: Any) -> None:
         while not ended.is_set():
             try:
                 stub.ModelInfer(clients.small(), timeout=TIMEOUT_SECS)
@@ -236,17 +236,17 @@ def statuses_while(target: Target, act: Callable[[], None]) -> Counter[str]:
             except grpc.RpcError as error:
                 seen[f"gRPC: {error.code().name}: {error.details()}"] += 1
 
-    def ask_over_http() -> None:
+    def send_http() -> None:
         with closing(HTTPConnection(target.http, timeout=TIMEOUT_SECS)) as connection:
             while not ended.is_set():
                 connection.request("POST", f"/v2/models/{ECHO}/infer", programs.JSON)
                 with connection.getresponse() as response:
-                    said = response.read()
-                    seen["HTTP: OK" if response.status == 200 else f"HTTP: {response.status}: {said[:200]!r}"] += 1
+                    body = response.read()
+                    seen["HTTP: OK" if response.status == 200 else f"HTTP: {response.status}: {body[:200]!r}"] += 1
 
     with clients.stub_to(target) as stub:
-        threads = [threading.Thread(target=ask, args=(stub,)) for _ in range(_STOP_CLIENTS)]
-        threads += [threading.Thread(target=ask_over_http) for _ in range(_STOP_CLIENTS)]
+        threads = [threading.Thread(target=send_grpc, args=(stub,)) for _ in range(_STOP_CLIENTS)]
+        threads += [threading.Thread(target=send_http) for _ in range(_STOP_CLIENTS)]
         for thread in threads:
             thread.start()
         try:
@@ -258,7 +258,7 @@ def statuses_while(target: Target, act: Callable[[], None]) -> Counter[str]:
     return seen
 
 
-def stop_behind(proxy: Proxy, folder: Path, tls: Target, serve: Serve) -> Check:
+def stop_while_serving(proxy: Proxy, folder: Path, tls: Target, serve: Serve) -> Check:
     """Return a check that stops one of two servers behind a proxy under load: no call may fail."""
     def check(_: Target) -> None:
         assert tls.root
@@ -279,7 +279,7 @@ def stop_behind(proxy: Proxy, folder: Path, tls: Target, serve: Serve) -> Check:
     return check
 
 
-def outcomes(proxy: Proxy, folder: Path, plain: Target, tls: Target, serve: Serve, tell: Callable[[str], None]
+def outcomes(proxy: Proxy, folder: Path, plain: Target, tls: Target, serve: Serve, report: Callable[[str], None]
              ) -> list[Outcome]:
     """Run the checks through a proxy, without and with TLS, and stop a server behind it."""
     folder = folder / proxy.name
@@ -287,16 +287,16 @@ def outcomes(proxy: Proxy, folder: Path, plain: Target, tls: Target, serve: Serv
     peer = Peer(f"{proxy.name} in front", proxy.version, {
         **clients.GRPC_CHECKS, "curl over HTTP": partial(programs.curl_http, http2=False),
         "curl over HTTP: 5 MB": partial(programs.curl_large, http2=False),
-        "a server stops under load": stop_behind(proxy, folder / "stopping", tls, serve)})
-    behind_tls = Peer(f"{proxy.name} in front, TLS (ALPN) on both sides", proxy.version, {
+        "a server stops under load": stop_while_serving(proxy, folder / "stopping", tls, serve)})
+    tls_peer = Peer(f"{proxy.name} in front, TLS (ALPN) on both sides", proxy.version, {
         **clients.GRPC_CHECKS, "curl over HTTP/2": partial(programs.curl_http, http2=True),
         "curl over HTTP/2: 5 MB": partial(programs.curl_large, http2=True)})
-    absent = outcome_of(Peer(peer.name, proxy.version, {}), plain, tell)
+    absent = outcome_of(Peer(peer.name, proxy.version, {}), plain, report)
     if absent.absent:
         return [absent]
     assert tls.root
     with running(proxy, folder / "running", Backends([plain.grpc], [plain.http], tls.grpc, tls.http), tls.root
                  ) as ports:
-        found = outcome_of(peer, Target(f"127.0.0.1:{ports.grpc}", f"127.0.0.1:{ports.http}", plain.metrics), tell)
-        return [found, outcome_of(behind_tls, Target(f"127.0.0.1:{ports.grpc_tls}", f"127.0.0.1:{ports.http_tls}",
-                                                     tls.metrics, tls.root), tell)]
+        over_plain = Target(f"127.0.0.1:{ports.grpc}", f"127.0.0.1:{ports.http}", plain.metrics)
+        over_tls = Target(f"127.0.0.1:{ports.grpc_tls}", f"127.0.0.1:{ports.http_tls}", tls.metrics, tls.root)
+        return [outcome_of(peer, over_plain, report), outcome_of(tls_peer, over_tls, report)]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 def checks() -> dict[str, str]:
     """Return {name: first line of its docstring} of the modules of this package without a leading underscore."""
-    found = {}
+    summaries = {}
     for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
-        found[path.stem] = (ast.get_docstring(ast.parse(path.read_text())) or path.stem).splitlines()[0]
-    return found
+        summaries[path.stem] = (ast.get_docstring(ast.parse(path.read_text())) or path.stem).splitlines()[0]
+    return summaries
 
 
 def main(arguments: Sequence[str]) -> int:

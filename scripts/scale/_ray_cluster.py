@@ -97,11 +97,11 @@ class Cluster:
     def processes(self) -> list[psutil.Process]:
         """Return the processes of the cluster."""
         assert self._head
-        found: list[psutil.Process] = []
+        children: list[psutil.Process] = []
         with suppress(psutil.Error):
-            found = psutil.Process(self._head.pid).children(recursive=True)
-        self._seen |= {process.pid: process for process in found}
-        return found
+            children = psutil.Process(self._head.pid).children(recursive=True)
+        self._seen |= {process.pid: process for process in children}
+        return children
 
     def replicas(self) -> list[psutil.Process]:
         return [process for process in self.processes() if kind_of(process) == "replica"]

@@ -86,9 +86,9 @@ def compared(model: str, count: int, arguments: argparse.Namespace) -> float:
         planned = Fleet(count, arguments.instances, before, most, "round-robin")
         arrivals = poisson(arguments.load * planned.capacity, arguments.requests, arguments.seed)
         notes.unlink()
-        found = asyncio.run(send(urls, arrivals))[int(WARM_UP * arguments.requests):]
+        latencies = asyncio.run(send(urls, arrivals))[int(WARM_UP * arguments.requests):]
         loaded = replace(planned, times=measured(executions(notes), "noted by the model"), hop_seconds=hop)
-    seen = np.percentile(found, (50, 99))
+    seen = np.percentile(latencies, (50, 99))
     simulated = np.percentile(simulate(loaded, arrivals), (50, 99))
     ahead = np.percentile(simulate(planned, arrivals), 99)
     error = float(simulated[1] / seen[1] - 1)
@@ -101,11 +101,11 @@ def compared(model: str, count: int, arguments: argparse.Namespace) -> float:
 
 def executions(notes: Path) -> dict[int, Array]:
     """Return the seconds of executions by batch size, as the model notes them."""
-    found: dict[int, list[float]] = defaultdict(list)
+    seconds_by_items: dict[int, list[float]] = defaultdict(list)
     for line in notes.read_text().splitlines():
         items, seconds = line.split()
-        found[int(items)].append(float(seconds))
-    return {items: np.array(seconds) for items, seconds in found.items()}
+        seconds_by_items[int(items)].append(float(seconds))
+    return {items: np.array(seconds) for items, seconds in seconds_by_items.items()}
 
 
 @contextlib.contextmanager
@@ -152,9 +152,9 @@ def measure(urls: list[str], most: int) -> ServiceTimes:
             return [[timed(client, {"x": np.zeros((items, 1), np.float32)}) for _ in range(10)] for items in sizes]
 
     with ThreadPoolExecutor(len(urls)) as threads:
-        found = list(threads.map(one, urls))
-    return measured({items: np.concatenate([server[index] for server in found]) for index, items in enumerate(sizes)},
-                    "measured on the servers")
+        measurements = list(threads.map(one, urls))
+    return measured({items: np.concatenate([server[index] for server in measurements])
+                     for index, items in enumerate(sizes)}, "measured on the servers")
 
 
 def timed(client: InferenceClient, feed: dict[str, Array]) -> float:

@@ -50,11 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
         write_rows(rows, arguments.items, arguments.row_group)
         checks = [same_bytes(plan, rows, folder), killed(plan, rows, folder, arguments.items),
                   processor_time(plan, rows, folder, arguments.turns)]
-        want = scores_in(pq.read_table(folder / "loop.parquet"))
+        expected = scores_in(pq.read_table(folder / "loop.parquet"))
         if arguments.spark:
-            checks.append(outcome("Spark, mapInArrow", on_spark(plan, rows), want))
+            checks.append(outcome("Spark, mapInArrow", on_spark(plan, rows), expected))
         if arguments.ray:
-            checks.append(outcome("Ray Data, map_batches, two actors", on_ray(plan, rows), want))
+            checks.append(outcome("Ray Data, map_batches, two actors", on_ray(plan, rows), expected))
     return 0 if all(checks) else 1
 
 
@@ -93,10 +93,10 @@ def same_bytes(plan: Path, rows: Path, folder: Path) -> bool:
                    scores_in(pq.read_table(folder / "loop.parquet")))
 
 
-def outcome(name: str, table: Any, want: tuple[Array, Array]) -> bool:
+def outcome(name: str, table: Any, expected: tuple[Array, Array]) -> bool:
     """Print and return whether a result has each id once, with the loop's bytes."""
     ids, logits = scores_in(table)
-    good = np.array_equal(ids, want[0]) and logits.tobytes() == want[1].tobytes()
+    good = np.array_equal(ids, expected[0]) and logits.tobytes() == expected[1].tobytes()
     print(f"{name}: {len(ids)} rows, {len(np.unique(ids))} ids, {'the' if good else 'NOT the'} bytes of a loop")
     return good
 

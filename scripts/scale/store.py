@@ -63,7 +63,7 @@ def _models(folder: Path, store: BadStore, turns: int) -> bool:
     """Compare the start from a slow store with that from a folder."""
     plan = _plan(folder)
     for number in range(MODELS):
-        _place(plan, folder / "models" / f"m{number}" / "1" / "model.plan")
+        _save(plan, folder / "models" / f"m{number}" / "1" / "model.plan")
     _upload(folder / "models", store)
     local, remote = list[float](), list[float]()
     for turn in range(turns):               # in turns: the machine may be busier at one time than at another
@@ -80,13 +80,13 @@ def _models(folder: Path, store: BadStore, turns: int) -> bool:
 
 def _away(folder: Path, store: BadStore, turns: int) -> bool:
     """Start with copies while the store is away."""
-    _place(_plan(folder), folder / "models" / "m" / "1" / "model.plan")
+    _save(_plan(folder), folder / "models" / "m" / "1" / "model.plan")
     _upload(folder / "models", store)
-    given = (f"s3://{BUCKET}/models", folder / "log", store, "--repository-cache", str(folder / "copies"),
-             "--repository-poll-secs", "1")
-    _ready(*given)
+    settings = (f"s3://{BUCKET}/models", folder / "log", store, "--repository-cache", str(folder / "copies"),
+                "--repository-poll-secs", "1")
+    _ready(*settings)
     store.is_away = True
-    server = _server(*given)
+    server = _server(*settings)
     try:
         secs = server.start()
         before = server.metric("infer_repository_reachable")
@@ -174,10 +174,10 @@ def _plan(folder: Path, target: str = "") -> Path:
 def _foreign(folder: Path) -> None:
     """Write a repository with a plan for each of the other targets."""
     for target in TARGETS:
-        _place(_plan(folder, target), folder / "models" / target / "1" / "model.plan")
+        _save(_plan(folder, target), folder / "models" / target / "1" / "model.plan")
 
 
-def _place(plan: Path, to: Path) -> None:
+def _save(plan: Path, to: Path) -> None:
     to.parent.mkdir(parents=True)
     with atomic_write(to) as file:
         file.write(plan.read_bytes())

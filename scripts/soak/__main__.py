@@ -27,7 +27,7 @@ from scripts.stress import Running, add_front, front, serving
 
 _WARM_SECS = 20.0                   # in which the rates are found that --load is a share of
 _SETTLING_SECS = 5.0                # time for the server to notice disconnected clients and to return memory
-_TOLD_SECS = 60.0
+_REPORT_SECS = 60.0
 OPTIONS = ("--model-control-mode", "explicit", "--load-model=*", "--cores", "1", "--allow-client-shm")
 SERVER = (sys.executable, "-c", "import sys; from infer_server.cli.serve import main; sys.exit(main())")
 
@@ -40,10 +40,10 @@ async def watched(soak: Soak, server: Running, repository: Path) -> None:
     """Report progress every minute."""
     begin, cpu = time.monotonic(), server.cpu_secs()
     running = asyncio.create_task(soak.run(server, repository))
-    while not (await asyncio.wait([running], timeout=_TOLD_SECS))[0]:
+    while not (await asyncio.wait([running], timeout=_REPORT_SECS))[0]:
         now, used = time.monotonic() - begin, server.cpu_secs()
         print(f"{now:6.0f} s: {soak.answers} answers, {len(soak.failures())} kinds of failures, the longest wait "
-              f"{soak.longest_secs:.2f} s, {(used - cpu) / _TOLD_SECS:.0%} of a core, RSS {server.rss_mb():.0f} MB, "
+              f"{soak.longest_secs:.2f} s, {(used - cpu) / _REPORT_SECS:.0%} of a core, RSS {server.rss_mb():.0f} MB, "
               f"{descriptors(server)} descriptors", flush=True)
         soak.longest_secs, cpu = 0.0, used
     await running
@@ -55,21 +55,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--load", type=float, help="share of what the server can do (default: all of it)")
     add_front(parser)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         repository = Path(name)
         write_repository(repository)
-        with serving(repository, *front(given), *OPTIONS, command=SERVER) as server:
-            warm = Soak(min(_WARM_SECS, given.seconds), given.seed)
+        with serving(repository, *front(options), *OPTIONS, command=SERVER) as server:
+            warm = Soak(min(_WARM_SECS, options.seconds), options.seed)
             asyncio.run(warm.run(server, repository))
             print(f"without a rate: {warm.answers / warm.seconds:.0f} answers/s", *warm.failures(), sep="\n",
                   flush=True)
             time.sleep(_SETTLING_SECS)
             before = server.rss_mb(), descriptors(server)
-            soak = Soak(given.seconds, given.seed, warm.share(given.load) if given.load else None)
+            soak = Soak(options.seconds, options.seed, warm.share(options.load) if options.load else None)
             asyncio.run(watched(soak, server, repository))
             time.sleep(_SETTLING_SECS)
-            print(f"{given.seconds:g} s; {soak.answers} answers; RSS {before[0]:.0f} -> {server.rss_mb():.0f} MB, "
+            print(f"{options.seconds:g} s; {soak.answers} answers; RSS {before[0]:.0f} -> {server.rss_mb():.0f} MB, "
                   f"descriptors {before[1]} -> {descriptors(server)}")
     for what, count in sorted(soak.seen.items()):
         print(f"{count:7} {what[:300]}")

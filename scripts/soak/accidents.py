@@ -17,7 +17,7 @@ import numpy as np
 
 from infer_server.clients.codec import infer_request
 from infer_server.protos import inference
-from scripts.soak.asking import Channel
+from scripts.soak.clients import Channel
 from scripts.soak.models import MORTAL, PASSING, RELOADED, STEADY
 from scripts.stress import INFER
 
@@ -28,7 +28,7 @@ import sys, time
 from scripts.testing.mute_client import MuteClient
 client = MuteClient(int(sys.argv[1]))
 for _ in range(20):
-    client.ask("{INFER}", bytes.fromhex(sys.argv[2]))
+    client.send_request("{INFER}", bytes.fromhex(sys.argv[2]))
 print("asked", flush=True)
 time.sleep(600)
 """
@@ -56,17 +56,17 @@ def killed_process(repository: Path) -> Accident:
     return accident
 
 
-def half_open(ports: Sequence[int], rng: random.Random, kept: deque[socket.socket]) -> Accident:
+def half_open(ports: Sequence[int], rng: random.Random, connections: deque[socket.socket]) -> Accident:
     """Open a connection, send the start of a request and nothing more; the oldest of many is closed."""
-    said = (b"POST /v2/models/steady/infer HTTP/1.1\r\nContent-Length: 999\r\n\r\n{",
-            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0", b"")
+    beginnings = (b"POST /v2/models/steady/infer HTTP/1.1\r\nContent-Length: 999\r\n\r\n{",
+                  b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0", b"")
 
     async def accident() -> None:
         connection = socket.create_connection(("127.0.0.1", rng.choice(ports)))
-        connection.sendall(rng.choice(said))
-        kept.append(connection)
-        if len(kept) > _HALF_OPEN:
-            kept.popleft().close()
+        connection.sendall(rng.choice(beginnings))
+        connections.append(connection)
+        if len(connections) > _HALF_OPEN:
+            connections.popleft().close()
     return accident
 
 

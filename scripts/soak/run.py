@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 
 from scripts.soak import accidents
-from scripts.soak.asking import Channel, clients
+from scripts.soak.clients import Channel, clients
 from scripts.soak.models import MORTAL
 from scripts.stress import Running
 
@@ -42,12 +42,12 @@ class Soak:
             "half-open connections": (
                 accidents.half_open((server.grpc_port, server.http_port), self._rng, left), 0.02)}
         async with (grpc.aio.insecure_channel(server.address) as channel,
-                    clients(server.address, server.http_port, repository, self._rng, self.seen) as asking):
+                    clients(server.address, server.http_port, repository, self._rng, self.seen) as senders):
             happening["reloads"] = accidents.reload(Channel(channel), repository), 0.02
             happening["models that came and went"] = accidents.passing_by(Channel(channel)), 0.02
-            self.clients = Counter(what for what, _ in asking)
+            self.clients = Counter(what for what, _ in senders)
             await asyncio.gather(
-                *(self._again_and_again(what, ask, self._due(what)) for what, ask in asking),
+                *(self._again_and_again(what, send, self._due(what)) for what, send in senders),
                 *(self._again_and_again(what, act, _after(secs)) for what, (act, secs) in happening.items()))
         for connection in left:
             connection.close()

@@ -27,7 +27,7 @@ class MuteClient:
         self._windows: dict[int, int] = {}
         self._stream = -1
 
-    def ask(self, path: str, message: bytes, announced: int = 0, **headers: str) -> None:
+    def send_request(self, path: str, message: bytes, announced: int = 0, **headers: str) -> None:
         """Send a request on a new stream.
 
         announced: length in the message's prefix, if `message` is incomplete. headers: grpc_timeout="300m" is the
@@ -41,13 +41,13 @@ class MuteClient:
         self._send(_frame(_HEADERS, _END_HEADERS, self._stream, b"".join(_literal(*field) for field in fields.items())))
         left = memoryview(b"\0" + struct.pack(">I", announced or len(message)) + message)
         while left:
-            room = min(self._connection_window, self._stream_window + self._windows[self._stream], _FRAME_BYTES)
-            if room <= 0:
+            window = min(self._connection_window, self._stream_window + self._windows[self._stream], _FRAME_BYTES)
+            if window <= 0:
                 kind, stream, _ = self.read_frame()
                 if kind == _RST_STREAM and stream == self._stream:
                     return                          # the server takes no more of this request
                 continue
-            piece, left = left[:room], left[room:]
+            piece, left = left[:window], left[window:]
             self._send(_frame(_DATA, 0 if left or announced else _END_STREAM, self._stream, piece))
             self._connection_window -= len(piece)
             self._windows[self._stream] -= len(piece)

@@ -31,9 +31,9 @@ class Gate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._closed = False
-        self._held = 0
+        self._waiting = 0
         self._passes = 0
-        self.held_items = 0             # items of the executions that are held
+        self.waiting_items = 0          # items of the executions that are held
 
     @contextmanager
     def closed(self) -> Iterator[None]:
@@ -45,13 +45,13 @@ class Gate:
 
     def enter(self, items: int) -> None:
         with self._changed:
-            self._held += 1
-            self.held_items += items
+            self._waiting += 1
+            self.waiting_items += items
             self._changed.notify_all()
             assert self._changed.wait_for(lambda: not self._closed or self._passes > 0, TIMEOUT_SECS)
             self._passes = max(0, self._passes - 1)
-            self._held -= 1
-            self.held_items -= items
+            self._waiting -= 1
+            self.waiting_items -= items
 
     def let_one_through(self) -> None:
         """Let one blocked execution continue; the gate stays closed for the others."""
@@ -62,7 +62,7 @@ class Gate:
     def holds(self, count: int) -> bool:
         """Return True if `count` executions are blocked, now or within a test's time limit."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._held == count, TIMEOUT_SECS)
+            return self._changed.wait_for(lambda: self._waiting == count, TIMEOUT_SECS)
 
     def _set(self, closed: bool) -> None:
         with self._changed:

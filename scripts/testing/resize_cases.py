@@ -135,34 +135,34 @@ def onnx_runtime(case: Case) -> NDArray[Any] | None:
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     try:
-        made: NDArray[Any] = InferenceSession(case.model.SerializeToString(), options).run(None, {"x": case.x})[0]
+        result: NDArray[Any] = InferenceSession(case.model.SerializeToString(), options).run(None, {"x": case.x})[0]
     except REFUSED:
         return None
-    return made
+    return result
 
 
 def by_reference(case: Case) -> NDArray[Any]:
     """Return the result of the NumPy reference."""
-    made, = reference.run(graph_from_onnx(case.model), {"x": case.x}).values()
-    return made
+    result, = reference.run(graph_from_onnx(case.model), {"x": case.x}).values()
+    return result
 
 
 def by_kernels(case: Case) -> NDArray[Any]:
     """Return the result of an engine for this CPU."""
-    made: NDArray[Any] = build_engine(case.model, timing=False, cache=False).engine(threads=1).run({"x": case.x})["y"]
-    return made
+    result: NDArray[Any] = build_engine(case.model, timing=False, cache=False).engine(threads=1).run({"x": case.x})["y"]
+    return result
 
 
-def fault(case: Case, made: NDArray[Any], right: NDArray[Any]) -> str:
+def fault(case: Case, result: NDArray[Any], right: NDArray[Any]) -> str:
     """Return the fault of a result, or ""."""
-    if made.shape != right.shape or made.dtype != right.dtype:
-        return f"{made.dtype} {made.shape} for {right.dtype} {right.shape}: {case}"
-    if case.family == "nearest" or made.dtype.kind != "f":
+    if result.shape != right.shape or result.dtype != right.dtype:
+        return f"{result.dtype} {result.shape} for {right.dtype} {right.shape}: {case}"
+    if case.family == "nearest" or result.dtype.kind != "f":
         allowed = case.family == "antialias"        # a difference of 1: antialiasing may round ties the other way
-        wrong = np.abs(made.astype(np.float64) - right) > allowed
+        wrong = np.abs(result.astype(np.float64) - right) > allowed
     else:
-        wrong = ~np.isclose(made, right, rtol=TOLERANCES[made.dtype.name], atol=3 * TOLERANCES[made.dtype.name])
+        wrong = ~np.isclose(result, right, rtol=TOLERANCES[result.dtype.name], atol=3 * TOLERANCES[result.dtype.name])
     if not wrong.any():
         return ""
     where = tuple(int(i[0]) for i in np.nonzero(wrong))
-    return f"{wrong.sum()} of {wrong.size}, at {where} {made[where]} for {right[where]}: {case}"
+    return f"{wrong.sum()} of {wrong.size}, at {where} {result[where]} for {right[where]}: {case}"

@@ -84,20 +84,20 @@ def run(problem: Any, runner: Runner, inputs: list[Array], constants: dict[str, 
     slack: bytes past the inputs' ends that may be read.
     """
     batch, solved = len(inputs[0]), getattr(problem, "problem", problem)
-    placed = []
+    arrays = []
     for view, array in zip(solved.inputs, inputs, strict=True):
         memory = guarded(extent(view, batch), slack)
         memory[:] = random_array(np.random.default_rng(1), "uint8", memory.shape)
         window(view, memory, batch)[...] = array
-        placed.append(memory)
+        arrays.append(memory)
     results = []
     for view in solved.outputs:
         memory = guarded(extent(view, batch), slack)
         memory[:] = UNTOUCHED
         results.append(memory)
-    before = [memory.copy() for memory in placed]
-    runner.execute(problem, placed, results, constants, batch, **options)
-    assert all((memory == kept).all() for memory, kept in zip(placed, before, strict=True)), "an input was written to"
+    before = [memory.copy() for memory in arrays]
+    runner.execute(problem, arrays, results, constants, batch, **options)
+    assert all((memory == kept).all() for memory, kept in zip(arrays, before, strict=True)), "an input was written to"
     outputs = []
     for view, memory in zip(solved.outputs, results, strict=True):
         outputs.append(window(view, memory, batch).copy())
@@ -112,12 +112,12 @@ def check(problem: Any, runner: Runner, inputs: list[Array], constants: dict[str
     """Assert that the outputs equal the problem's reference bit for bit, or within `tolerance` if one is given."""
     results = run(problem, runner, inputs, constants, **options)
     expected = getattr(problem, "problem", problem).reference(inputs, constants)
-    for got, wanted in zip(results, expected, strict=True):
-        assert got.dtype == wanted.dtype and got.shape == wanted.shape
+    for got, desired in zip(results, expected, strict=True):
+        assert got.dtype == desired.dtype and got.shape == desired.shape
         if tolerance:
-            np.testing.assert_allclose(got.astype(np.float64), wanted.astype(np.float64), tolerance, tolerance)
+            np.testing.assert_allclose(got.astype(np.float64), desired.astype(np.float64), tolerance, tolerance)
         else:
-            np.testing.assert_array_equal(got, wanted)
+            np.testing.assert_array_equal(got, desired)
 
 
 def gapped(dtype: str, shape: tuple[int, ...], gap: int = 1) -> View:

@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 from infer_server.engines.errors import ConfigError
-from scripts.gpu_checks import Check, Found
+from scripts.gpu_checks import Check, Result
 
 
 def test_a_long_check_goes_on_where_it_was_and_says_what_was_not_right(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     done = []
 
-    def part(name: str, target: str) -> Found:
+    def part(name: str, target: str) -> Result:
         done.append(f"{name} {target}")
         if name == "refused":
             raise ConfigError("no kernel")
         return {"kernels": 1 // len(name)}
 
-    check = Check("help", ("sm_61", "sm_80"), {"kernels": lambda found: found["kernels"]},
-                  lambda found: found.get("kernels") == 1)
+    check = Check("help", ("sm_61", "sm_80"), {"kernels": lambda result: result["kernels"]},
+                  lambda result: result.get("kernels") == 1)
     names = ["a", "refused", ""]
 
     def run(*arguments: str) -> int:

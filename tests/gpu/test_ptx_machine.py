@@ -46,7 +46,7 @@ def run(body: str, a: object = 0, b: object = 0, shared: int = 0, threads: int =
     memory = Memory(1 << 16)
     inputs = [np.broadcast_to(np.asarray(x), blocks * threads).copy() for x in (a, b)]
     inputs = [x.view(np.uint32) if x.dtype.itemsize == 4 else x.astype(np.int64).astype(np.uint32) for x in inputs]
-    at = [memory.place(x) for x in (*inputs, np.zeros(threads, np.uint32))]
+    at = [memory.allocate(x) for x in (*inputs, np.zeros(threads, np.uint32))]
     Machine(memory).launch(parse(ENTRY % (REGISTERS, body))["k"], (blocks,), threads, at, shared)
     return memory.array(at[2], np.uint32, (threads,))
 

@@ -41,7 +41,7 @@ def run(body: list[str], words: Array, sums: int, dtype: str, shared: int = 0) -
     memory, threads = Memory(1 << 16), len(words)
     stores = [f"st.global.u32 [%rd2+{4 * e}], %d{e}" for e in range(sums)]
     text = ENTRY % (words.nbytes // threads, 4 * sums, ";\n\t".join([*body, *stores]) + ";")
-    at = [memory.place(words), memory.place(4 * sums * threads)]
+    at = [memory.allocate(words), memory.allocate(4 * sums * threads)]
     Machine(memory).launch(parse(text)["k"], (1,), threads, at, shared)
     return memory.array(at[1], np.float32 if dtype == "f32" else np.int32, (threads, sums))
 

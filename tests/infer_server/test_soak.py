@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scripts.soak.__main__ import OPTIONS, SERVER
-from scripts.soak.asking import check
+from scripts.soak.clients import check
 from scripts.soak.models import write_repository
 from scripts.soak.run import Soak, arrivals
 from scripts.stress import serving

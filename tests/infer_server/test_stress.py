@@ -24,7 +24,7 @@ from infer_server.endpoints.grpc.grpcio.server import Handlers
 from infer_server.endpoints.grpc.methods import INFER_PATH, Methods
 from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import InvalidRequestError
-from scripts.stress import INFER, ask_on, request
+from scripts.stress import INFER, request, send_on
 from scripts.testing.mute_client import MuteClient
 from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.awaited_reply import AwaitedReply
@@ -45,7 +45,7 @@ def test_a_server_that_stops_under_load_ends_no_request_otherwise_than_answered_
     write_model(tmp_path, "m", seconds=0.002)
 
     async def ask_until_nobody_listens() -> Counter[str]:
-        asking = [asyncio.create_task(ask_on(server.address, persistent)) for _ in range(32)]
+        asking = [asyncio.create_task(send_on(server.address, persistent)) for _ in range(32)]
         assert await asyncio.to_thread(eventually, lambda: executions(server) > 8)
         await asyncio.to_thread(server.stop)
         return sum(await asyncio.gather(*asking), Counter[str]())
@@ -76,7 +76,7 @@ def test_answers_that_nobody_reads_are_held_up_to_the_bound_and_no_further(tmp_p
             with pytest.raises(InferenceServerException, match="--max-inflight-mib") as caught:
                 for _ in range(50):                 # while little is missing, it may be the mute ones who are refused
                     for mute in (one, another):
-                        mute.ask(INFER, request("large", VALUES))
+                        mute.send_request(INFER, request("large", VALUES))
                         client.infer("large", [large])
             assert caught.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
             assert held(server) <= bound
@@ -96,7 +96,7 @@ def test_a_client_that_does_not_read_its_answer_in_time_is_disconnected(
         large.set_data_from_numpy(np.zeros((1, VALUES), np.float32))
         client.infer("large", [large])              # over another connection, before the one who does not read
         with closing(MuteClient(server.ports.grpc)) as mute:
-            mute.ask(INFER, request("large", VALUES))
+            mute.send_request(INFER, request("large", VALUES))
             client.infer("large", [large])          # and after
             assert eventually(lambda: "has not read its answer in 0.5 s" in caplog.text)
             with pytest.raises((EOFError, ConnectionError)):
@@ -170,7 +170,7 @@ def test_a_refused_request_is_let_go_of_at_once() -> None:
 
     handler = Handlers(Methods({INFER_PATH: unary(refuse)}.get), lambda peer: None).service(Details())
 
-    async def ask(context: Refusing) -> weakref.ref[Message]:
+    async def send(context: Refusing) -> weakref.ref[Message]:
         message = Message()
         handled = handler.unary_unary(message, context)
         watched = weakref.ref(message)
@@ -182,7 +182,7 @@ def test_a_refused_request_is_let_go_of_at_once() -> None:
     gc.disable()
     try:
         context = Refusing()
-        assert asyncio.run(ask(context))() is None
+        assert asyncio.run(send(context))() is None
     finally:
         gc.enable()
 
@@ -274,7 +274,7 @@ class BrokenReply:
 def test_an_answer_that_cannot_be_sent_leaves_the_others_of_its_batch_alone(tmp_path: Path) -> None:
     write_model(tmp_path, "m", config="max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 20000 }")
 
-    async def ask(server: RunningServer) -> tuple[BrokenReply, bytes]:
+    async def send(server: RunningServer) -> tuple[BrokenReply, bytes]:
         model = server.server.repository.find("m")
         broken, whole = BrokenReply(), AwaitedReply(asyncio.get_running_loop())
         for reply in (broken, whole):
@@ -282,7 +282,7 @@ def test_an_answer_that_cannot_be_sent_leaves_the_others_of_its_batch_alone(tmp_
         return broken, await whole.response
 
     with serving(tmp_path) as server:
-        broken, answer = server.run(ask(server))
+        broken, answer = server.run(send(server))
         assert answer == b"answer" and isinstance(broken.failed, RuntimeError)
         counters = server.server.repository.find("m").statistics.snapshot()
         assert counters.execution_count == 1

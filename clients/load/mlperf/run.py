@@ -102,12 +102,12 @@ class _Generator:
     async def run(self, rate: float) -> Run:
         import mlperf_loadgen
         system = _System(self._target.requests, self._timeout)
-        kept = self._scenario.logs
-        if kept:
-            kept = kept / f"{self._count}"
-            kept.mkdir(parents=True, exist_ok=True)
+        logs = self._scenario.logs
+        if logs:
+            logs = logs / f"{self._count}"
+            logs.mkdir(parents=True, exist_ok=True)
         self._count += 1
-        with nullcontext(str(kept)) if kept else tempfile.TemporaryDirectory() as folder:
+        with nullcontext(str(logs)) if logs else tempfile.TemporaryDirectory() as folder:
             sut = mlperf_loadgen.ConstructSUT(system.issue, lambda: None)
             samples = len(self._target.requests)
             library = mlperf_loadgen.ConstructQSL(samples, samples, lambda chosen: None, lambda chosen: None)
@@ -174,11 +174,11 @@ class _System:
 
     def issue(self, samples: Sequence[mlperf_loadgen.QuerySample]) -> None:
         """Start requests for samples. Called on the generator's thread; the samples are invalid after the call."""
-        wanted = [(sample.id, sample.index) for sample in samples]
+        pairs = [(sample.id, sample.index) for sample in samples]
         if self.stopped:
-            _complete(number for number, _ in wanted)
+            _complete(number for number, _ in pairs)
         else:
-            self._loop.call_soon_threadsafe(self._begin, wanted)
+            self._loop.call_soon_threadsafe(self._begin, pairs)
 
     def _begin(self, samples: Sequence[tuple[int, int]]) -> None:
         self._began = self._began or self._loop.time()

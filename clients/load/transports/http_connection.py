@@ -25,7 +25,7 @@ class HttpClientConnection(asyncio.Protocol):
     def is_usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing() and self._awaited is None
 
-    async def ask(self, request: bytes) -> Answer:
+    async def request(self, request: bytes) -> Answer:
         """Send a request and return its answer. Raises OSError if the connection ends or the answer is not HTTP."""
         assert self._transport is not None, "it is usable"
         self._awaited = asyncio.get_running_loop().create_future()

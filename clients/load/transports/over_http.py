@@ -57,19 +57,19 @@ class HttpTransport(Transport):
 
     def _sender(self, request: bytes) -> Send:
         async def send(timeout: float) -> None:
-            answer = await self._ask(request, timeout, self.slots)
+            answer = await self._request(request, timeout, self.slots)
             if answer.status != _OK:
-                raise StatusError(_STATUSES.get(answer.status, "INTERNAL"), _said(answer))
+                raise StatusError(_STATUSES.get(answer.status, "INTERNAL"), _error_of(answer))
 
         return send
 
-    async def _ask(self, request: bytes, timeout: float, slots: Slots) -> Answer:
+    async def _request(self, request: bytes, timeout: float, slots: Slots) -> Answer:
         """Send a request on a free connection. Raises StatusError if no answer comes."""
         connection: HttpClientConnection | None = None
         try:
             async with slots.one(timeout):
                 connection = await self._connection()
-                return await connection.ask(request)
+                return await connection.request(request)
         finally:
             if connection and connection.is_usable:
                 self._free.append(connection)
@@ -89,12 +89,12 @@ class HttpTransport(Transport):
     async def _get(self, path: str, message: Response) -> Response:
         """Get a path and parse its JSON into the message. Raises ClientError."""
         try:
-            answer = await self._ask(_head("GET", path, self._address, 0), SETUP_SECS, self._outside)
+            answer = await self._request(_head("GET", path, self._address, 0), SETUP_SECS, self._outside)
         except StatusError as error:
             raise error_of(error.status, f"http://{self._address}", f"GET {path}", error.details) from error
         if answer.status != _OK:
             raise error_of(_STATUSES.get(answer.status, "INTERNAL"), f"http://{self._address}", f"GET {path}",
-                           _said(answer))
+                           _error_of(answer))
         try:
             return json_format.ParseDict(json.loads(answer.body), message, ignore_unknown_fields=True)
         except (ValueError, TypeError, AttributeError, json_format.ParseError) as error:
@@ -120,10 +120,10 @@ def _path(model: str, version: str) -> str:
     return f"/v2/models/{quote(model, safe='')}" + (f"/versions/{version}" if version else "")
 
 
-def _said(answer: Answer) -> str:
+def _error_of(answer: Answer) -> str:
     """Return the error message in the answer, or its status."""
     try:
-        said = json.loads(answer.body)["error"]
+        message = json.loads(answer.body)["error"]
     except (ValueError, KeyError, TypeError):
         return f"status {answer.status}"
-    return str(said)
+    return str(message)

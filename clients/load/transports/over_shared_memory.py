@@ -58,7 +58,7 @@ class SharedMemoryTransport(GrpcTransport):
             request = pb.ModelInferRequest(model_name=model, model_version=version)
             for name, array in feed.items():
                 tensor = request.inputs.add(name=name, datatype=datatype_of(array), shape=array.shape)
-                _place(tensor, region.name, at, len(raws[name]))
+                _set_region(tensor, region.name, at, len(raws[name]))
                 memory[at:at + len(raws[name])] = raws[name]
                 at += _aligned(len(raws[name]))
             requests.append(request)
@@ -99,14 +99,14 @@ class SharedMemoryTransport(GrpcTransport):
 
         async def send(timeout: float) -> None:
             async with self._slots.one(timeout):
-                place = self._free.pop() if self._free else (
+                region = self._free.pop() if self._free else (
                     await self._new_region(sum(map(_aligned, self._output_bytes.values())), timeout)).name
                 try:
-                    if place not in serialised:
-                        serialised[place] = self._with_outputs(request, place)
-                    await self.infer(serialised[place], timeout)
+                    if region not in serialised:
+                        serialised[region] = self._with_outputs(request, region)
+                    await self.infer(serialised[region], timeout)
                 finally:
-                    self._free.append(place)
+                    self._free.append(region)
 
         return send
 
@@ -114,7 +114,7 @@ class SharedMemoryTransport(GrpcTransport):
         complete, at = pb.ModelInferRequest(), 0
         complete.CopyFrom(request)
         for name, count in self._output_bytes.items():
-            _place(complete.outputs.add(name=name), region, at, count)
+            _set_region(complete.outputs.add(name=name), region, at, count)
             at += _aligned(count)
         return complete.SerializeToString()
 
@@ -152,8 +152,8 @@ def _remove(region: SharedMemory) -> None:
     region.unlink()
 
 
-def _place(tensor: pb.ModelInferRequest.InferInputTensor | pb.ModelInferRequest.InferRequestedOutputTensor,
-           region: str, at: int, count: int) -> None:
+def _set_region(tensor: pb.ModelInferRequest.InferInputTensor | pb.ModelInferRequest.InferRequestedOutputTensor,
+                region: str, at: int, count: int) -> None:
     tensor.parameters["shared_memory_region"].string_param = region
     tensor.parameters["shared_memory_offset"].int64_param = at
     tensor.parameters["shared_memory_byte_size"].int64_param = count

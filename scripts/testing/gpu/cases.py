@@ -191,8 +191,8 @@ def walk(_: str) -> Case:
     """
     w = Writer((3,), (300,))
     start = w.read(0, "i32").to("i64") & 7
-    ends = w.repeat_while([start, start + 1], lambda places: [w.pick(1, "i64", [place]) for place in places],
-                          lambda places: (places[0] < 7) | (places[1] < 7))
+    ends = w.repeat_while([start, start + 1], lambda counters: [w.pick(1, "i64", [counter]) for counter in counters],
+                          lambda counters: (counters[0] < 7) | (counters[1] < 7))
     problem = Nest((gapped("int32", (3, 300)), View("int64", (10,), (8,), 0)), (gapped("int64", (3,)),), (3,), (300,),
                    w.program(w.reduce("sum", ends[0] * 10 + ends[1])))
     x, _table = inputs_of(problem)
@@ -224,11 +224,11 @@ def long_nest(inside: bool, _: str) -> Case:
 def scatter(parts: int, _: str) -> Case:
     """Return a Scatter with colliding updates: few slices that threads share, or one for each thread."""
     x, updates = gapped("float32", (6, parts)), dense_view("float32", (9, parts))
-    places = View("int32", (9, parts), (4, 0), 36)
+    indices = View("int32", (9, parts), (4, 0), 36)
     w = Writer((9, parts))
-    place = w.read(2, "i32").to("i64").within(6)
-    problem = Scatter((x, updates, places), dense_view("float32", (6, parts)), (9, parts),
-                      w.program(w.read(1, "f32"), place, w.index(1)), "add")
+    index = w.read(2, "i32").to("i64").within(6)
+    problem = Scatter((x, updates, indices), dense_view("float32", (6, parts)), (9, parts),
+                      w.program(w.read(1, "f32"), index, w.index(1)), "add")
     first, added, chosen = inputs_of(problem)
     return problem, [first, added, np.broadcast_to(chosen[:, :, :1] % 7 - 1, chosen.shape)], {}
 

@@ -47,7 +47,7 @@ class EmulatedGpu(CudaGpu):
 
     @property
     def modules(self) -> int:
-        return sum(isinstance(thing, dict) for thing in self.cuda.objects.values())
+        return sum(isinstance(each, dict) for each in self.cuda.objects.values())
 
     @property
     def opened(self) -> list[int]:

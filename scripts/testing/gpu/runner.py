@@ -80,24 +80,24 @@ class GpuRunner:
         """Run the problem; a launch is one piece. aligned: alignment of each tensor's address in bytes."""
         way, device = way_of(problem, self.gpu, aligned), self.open(self.gpu)
         grid, tensors = way.kernel.grid(way.tactic), [*inputs, *outputs]
-        with ScopedResources(device) as held:
+        with ScopedResources(device) as resources:
             device.use()
-            addresses = [held.upload(np.concatenate([np.zeros(aligned, np.uint8), tensor])) + aligned
+            addresses = [resources.upload(np.concatenate([np.zeros(aligned, np.uint8), tensor])) + aligned
                          for tensor in tensors]
-            tables = [held.upload(table) for table in way.kernel.pack(way.tactic, constants)]
+            tables = [resources.upload(table) for table in way.kernel.pack(way.tactic, constants)]
             module = device.load((text or text_of(way)).encode())
-            held.add(partial(device.unload, module))
+            resources.add(partial(device.unload, module))
             stream = device.stream()
-            held.add(stream.close)
+            resources.add(stream.close)
             split = len(inputs)
             stream.launch(device.function(module, "kernel", grid.shared_bytes), grid.blocks(batch), grid.threads,
                           [*addresses[:split], *tables, *addresses[split:]], grid.rows_per_item * batch,
                           grid.shared_bytes)
-            found = [np.empty_like(tensor) for tensor in tensors]
-            for array, address in zip(found, addresses, strict=True):
+            results = [np.empty_like(tensor) for tensor in tensors]
+            for array, address in zip(results, addresses, strict=True):
                 stream.copy_out(array, address)
             stream.wait()
-        for tensor, old, new in zip(tensors, [tensor.copy() for tensor in tensors], found, strict=True):
+        for tensor, old, new in zip(tensors, [tensor.copy() for tensor in tensors], results, strict=True):
             tensor[new != old] = new[new != old]        # tensors may be parts of one
 
 

@@ -223,11 +223,11 @@ def test_backoff_grows_with_failures_in_a_row(monkeypatch: pytest.MonkeyPatch) -
     address = Address("a", 1)
     for secs in (1.0, 1.6, 2.56):
         address.failed()
-        assert address.is_left_out
+        assert address.is_ejected
         now += 0.79 * secs
-        assert address.is_left_out
+        assert address.is_ejected
         now += 0.42 * secs
-        assert not address.is_left_out
+        assert not address.is_ejected
     address.failed()
     address.succeeded()
-    assert not address.is_left_out
+    assert not address.is_ejected

@@ -184,7 +184,7 @@ def test_an_address_may_fail_any_number_of_times() -> None:
     address = Address("a", 1)
     for _ in range(3000):
         address.failed()
-    assert address.is_left_out
+    assert address.is_ejected
 
 
 @pytest.mark.parametrize("name", ["ours", "tritonclient"])

@@ -114,7 +114,7 @@ def test_messages_that_never_end_are_bounded(server: RunningServer) -> None:
     """The server ends the connection, or refuses each message above three quarters of the limit on held bytes."""
     with closing(MuteClient(server.ports.grpc)) as client, suppress(ConnectionError, EOFError):
         for _ in range(100):
-            client.ask(f"{SERVICE}/ModelInfer", bytes(3 * MIB), announced=4 * MIB)
+            client.send_request(f"{SERVICE}/ModelInfer", bytes(3 * MIB), announced=4 * MIB)
         assert server.server._inflight.held_bytes <= 48 * MIB
     with grpc.insecure_channel(server.address) as channel:
         assert channel.unary_unary(f"{SERVICE}/ServerLive")(b"", timeout=TIMEOUT_SECS)

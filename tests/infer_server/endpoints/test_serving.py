@@ -129,7 +129,7 @@ def test_many_clients_that_ask_again_and_again_share_batches(
         with gate.closed():
             asking = [clients.submit(ask, client) for _ in range(8)]
             for executed in range(6):
-                assert eventually(lambda: gate.held_items > 0 and gate.held_items + pending(server) == 8)
+                assert eventually(lambda: gate.waiting_items > 0 and gate.waiting_items + pending(server) == 8)
                 if executed == 5:
                     stop.set()
                 gate.let_one_through()
@@ -250,11 +250,11 @@ def test_an_answer_that_nobody_waits_for_any_more_is_no_success(
                 ended = threading.Event()
                 calls.append(client.async_infer("m", [tensor], lambda ended=ended, **_: ended.set(),
                                                 client_timeout=client_timeout))
-                assert eventually(lambda ended=ended: gate.held_items or ended.is_set())
+                assert eventually(lambda ended=ended: gate.waiting_items or ended.is_set())
                 if client_timeout is None:
                     calls[-1].cancel()
                 assert ended.wait(TIMEOUT_SECS)
-                if gate.held_items:
+                if gate.waiting_items:
                     break
             assert eventually(lambda: server.server._inflight.held_bytes == 0), "the server has noticed, too"
             assert eventually(lambda: pending(server) == 0), "and so has the queue"

@@ -98,8 +98,8 @@ def test_answers_whose_size_is_not_known_before_are_counted_until_they_are_read(
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
         if protocol == "grpc":
             client: Any = MuteClient(server.ports.grpc)
-            client.ask("/inference.GRPCInferenceService/ModelInfer",
-                       request_of("text", datatype="BYTES", shape=(1, 1), raw=raw).SerializeToString())
+            client.send_request("/inference.GRPCInferenceService/ModelInfer",
+                                request_of("text", datatype="BYTES", shape=(1, 1), raw=raw).SerializeToString())
         else:
             head = json.dumps({"inputs": [{"name": "x", "datatype": "BYTES", "shape": [1, 1],
                                            "parameters": {"binary_data_size": len(raw)}}],

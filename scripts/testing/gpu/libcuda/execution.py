@@ -45,8 +45,8 @@ def cuModuleLoadDataEx(cuda: Libcuda, module: c_void_p, image: bytes, count: int
     own = cuda.architecture == target.rstrip("a,")
     if not own and (target.endswith("a") or int(target.strip("sm_,")) > int(cuda.architecture[3:])):
         log = f"ptxas: target {target} is not {cuda.architecture}\0".encode()
-        wanted = dict(zip(options, values, strict=True))
-        ctypes.memmove(wanted[5], log, min(len(log), wanted[6]))
+        by_option = dict(zip(options, values, strict=True))
+        ctypes.memmove(by_option[5], log, min(len(log), by_option[6]))
         raise Refused(BAD_PTX)
     module.value = cuda.new(parse(text))
 
@@ -93,14 +93,14 @@ def cuStreamSynchronize(cuda: Libcuda, stream: int | None) -> None:
 @call(c_void_p, *[c_uint] * 7, c_void_p, TABLE, TABLE)
 def cuLaunchKernel(cuda: Libcuda, function: int, columns: int, rows: int, layers: int, threads: int, more: int,
                    most: int, shared: int, stream: int | None, table: Any, extra: None) -> None:
-    found: Function = cuda.get(function, Function)
-    kernel = found.kernel
+    entry: Function = cuda.get(function, Function)
+    kernel = entry.kernel
     if (0 in (columns, rows, threads) or columns >= 1 << 31 or rows > MOST_COLUMNS or (layers, more, most) != (1, 1, 1)
-            or threads > (kernel.threads or MOST_THREADS) or shared > found.most_shared):
+            or threads > (kernel.threads or MOST_THREADS) or shared > entry.most_shared):
         raise Refused(INVALID)
     assert len(table) == len(kernel.parameters), f"{kernel.name} takes {len(kernel.parameters)} arguments"
-    values = [(c_ulonglong if kind.endswith("64") else c_uint).from_address(place).value
-              for place, kind in zip(table, kernel.parameters.values(), strict=True)]
+    values = [(c_ulonglong if kind.endswith("64") else c_uint).from_address(pointer).value
+              for pointer, kind in zip(table, kernel.parameters.values(), strict=True)]
     grid = columns, rows
     cuda.stream(stream).put(partial(cuda.machine.launch, kernel, grid, threads, values, shared),
                             cuda.clock(kernel, grid, threads))
@@ -109,19 +109,19 @@ def cuLaunchKernel(cuda: Libcuda, function: int, columns: int, rows: int, layers
 # ---- graphs
 @call(c_void_p, c_int)
 def cuStreamBeginCapture_v2(cuda: Libcuda, stream: int, mode: int) -> None:
-    found = cuda.stream(stream)
-    if mode != 2 or found is cuda.stream(None) or found.captured is not None:
+    stream_object = cuda.stream(stream)
+    if mode != 2 or stream_object is cuda.stream(None) or stream_object.captured is not None:
         raise Refused(INVALID)
-    found.captured, found.spoiled = [], False
+    stream_object.captured, stream_object.spoiled = [], False
 
 
 @call(c_void_p, Out(c_void_p))
 def cuStreamEndCapture(cuda: Libcuda, stream: int, graph: c_void_p) -> None:
-    found = cuda.stream(stream)
-    tasks, found.captured = found.captured, None
+    stream_object = cuda.stream(stream)
+    tasks, stream_object.captured = stream_object.captured, None
     if tasks is None:
         raise Refused(INVALID)
-    if found.spoiled:
+    if stream_object.spoiled:
         raise Refused(CAPTURE_OVER)
     graph.value = cuda.new(Graph(tasks))
 
@@ -156,9 +156,9 @@ def cuEventCreate(cuda: Libcuda, event: c_void_p, flags: int) -> None:
 @call(c_void_p, c_void_p)
 def cuEventRecord(cuda: Libcuda, event: int, stream: int | None) -> None:
     """Record an event. Between a first and a second one, work is counted and not run."""
-    found, where = cuda.get(event, Event), cuda.stream(stream)
-    found.at, found.stream = where.seconds, where
-    where.timed = None if where.timed else found
+    record, where = cuda.get(event, Event), cuda.stream(stream)
+    record.at, record.stream = where.seconds, where
+    where.timed = None if where.timed else record
 
 
 @call(c_void_p)
@@ -176,7 +176,7 @@ def cuEventElapsedTime(cuda: Libcuda, milliseconds: c_float, begin: int, end: in
 
 @call(c_void_p)
 def cuEventDestroy_v2(cuda: Libcuda, event: int) -> None:
-    found = cuda.get(event, Event)
-    if found.stream and found.stream.timed is found:
-        found.stream.timed = None
+    record = cuda.get(event, Event)
+    if record.stream and record.stream.timed is record:
+        record.stream.timed = None
     cuda.drop(event, Event)

@@ -152,16 +152,16 @@ class Libcuda:
         return 0
 
     # ---- handles
-    def new(self, thing: Any) -> int:
+    def new(self, object_: Any) -> int:
         self._last += 16
-        self.objects[self._last] = thing
+        self.objects[self._last] = object_
         return self._last
 
     def get(self, handle: int | None, kind: type[Any]) -> Any:
-        thing = self.objects.get(handle or (LEGACY if kind is Stream else 0))
-        if type(thing) is not kind:
+        object_ = self.objects.get(handle or (LEGACY if kind is Stream else 0))
+        if type(object_) is not kind:
             raise Refused(HANDLE)
-        return thing
+        return object_
 
     def drop(self, handle: int, kind: type[Any]) -> None:
         self.get(handle, kind)

@@ -22,7 +22,7 @@ def cuMemAlloc_v2(cuda: Libcuda, address: c_ulonglong, size: int) -> None:
     if not size:
         raise Refused(INVALID)
     try:
-        address.value = cuda.memory.place(size)
+        address.value = cuda.memory.allocate(size)
     except MemoryError as error:
         raise Refused(MEMORY) from error
     cuda.bytes_at(address.value, size)[:] = 0xA5        # whatever was there
@@ -31,15 +31,15 @@ def cuMemAlloc_v2(cuda: Libcuda, address: c_ulonglong, size: int) -> None:
 
 @call(c_ulonglong, c_ubyte, c_size_t)
 def cuMemsetD8_v2(cuda: Libcuda, address: int, value: int, size: int) -> None:
-    place = cuda.bytes_at(address, size)
-    cuda.stream(None).put(lambda: place.fill(value))
+    target = cuda.bytes_at(address, size)
+    cuda.stream(None).put(lambda: target.fill(value))
 
 
 @call(c_ulonglong)
 def cuMemFree_v2(cuda: Libcuda, address: int) -> None:
     if address not in cuda.allocated:
         raise Refused(INVALID)
-    for stream in [thing for thing in cuda.objects.values() if isinstance(thing, Stream)]:
+    for stream in [each for each in cuda.objects.values() if isinstance(each, Stream)]:
         stream.finish()
     cuda.memory.take_back(address, cuda.allocated.pop(address))
 
@@ -59,10 +59,10 @@ def cuMemFreeHost(cuda: Libcuda, address: int) -> None:
 
 @call(c_ulonglong, c_void_p, c_size_t)
 def cuMemcpyHtoD_v2(cuda: Libcuda, address: int, host: int, size: int) -> None:
-    place, data = cuda.bytes_at(address, size), host_bytes(host, size).copy()
+    target, data = cuda.bytes_at(address, size), host_bytes(host, size).copy()
     cuda.copies["from the host"] += size
     cuda.stream(None).finish()
-    cuda.stream(None).put(lambda: np.copyto(place, data))
+    cuda.stream(None).put(lambda: np.copyto(target, data))
 
 
 @call(c_void_p, c_ulonglong, c_size_t)
@@ -99,21 +99,21 @@ def cuMemGetAddressRange_v2(cuda: Libcuda, begin: c_ulonglong, size: c_size_t, a
 
 @call(c_ulonglong, c_void_p, c_size_t, c_void_p)
 def cuMemcpyHtoDAsync_v2(cuda: Libcuda, address: int, host: int, size: int, stream: int | None) -> None:
-    place, data = cuda.bytes_at(address, size), _lasting(cuda, host, size, stream)
+    target, data = cuda.bytes_at(address, size), _lasting(cuda, host, size, stream)
 
     def copy() -> None:
         cuda.copies["from the host"] += size
-        place[:] = data
+        target[:] = data
     cuda.stream(stream).put(copy)
 
 
 @call(c_void_p, c_ulonglong, c_size_t, c_void_p)
 def cuMemcpyDtoHAsync_v2(cuda: Libcuda, host: int, address: int, size: int, stream: int | None) -> None:
-    place, data = cuda.bytes_at(address, size), _lasting(cuda, host, size, stream)
+    target, data = cuda.bytes_at(address, size), _lasting(cuda, host, size, stream)
 
     def copy() -> None:
         cuda.copies["to the host"] += size
-        data[:] = place
+        data[:] = target
     cuda.stream(stream).put(copy)
 
 

@@ -66,9 +66,9 @@ class Run:
         self.thread = np.tile(np.arange(threads), len(ids))
         self.number = np.repeat(ids, threads) * threads + self.thread       # number of each thread in the grid
         self.shared = Shared(len(ids), shared_bytes)
-        places = zip(("x", "y", "z"), (ids % grid[0], ids // grid[0] % grid[1], ids // grid[0] // grid[1]), strict=True)
+        axes = zip(("x", "y", "z"), (ids % grid[0], ids // grid[0] % grid[1], ids // grid[0] // grid[1]), strict=True)
         self.special = {"%tid.x": self.thread.astype(np.uint32)} | {
-            f"%ctaid.{axis}": np.repeat(values, threads).astype(np.uint32) for axis, values in places}
+            f"%ctaid.{axis}": np.repeat(values, threads).astype(np.uint32) for axis, values in axes}
         self.arguments = dict(zip(kernel.parameters, arguments, strict=True))
         self.registers: dict[str, Array] = {}
         self.copies: list[tuple[Array, Array, Array, Array]] = []       # threads, their group, places, bytes
@@ -80,20 +80,20 @@ class Run:
 
         Instructions of a whole warp or block wait until all of its threads are there.
         """
-        places: dict[int, Array] = {0: np.arange(self.lanes)}
+        pending: dict[int, Array] = {0: np.arange(self.lanes)}
         waiting: dict[int, Array] = {}
-        while places:
-            at = min(places)
-            who = places.pop(at)
+        while pending:
+            at = min(pending)
+            who = pending.pop(at)
             together = TOGETHER.get(self.kernel.code[at].op[0])
             if together is not None:
                 who = _joined(who, waiting.pop(at, None))
                 if not self._complete(who, together or self.threads):
                     waiting[at] = who
                     continue
-            for place, threads in self._after(at, who):
-                if len(threads) and place < len(self.kernel.code):
-                    places[place] = _joined(threads, places.get(place))
+            for position, threads in self._after(at, who):
+                if len(threads) and position < len(self.kernel.code):
+                    pending[position] = _joined(threads, pending.get(position))
         if waiting:
             texts = ", ".join(f"'{self.kernel.code[at].text}'" for at in waiting)
             raise Fault(f"{self.kernel.name}: not all threads reach {texts}")

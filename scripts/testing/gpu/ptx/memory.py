@@ -31,7 +31,7 @@ class Memory:
         self._writers = np.zeros(size, np.uint32)       # number of the launch, and of the thread in its grid
         self._launch, self._end = 0, 0
 
-    def place(self, data: Array | int, align: int = 256) -> int:
+    def allocate(self, data: Array | int, align: int = 256) -> int:
         """Allocate bytes, or copy an array, and return the address."""
         size = data if isinstance(data, int) else data.nbytes
         start = -(-(self._end + GAP) // align) * align
@@ -55,13 +55,13 @@ class Memory:
 
     def at(self, addresses: Array, size: int) -> Array:
         """Return indices into `bytes`. Raises Fault if memory is not allocated or an address not aligned."""
-        places = addresses.astype(np.int64) - BASE
-        if np.any(places % size):
+        offsets = addresses.astype(np.int64) - BASE
+        if np.any(offsets % size):
             raise Fault(f"an address is not a multiple of {size}")
-        if places.size and (places.min() < 0 or places.max() + size > len(self.owned)
-                            or not (self.owned[places].all() and self.owned[places + size - 1].all())):
+        if offsets.size and (offsets.min() < 0 or offsets.max() + size > len(self.owned)
+                             or not (self.owned[offsets].all() and self.owned[offsets + size - 1].all())):
             raise Fault("outside of what is allocated")
-        return places
+        return offsets
 
     # ---- who wrote what
     def begin_launch(self) -> None:
@@ -70,18 +70,18 @@ class Memory:
             self._launch = 1
             self._writers[:] = 0
 
-    def reads(self, places: Array, who: Array) -> None:
+    def reads(self, offsets: Array, who: Array) -> None:
         """Check a read of these bytes by threads, given by their numbers in the grid."""
-        writers = self._writers[places]
+        writers = self._writers[offsets]
         if np.any((writers >> 24 == self._launch) & (writers != self._stamp(who))):
             raise Fault("reads what another thread of the launch wrote")
 
-    def writes(self, places: Array, who: Array) -> None:
-        stamp, writers = self._stamp(who), self._writers[places]
+    def writes(self, offsets: Array, who: Array) -> None:
+        stamp, writers = self._stamp(who), self._writers[offsets]
         if np.any((writers >> 24 == self._launch) & (writers != stamp)):
             raise Fault("overwrites what another thread of the launch wrote")
-        self._writers[places] = stamp
-        if np.any(self._writers[places] != stamp):
+        self._writers[offsets] = stamp
+        if np.any(self._writers[offsets] != stamp):
             raise Fault("two threads write to one place")
 
     def _stamp(self, who: Array) -> Array:
@@ -109,14 +109,14 @@ class Shared:
         self.unfenced = np.zeros(words, bool)                   # written, and not yet seen by wgmma
 
     def at(self, block: Array, addresses: Array, size: int) -> Array:
-        places = addresses.astype(np.int64)
-        if np.any(places % size) or places.size and (places.min() < 0 or places.max() + size > self.size):
+        offsets = addresses.astype(np.int64)
+        if np.any(offsets % size) or offsets.size and (offsets.min() < 0 or offsets.max() + size > self.size):
             raise Fault(f"an address in shared memory is not aligned to {size}, or beyond {self.size}")
-        return places + block * self.size
+        return offsets + block * self.size
 
-    def reads(self, block: Array, thread: Array, places: Array, size: int) -> None:
+    def reads(self, block: Array, thread: Array, offsets: Array, size: int) -> None:
         """Check a read of threads before it happens."""
-        for words in _words(places, size):
+        for words in _words(offsets, size):
             now = self.epoch[block]
             if np.any(self.on_its_way[words]):
                 raise Fault("reads what a copy has yet to bring")
@@ -128,47 +128,47 @@ class Shared:
             self.reader[words] = np.where(again & (self.reader[words] != thread), _SEVERAL, thread)
             self.read[words] = now
 
-    def reads_grouped(self, block: Array, places: Array, size: int) -> None:
+    def reads_grouped(self, block: Array, offsets: Array, size: int) -> None:
         """Check a read by the tensor cores (wgmma) before it happens."""
-        self.reads(block, np.full(places.shape, _SEVERAL), places, size)
-        if any(np.any(self.unfenced[words]) for words in _words(places, size)):
+        self.reads(block, np.full(offsets.shape, _SEVERAL), offsets, size)
+        if any(np.any(self.unfenced[words]) for words in _words(offsets, size)):
             raise Fault("reads what was written without a fence.proxy.async before the barrier")
 
-    def will_write(self, block: Array, thread: Array, places: Array, size: int) -> None:
-        for words in _words(places, size):
+    def will_write(self, block: Array, thread: Array, offsets: Array, size: int) -> None:
+        for words in _words(offsets, size):
             now = self.epoch[block]
             if np.any((self.read[words] == now) & (self.reader[words] != thread)):
                 raise Fault("overwrites what another thread reads, without a barrier between")
             others = (self.written[words] == now) & (self.writer[words] != thread)
             if size < WORD:
-                others = others & ~self.in_parts[words] | self._written_in_parts(now, thread, places, size)
+                others = others & ~self.in_parts[words] | self._written_in_parts(now, thread, offsets, size)
             if np.any(others) or np.any(self.on_its_way[words]):
                 raise Fault("overwrites what another thread writes, without a barrier between")
 
-    def _written_in_parts(self, now: Array, thread: Array, places: Array, size: int) -> Array:
+    def _written_in_parts(self, now: Array, thread: Array, offsets: Array, size: int) -> Array:
         """Return True if another thread has written to one of these bytes."""
-        found = self.parts[places[:, None] + np.arange(size)]
-        by_another = (found >> _THREADS == now[:, None]) & (found != (now << _THREADS | thread)[:, None])
+        stamps = self.parts[offsets[:, None] + np.arange(size)]
+        by_another = (stamps >> _THREADS == now[:, None]) & (stamps != (now << _THREADS | thread)[:, None])
         return np.asarray(np.any(by_another, axis=1))
 
-    def wrote(self, block: Array, thread: Array, places: Array, size: int) -> None:
+    def wrote(self, block: Array, thread: Array, offsets: Array, size: int) -> None:
         now = self.epoch[block]
-        for words in _words(places, size):
+        for words in _words(offsets, size):
             again = self.written[words] == now
-            beside = words[again & (self.writer[words] != thread)]
+            shared = words[again & (self.writer[words] != thread)]
             self.in_parts[words] = (size < WORD) & (self.in_parts[words] | ~again)
             self.written[words], self.writer[words] = now, thread
             self.on_its_way[words], self.unfenced[words] = False, True
             others = self.writer[words] != thread
-            if np.any(others) and (size >= WORD or len(np.unique(places)) < len(places)):
+            if np.any(others) and (size >= WORD or len(np.unique(offsets)) < len(offsets)):
                 raise Fault(f"two threads write to one {'word' if size >= WORD else 'place'}")
-            self.writer[words[others]] = self.writer[beside] = _SEVERAL     # parts of a word by several threads
+            self.writer[words[others]] = self.writer[shared] = _SEVERAL     # parts of a word by several threads
         if size < WORD:
-            self.parts[places[:, None] + np.arange(size)] = (now << _THREADS | thread)[:, None]
+            self.parts[offsets[:, None] + np.arange(size)] = (now << _THREADS | thread)[:, None]
 
-    def set_out(self, places: Array, size: int) -> None:
+    def set_out(self, offsets: Array, size: int) -> None:
         """Note that an asynchronous copy to these addresses has begun."""
-        for words in _words(places, size):
+        for words in _words(offsets, size):
             self.on_its_way[words] = True
 
     def fence(self, block: Array, thread: Array) -> None:
@@ -179,5 +179,5 @@ class Shared:
         self.unfenced[words[mine[words * WORD // self.size, self.writer[words]]]] = False
 
 
-def _words(places: Array, size: int) -> list[Array]:
-    return [(places + at) // WORD for at in range(0, size, WORD)]
+def _words(offsets: Array, size: int) -> list[Array]:
+    return [(offsets + at) // WORD for at in range(0, size, WORD)]

@@ -17,7 +17,7 @@ def _count(i: Instruction, names: tuple[str, ...]) -> int:
     return len(names)
 
 
-def _places(run: Run, i: Instruction, operand: str, size: int) -> Array:
+def _offsets(run: Run, i: Instruction, operand: str, size: int) -> Array:
     if i.op[1] == "shared":
         return run.shared.at(run.who[0], run.address(operand), size)
     return run.memory.at(run.address(operand), size)
@@ -32,33 +32,33 @@ def _ld(run: Run, i: Instruction) -> None:
         return
     names = i.several(0)
     size = dtype.itemsize * _count(i, names)
-    places = _places(run, i, i.one(1), size)
+    offsets = _offsets(run, i, i.one(1), size)
     shared = i.op[1] == "shared"
     for n, name in enumerate(names):
         if not shared:
-            run.memory.reads(places + n * dtype.itemsize, run.pick(run.number))
+            run.memory.reads(offsets + n * dtype.itemsize, run.pick(run.number))
         elif name not in run.kernel.unread:
-            run.shared.reads(*run.who, places + n * dtype.itemsize, dtype.itemsize)
+            run.shared.reads(*run.who, offsets + n * dtype.itemsize, dtype.itemsize)
     source = run.shared.bytes if shared else run.memory.bytes
     for n, name in enumerate(names):
-        run.put(name, source.view(dtype)[places // dtype.itemsize + n])
+        run.put(name, source.view(dtype)[offsets // dtype.itemsize + n])
 
 
 @action("st", modifiers=_SPACES)
 def _st(run: Run, i: Instruction) -> None:
     dtype, names = TYPES[i.op[-1]], i.several(1)
     size = dtype.itemsize * _count(i, names)
-    places = _places(run, i, i.one(0), size)
+    offsets = _offsets(run, i, i.one(0), size)
     shared = i.op[1] == "shared"
     if shared:
-        run.shared.will_write(*run.who, places, size)
-        run.shared.wrote(*run.who, places, size)
+        run.shared.will_write(*run.who, offsets, size)
+        run.shared.wrote(*run.who, offsets, size)
     else:
         for at in range(size):
-            run.memory.writes(places + at, run.pick(run.number))
+            run.memory.writes(offsets + at, run.pick(run.number))
     target = run.shared.bytes if shared else run.memory.bytes
     for n, name in enumerate(names):
-        target.view(dtype)[places // dtype.itemsize + n] = run.get(name, i.op[-1])
+        target.view(dtype)[offsets // dtype.itemsize + n] = run.get(name, i.op[-1])
 
 
 @action("cp", modifiers="async ca cg shared global commit_group wait_group")
@@ -77,24 +77,24 @@ def _set_out(run: Run, i: Instruction, lanes: Array) -> None:
     size = int(i.one(2))
     if size not in ((16,) if "cg" in i.op else (4, 8, 16)):
         raise Fault(f"copies {size} bytes")
-    taken = run.get(i.one(3), "u32").astype(np.int64) if len(i.operands) > 3 else np.full(run.size, size)
-    if np.any(taken > size):
-        raise Fault(f"takes {taken.max()} of {size} bytes")
-    places = run.shared.at(run.who[0], run.address(i.one(0)), size)
-    some = taken > 0
+    counts = run.get(i.one(3), "u32").astype(np.int64) if len(i.operands) > 3 else np.full(run.size, size)
+    if np.any(counts > size):
+        raise Fault(f"takes {counts.max()} of {size} bytes")
+    offsets = run.shared.at(run.who[0], run.address(i.one(0)), size)
+    some = counts > 0
     addresses = run.address(i.one(1))
     if np.any(addresses % size):
         raise Fault(f"an address is not a multiple of {size}")
     data = np.zeros((run.size, size), np.uint8)
     for at in range(size):
-        here = taken > at
+        here = counts > at
         sources = run.memory.at(addresses[here] + at, 1)
         run.memory.reads(sources, run.pick(run.number)[here])
         data[here, at] = run.memory.bytes[sources]
     assert not data[~some].any()
-    run.shared.will_write(*run.who, places, size)
-    run.shared.set_out(places, size)
-    run.copies.append((lanes, run.groups[lanes], places, data))
+    run.shared.will_write(*run.who, offsets, size)
+    run.shared.set_out(offsets, size)
+    run.copies.append((lanes, run.groups[lanes], offsets, data))
 
 
 def _land(run: Run, lanes: Array, pending: int) -> None:
@@ -102,13 +102,13 @@ def _land(run: Run, lanes: Array, pending: int) -> None:
     here = np.zeros(run.lanes, bool)
     here[lanes] = True
     left = []
-    for threads, group, places, data in run.copies:
+    for threads, group, offsets, data in run.copies:
         landed = here[threads] & (group < run.groups[threads] - pending)
         now, size = threads[landed], data.shape[1]
-        run.shared.bytes[places[landed][:, None] + np.arange(size)] = data[landed]
-        run.shared.wrote(run.block[now], run.thread[now], places[landed], size)
+        run.shared.bytes[offsets[landed][:, None] + np.arange(size)] = data[landed]
+        run.shared.wrote(run.block[now], run.thread[now], offsets[landed], size)
         if not landed.all():
-            left.append((threads[~landed], group[~landed], places[~landed], data[~landed]))
+            left.append((threads[~landed], group[~landed], offsets[~landed], data[~landed]))
     run.copies = left
 
 

@@ -12,9 +12,9 @@ from scripts.testing.gpu.ptx.text import Fault, Instruction
 
 def _extents(word: str) -> tuple[int, int, int]:
     """Parse m16n8k32 into 16, 8, 32."""
-    found = re.fullmatch(r"m(\d+)n(\d+)k(\d+)", word)
-    assert found, word
-    return int(found[1]), int(found[2]), int(found[3])
+    match = re.fullmatch(r"m(\d+)n(\d+)k(\d+)", word)
+    assert match, word
+    return int(match[1]), int(match[2]), int(match[3])
 
 
 @action("shfl", modifiers="sync bfly")
@@ -28,9 +28,9 @@ def _shfl(run: Run, i: Instruction) -> None:
 @action("ldmatrix", modifiers="sync aligned m8n8 x4 trans shared")
 def _ldmatrix(run: Run, i: Instruction) -> None:
     block, thread = run.who
-    places = run.shared.at(block, run.address(i.one(1)), 16)
-    run.shared.reads(block, thread, places, 16)
-    rows = run.shared.bytes.view(np.uint32)[run.warps(places // 4)[:, :, None] + np.arange(4)]     # [warp][lane][4]
+    offsets = run.shared.at(block, run.address(i.one(1)), 16)
+    run.shared.reads(block, thread, offsets, 16)
+    rows = run.shared.bytes.view(np.uint32)[run.warps(offsets // 4)[:, :, None] + np.arange(4)]    # [warp][lane][4]
     for n, name in enumerate(i.several(0)):
         tile = rows[:, 8 * n:8 * n + 8]
         if "trans" in i.op:
@@ -62,8 +62,8 @@ def _mma(run: Run, i: Instruction) -> None:
     w = np.concatenate([right[j] for j in range(k // width)], -1)
     sums = np.matmul(x.astype(np.float64), w.astype(np.float64).swapaxes(1, 2)).reshape(-1, rows, 8, 4, 2)
     for e, name in enumerate(d):
-        made = sums[:, e // 2, :, :, e % 2].reshape(-1, WARP)
-        run.put(name, _added(run.warps(run.get(c[e], type_c)), made).reshape(-1))
+        products = sums[:, e // 2, :, :, e % 2].reshape(-1, WARP)
+        run.put(name, _added(run.warps(run.get(c[e], type_c)), products).reshape(-1))
     assert type_d == type_c
 
 
@@ -81,15 +81,15 @@ def _quads(run: Run, i: Instruction) -> None:
         return np.moveaxis(words.view(np.float16).reshape(-1, 2, 4, 4, 4), 1, 2).reshape(-1, 4, 8, 4).astype(np.float64)
     sums, lane = np.matmul(rows(a), rows(b).swapaxes(2, 3)), np.arange(WARP)
     for e, name in enumerate(d):
-        made = sums[:, lane // 4 % 4, lane // 16 * 4 + (lane & 1) + (e & 2), (e & 4) + (lane & 2) + (e & 1)]
-        run.put(name, _added(run.warps(run.get(c[e], "f32")), made).reshape(-1))
+        products = sums[:, lane // 4 % 4, lane // 16 * 4 + (lane & 1) + (e & 2), (e & 4) + (lane & 2) + (e & 1)]
+        run.put(name, _added(run.warps(run.get(c[e], "f32")), products).reshape(-1))
 
 
-def _added(before: Array, made: Array) -> Array:
+def _added(before: Array, products: Array) -> Array:
     """Add products to sums; sums of integers wrap."""
     if before.dtype.kind == "i":
-        return (before.astype(np.int64) + made.astype(np.int64)).astype(np.int32)
-    return (before.astype(np.float64) + made).astype(np.float32)
+        return (before.astype(np.int64) + products.astype(np.int64)).astype(np.int32)
+    return (before.astype(np.float64) + products).astype(np.float32)
 
 
 _GROUPED = {("k32", "s32", "u8", "s8"): ("1",), ("k16", "f32", "f16", "f16"): ("1", "1", "1", "0", "0"),
@@ -114,8 +114,8 @@ def _wgmma(run: Run, i: Instruction) -> None:
     # [block][warp][row half][8 rows][8 couts][4 lanes][2]
     sums = np.matmul(left, right.swapaxes(1, 2)).reshape(-1, 4, 2, 8, n // 8, 4, 2)
     for e, name in enumerate(i.several(0)):
-        made = sums[:, :, e // 2 % 2, :, e // 4, :, e % 2].reshape(-1)
-        run.put(name, _added(run.get(name, types[0]), made))
+        products = sums[:, :, e // 2 % 2, :, e // 4, :, e % 2].reshape(-1)
+        run.put(name, _added(run.get(name, types[0]), products))
 
 
 def _described(run: Run, operand: str, rows: int, type_: str) -> Array:
@@ -129,9 +129,9 @@ def _described(run: Run, operand: str, rows: int, type_: str) -> Array:
     row = np.arange(rows)
     at = start[:, None, None] + row[:, None] // 8 * step[:, None, None] + row[:, None] % 8 * 128 + np.arange(0, 32, 16)
     at ^= (at >> 7 & 7) << 4
-    places = run.shared.at(blocks[:, None, None], at, 16)
-    run.shared.reads_grouped(np.broadcast_to(blocks[:, None, None], places.shape), places, 16)
-    bytes_ = run.shared.bytes[places[..., None] + np.arange(16)].reshape(len(blocks), rows, 32)
+    offsets = run.shared.at(blocks[:, None, None], at, 16)
+    run.shared.reads_grouped(np.broadcast_to(blocks[:, None, None], offsets.shape), offsets, 16)
+    bytes_ = run.shared.bytes[offsets[..., None] + np.arange(16)].reshape(len(blocks), rows, 32)
     return _values(type_, bytes_).astype(np.float64)
 
 

@@ -25,12 +25,12 @@ from infer_server.engines import Engine, load_engine
 from infer_server.protos import inference
 from scripts.soak.models import CHAIN, COUNTED, DIGITS, DIGITS_BATCH, MORTAL, RELOADED, STEADY, SUM
 
-Ask = Callable[[], Awaitable[None]]
+SendRequest = Callable[[], Awaitable[None]]
 Example = Callable[[], tuple[Array, Array]]     # returns an input and the expected output
 ANSWER_SECS = 120.0
 OF_EACH = 4                         # clients of each protocol and small model
 _SEQUENCE = 5                       # requests
-_KEPT_ASKS = 50                     # requests after which a client renews its shared-memory region or connection
+_RENEWAL_REQUESTS = 50              # requests after which a client renews its shared-memory region or connection
 
 
 def affine(factor: float, summand: float, rng: random.Random) -> Example:
@@ -49,10 +49,10 @@ def digits(engine: Engine, rng: random.Random) -> Example:
     return lambda: rng.choice(known)
 
 
-def check(found: Array, expected: Array) -> None:
+def check(actual: Array, expected: Array) -> None:
     """Raise ValueError if the output is not the expected one."""
-    if found.shape != expected.shape or not np.allclose(found, expected, 1e-3, 1e-3):
-        raise ValueError(f"{expected!r:.200} was expected, and {found!r:.200} came")
+    if actual.shape != expected.shape or not np.allclose(actual, expected, 1e-3, 1e-3):
+        raise ValueError(f"{expected!r:.200} was expected, and {actual!r:.200} came")
 
 
 class Channel:
@@ -69,15 +69,15 @@ class Channel:
     async def infer(self, request: inference.ModelInferRequest) -> inference.ModelInferResponse:
         return inference.ModelInferResponse.FromString(await self.call("ModelInfer", request))
 
-    def client(self, model: str, example: Example, x: str = "x", y: str = "y") -> Ask:
-        async def ask() -> None:
-            asked, expected = example()
-            check(infer_outputs(await self.infer(infer_request(model, {x: asked})))[y], expected)
-        return ask
+    def client(self, model: str, example: Example, x: str = "x", y: str = "y") -> SendRequest:
+        async def send() -> None:
+            array, expected = example()
+            check(infer_outputs(await self.infer(infer_request(model, {x: array})))[y], expected)
+        return send
 
-    def sequences(self, number: int, rng: random.Random) -> Ask:
+    def sequences(self, number: int, rng: random.Random) -> SendRequest:
         """Return a function that sends one sequence of requests, with a new id each time."""
-        async def ask() -> None:
+        async def send() -> None:
             total = np.zeros((1, 4), np.float32)
             identity = number + (rng.randrange(1 << 40) << 8)
             for i in range(_SEQUENCE):
@@ -87,42 +87,42 @@ class Channel:
                 request.parameters["sequence_start"].bool_param = i == 0
                 request.parameters["sequence_end"].bool_param = i == _SEQUENCE - 1
                 check(infer_outputs(await self.infer(request))["sum"], total := total + x)
-        return ask
+        return send
 
-    def streams(self, rng: random.Random) -> Ask:
+    def streams(self, rng: random.Random) -> SendRequest:
         """Return a function that opens a stream with several requests, one of them for a decoupled model."""
         call = self._channel.stream_stream(f"/{protos.INFERENCE_SERVICE}/ModelStreamInfer")
 
-        async def ask() -> None:
+        async def send() -> None:
             numbers, count = [float(rng.randrange(1000)) for _ in range(_SEQUENCE)], rng.randrange(1, 5)
             requests = [infer_request(STEADY, {"x": np.full((1, 4), number, np.float32)}) for number in numbers]
             requests.append(infer_request(COUNTED, {"x": np.full((1, 4), count, np.float32)}))
-            found: dict[str, list[float]] = {STEADY: [], COUNTED: []}
+            received: dict[str, list[float]] = {STEADY: [], COUNTED: []}
             stream = call((request.SerializeToString() for request in requests), timeout=ANSWER_SECS)
             async for data in stream:
                 message = inference.ModelStreamInferResponse.FromString(data)
                 if message.error_message:
                     raise ValueError(message.error_message)
                 if message.infer_response.outputs:
-                    found[message.infer_response.model_name].append(
+                    received[message.infer_response.model_name].append(
                         float(infer_outputs(message.infer_response)["y"][0, 0]))
             expected = {STEADY: [2 * number + 1 for number in numbers], COUNTED: [float(i) for i in range(count)]}
-            if found != expected:
-                raise ValueError(f"{expected} was expected of a stream, and {found} came")
-        return ask
+            if received != expected:
+                raise ValueError(f"{expected} was expected of a stream, and {received} came")
+        return send
 
-    def mortal(self, seen: Counter[str], rng: random.Random) -> Ask:
+    def mortal(self, seen: Counter[str], rng: random.Random) -> SendRequest:
         """Return a request to the model whose processes are killed; it may fail because its process ended."""
         plain = self.client(MORTAL, affine(2, 1, rng))
 
-        async def ask() -> None:
+        async def send() -> None:
             try:
                 await plain()
             except grpc.aio.AioRpcError as error:
                 if "its process ended" not in (error.details() or ""):
                     raise
                 seen["requests whose process was killed"] += 1
-        return ask
+        return send
 
 
 class OverHttp:
@@ -131,25 +131,25 @@ class OverHttp:
     def __init__(self, port: int) -> None:
         self._port = port
         self._connection: HttpClientConnection | None = None
-        self._asked = 0
+        self._sent = 0
 
-    def client(self, model: str, example: Example, x: str = "x") -> Ask:
-        async def ask() -> None:
-            asked, expected = example()
-            check(await self._infer(model, x, asked), expected)
-        return ask
+    def client(self, model: str, example: Example, x: str = "x") -> SendRequest:
+        async def send() -> None:
+            array, expected = example()
+            check(await self._infer(model, x, array), expected)
+        return send
 
     async def _infer(self, model: str, name: str, x: Array) -> Array:
         data = x.tobytes()
         head = json.dumps({"inputs": [{"name": name, "datatype": "FP32", "shape": x.shape,
                                        "parameters": {"binary_data_size": len(data)}}]}).encode()
-        self._asked += 1
-        last = "" if self._asked % _KEPT_ASKS else "Connection: close\r\n"
+        self._sent += 1
+        last = "" if self._sent % _RENEWAL_REQUESTS else "Connection: close\r\n"
         lines = (f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\n{last}Content-Length: {len(head) + len(data)}"
                  f"\r\nInference-Header-Content-Length: {len(head)}\r\n\r\n").encode()
         if self._connection is None or not self._connection.is_usable:
             self._connection = await connect("127.0.0.1", self._port)
-        answer = await asyncio.wait_for(self._connection.ask(lines + head + data), ANSWER_SECS)
+        answer = await asyncio.wait_for(self._connection.request(lines + head + data), ANSWER_SECS)
         if answer.status != 200:
             raise ValueError(f"{answer.status}: {answer.body.decode('latin-1')}")
         output = json.loads(answer.body)["outputs"][0]
@@ -167,22 +167,22 @@ class InSharedMemory:
         self._channel, self._example = channel, example
         self._x, self._y = (array.nbytes for array in example())
         self._region = SharedMemory(create=True, size=self._x + self._y)
-        self._asked = 0
+        self._sent = 0
 
-    def client(self, model: str, x: str, y: str) -> Ask:
-        async def ask() -> None:
-            asked, expected = self._example()
-            if self._asked % _KEPT_ASKS == 0:
+    def client(self, model: str, x: str, y: str) -> SendRequest:
+        async def send() -> None:
+            array, expected = self._example()
+            if self._sent % _RENEWAL_REQUESTS == 0:
                 await self._unregister()
                 await self._channel.call("SystemSharedMemoryRegister", inference.SystemSharedMemoryRegisterRequest(
                     name=self._region.name, key=f"/{self._region.name}", byte_size=self._x + self._y))
-            self._asked += 1
+            self._sent += 1
             memory = self._region.buf
             assert memory is not None, "it is open"
-            memory[:self._x + self._y] = asked.tobytes() + bytes(self._y)
-            await self._channel.infer(self._request(model, x, y, asked.shape))
+            memory[:self._x + self._y] = array.tobytes() + bytes(self._y)
+            await self._channel.infer(self._request(model, x, y, array.shape))
             check(decode(bytes(memory[self._x:self._x + self._y]), "FP32", expected.shape), expected)
-        return ask
+        return send
 
     async def close(self) -> None:
         self._region.close()
@@ -205,23 +205,23 @@ class InSharedMemory:
 
 @asynccontextmanager
 async def clients(address: str, http_port: int, repository: Path, rng: random.Random,
-                  seen: Counter[str]) -> AsyncIterator[Sequence[tuple[str, Ask]]]:
+                  seen: Counter[str]) -> AsyncIterator[Sequence[tuple[str, SendRequest]]]:
     """Yield (name, request function) of each client, by kind of request and protocol.
 
     seen: counts that clients keep themselves.
     """
-    async with AsyncExitStack() as until_asked:
-        channel = Channel(await until_asked.enter_async_context(grpc.aio.insecure_channel(address)))
+    async with AsyncExitStack() as stack:
+        channel = Channel(await stack.enter_async_context(grpc.aio.insecure_channel(address)))
         images = digits(load_engine(repository / DIGITS / "1" / "model.plan", threads=1), rng)
 
-        def http(model: str, example: Example, x: str = "x") -> Ask:
+        def http(model: str, example: Example, x: str = "x") -> SendRequest:
             client = OverHttp(http_port)
-            until_asked.callback(client.close)
+            stack.callback(client.close)
             return client.client(model, example, x)
 
-        def shared_memory(model: str, example: Example, x: str = "x", y: str = "y") -> Ask:
+        def shared_memory(model: str, example: Example, x: str = "x", y: str = "y") -> SendRequest:
             client = InSharedMemory(channel, example)
-            until_asked.push_async_callback(client.close)
+            stack.push_async_callback(client.close)
             return client.client(model, x, y)
 
         twice, four_times = affine(2, 1, rng), affine(4, 3, rng)
