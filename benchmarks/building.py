@@ -62,10 +62,10 @@ def measure(model: str, precision: str, max_batch: int, folder: Path) -> list[Ce
     empty, full = timed(source, plan, *options), timed(source, plan, *options)
     loaded = json.loads(subprocess.run([sys.executable, "-m", "benchmarks.loading", plan], check=True,
                                        capture_output=True).stdout)
-    made, size = read_plan(plan), plan.stat().st_size
-    memory = plan_memory(made.machine.buffers, made.machine.fills).total
-    return [source.stem, empty, full, size / 1e6, size / weight_bytes(made), loaded["load_ms"],
-            loaded["first_load_ms"], loaded["import_ms"], memory / 1e6, memory / live_bytes(made)]
+    built, size = read_plan(plan), plan.stat().st_size
+    memory = plan_memory(built.machine.buffers, built.machine.fills).total
+    return [source.stem, empty, full, size / 1e6, size / weight_bytes(built), loaded["load_ms"],
+            loaded["first_load_ms"], loaded["import_ms"], memory / 1e6, memory / live_bytes(built)]
 
 
 def main() -> None:

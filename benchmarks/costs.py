@@ -40,17 +40,17 @@ def surveyed(path: Path, isa: Isa) -> tuple[Mapping[Problem, Times], Counter[Pro
     return tuner.survey({call.problem: call.constants for call in calls}), Counter(call.problem for call in calls)
 
 
-def loss(isa: Isa, found: Mapping[Problem, Times], uses: Mapping[Problem, int]) -> float:
+def loss(isa: Isa, by_problem: Mapping[Problem, Times], uses: Mapping[Problem, int]) -> float:
     """Return the relative slowdown of choosing candidates by cost instead of time."""
     chosen = sum(uses[problem] * times[min(times, key=lambda one: one.kernel.cost(isa, one.tactic))]
-                 for problem, times in found.items())
-    return chosen / sum(uses[problem] * min(times.values()) for problem, times in found.items()) - 1
+                 for problem, times in by_problem.items())
+    return chosen / sum(uses[problem] * min(times.values()) for problem, times in by_problem.items()) - 1
 
 
-def ratios(isa: Isa, found: Sequence[Mapping[Problem, Times]], hertz: float) -> dict[str, list[float]]:
+def ratios(isa: Isa, surveys: Sequence[Mapping[Problem, Times]], hertz: float) -> dict[str, list[float]]:
     """Return the ratios of time to cost by kernel, of candidates that are not far from the fastest."""
     of_kernels = defaultdict(list)
-    for times in (times for problems in found for times in problems.values()):
+    for times in (times for problems in surveys for times in problems.values()):
         for one, us in times.items():
             if (cost := one.kernel.cost(isa, one.tactic)) and us <= FAR * min(times.values()):
                 of_kernels[type(one.kernel).__name__].append(us * 1e-6 * hertz / cost)
@@ -62,11 +62,11 @@ def main(arguments: Sequence[str]) -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plans", nargs="+", type=Path, metavar="PLAN")
     isa, plans = best_isa(detect().features), parser.parse_args(arguments).plans
-    found = {path: surveyed(path, isa) for path in plans}
+    surveys = {path: surveyed(path, isa) for path in plans}
     hertz = measure_peaks().hertz or 1.0
-    losses = [(path.stem, f"{100 * loss(isa, times, uses):.1f} %") for path, (times, uses) in found.items()]
+    losses = [(path.stem, f"{100 * loss(isa, times, uses):.1f} %") for path, (times, uses) in surveys.items()]
     rows: list[list[Cell]] = []
-    for kernel, some in sorted(ratios(isa, [times for times, _ in found.values()], hertz).items()):
+    for kernel, some in sorted(ratios(isa, [times for times, _ in surveys.values()], hertz).items()):
         low, *_, middle, _, _, _, high = quantiles(some, n=10, method="inclusive") if len(some) > 1 else some * 9
         rows.append([kernel, len(some), *(f"{ratio:.2f}" for ratio in (low, middle, high))])
     print(f"On {machine()}, kernels for {isa.name}, a clock of {hertz / 1e9:.2f} GHz.\n")

@@ -129,29 +129,29 @@ class Bench:
 def right(bench: Bench) -> None:
     """Check a few problems of every family against their references, each in a process of its own."""
     from scripts.testing.gpu.cases import CASES
-    wanted = [name for name in CASES if bench.options.match in name and bench.results.wants(f"right: {name}")]
+    names = [name for name in CASES if bench.options.match in name and bench.results.is_due(f"right: {name}")]
     if bench.options.emulated:
-        for name in wanted:
+        for name in names:
             bench.results(f"right: {name}", checked(name, bench.options.emulated, bench.options.tactics))
         return
     with ThreadPoolExecutor(AT_ONCE) as threads:
         alone = partial(_alone, bench.options.tactics, bench.options.part_seconds)
-        for name, found in zip(wanted, threads.map(alone, wanted), strict=True):
-            bench.results(f"right: {name}", found)
+        for name, result in zip(names, threads.map(alone, names), strict=True):
+            bench.results(f"right: {name}", result)
 
 
 def _alone(most: int | None, seconds: float, name: str) -> str:
     """Return the result of `checked` in a process of its own, or a description of how that process ended."""
     context = get_context("spawn")
-    ours, its = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(its, name, most))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sender, name, most))
     process.start()
-    its.close()         # so that this process reads an end of file when the child ends
+    sender.close()      # so that this process reads an end of file when the child ends
     try:
-        if not ours.poll(seconds):
+        if not receiver.poll(seconds):
             process.kill()
             return f"NO: no end after {seconds:g} s"
-        return str(ours.recv())
+        return str(receiver.recv())
     except EOFError:
         process.join()
         return f"NO: its process ended with {process.exitcode}"
@@ -190,15 +190,15 @@ def checked(name: str, emulated: str, most: int | None) -> str:
 def networks(bench: Bench) -> None:
     """Check small networks against a plan for the CPU; integers must be byte-equal."""
     for name, precision in bench.each(bench.options.checked):
-        if not bench.results.wants(key := f"network: {name} {precision}"):
+        if not bench.results.is_due(key := f"network: {name} {precision}"):
             continue
         with bench.part(key):
             model = SMALL[name]()
             feeds = feeds_for(model, CHECKED)
             theirs = Engine(bench.plan(name, precision, "", small=True)).run(feeds)
-            ours = Engine(bench.plan(name, precision, bench.target, small=True)).run(feeds)
-            equal = all(np.array_equal(ours[output], value) for output, value in theirs.items())
-            error = max(np.abs(ours[output] - value).max() / np.abs(value).max() for output, value in theirs.items())
+            outputs = Engine(bench.plan(name, precision, bench.target, small=True)).run(feeds)
+            equal = all(np.array_equal(outputs[output], value) for output, value in theirs.items())
+            error = max(np.abs(outputs[output] - value).max() / np.abs(value).max() for output, value in theirs.items())
             fine = equal if precision == "int8" else error < RELATIVE
             bench.results(key, f"{'yes' if fine else 'NO'}: bytes equal {equal}, largest error {error:.2e}")
 
@@ -208,9 +208,9 @@ def peaks(bench: Bench) -> None:
     """Measure the card's peak rates of memory and products with our kernels, and list the cost model's assumptions."""
     device, card = bench.device, CARDS[bench.target]
     copied, side = (COPIED, SIDE) if not bench.options.emulated else (1 << 10, 64)
-    with ScopedResources(device) as held:
-        a, b, stream = held.allocate(copied), held.allocate(copied), device.stream()
-        held.add(stream.close)
+    with ScopedResources(device) as resources:
+        a, b, stream = resources.allocate(copied), resources.allocate(copied), device.stream()
+        resources.add(stream.close)
         copy = partial(stream.copy_rows, a, copied, b, copied, copied, 1)
         seconds = min(stream.seconds(copy) for _ in range(REPEATS))
         bench.results("peak: memory, TB/s", [round(2 * copied / max(seconds, 1e-9) / 1e12, 2), card.memory / 1e12])
@@ -232,7 +232,7 @@ def speed(bench: Bench) -> None:
     for name, precision in bench.each():
         for tuned in (0, *TUNED_FOR):
             how = f"tuned for {tuned}" if tuned else "by the model"
-            if not bench.results.wants(key := f"speed: {name} {precision} {how}"):
+            if not bench.results.is_due(key := f"speed: {name} {precision} {how}"):
                 continue
             with bench.part(key):
                 plan = bench.plan(name, precision, bench.target, tuned)
@@ -248,9 +248,9 @@ def _speed(bench: Bench, context: Any, batch: int) -> dict[str, float]:
     assert isinstance(execution, CudaExecution)
     tensors = (*context.plan.inputs, *context.plan.outputs)
     with_copies = median(execution.seconds(batch) for _ in range(REPEATS))
-    with ScopedResources(bench.device) as held:
+    with ScopedResources(bench.device) as resources:
         for io in tensors:
-            context.bind(io.name, _Room(held, io.shape_of(batch), io.dtype))
+            context.bind(io.name, _GpuBuffer(resources, io.shape_of(batch), io.dtype))
         alone = median(execution.seconds(batch) for _ in range(REPEATS))
         for io in tensors:
             context.bind(io.name, None)
@@ -263,20 +263,20 @@ def _speed(bench: Bench, context: Any, batch: int) -> dict[str, float]:
             "ms for the host": round(median(host) * 1e3, 4)}
 
 
-class _Room:
+class _GpuBuffer:
     """Array of zeros on the GPU."""
 
-    def __init__(self, held: ScopedResources, shape: Sequence[int], dtype: str) -> None:
+    def __init__(self, resources: ScopedResources, shape: Sequence[int], dtype: str) -> None:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         self.__cuda_array_interface__ = {"shape": tuple(shape), "typestr": np.dtype(dtype).str, "strides": None,
-                                         "data": (held.allocate(size), False), "version": 3}
+                                         "data": (resources.allocate(size), False), "version": 3}
 
 
 def steps(bench: Bench) -> None:
     """Report each step at the largest tuned batch: measured and estimated time, and shares of the assumed peaks."""
     batch = min(TUNED_FOR[-1], max(bench.options.batches))
     for name, precision in bench.each():
-        if not bench.results.wants(key := f"steps: {name} {precision}"):
+        if not bench.results.is_due(key := f"steps: {name} {precision}"):
             continue
         with bench.part(key):
             plan = bench.plan(name, precision, bench.target)
@@ -301,7 +301,7 @@ def _shares(bench: Bench, step: Any, batch: int, us: float) -> str:
             f"{100 * step.bytes * batch / card.memory / us * 1e6:.0f} % of memory")
 
 
-def beside(bench: Bench) -> None:
+def measure_peers(bench: Bench) -> None:
     """Measure other runtimes on the same GPU."""
     if bench.options.emulated:
         return
@@ -318,7 +318,7 @@ def tensorrt(bench: Bench, target: str) -> None:
         bench.results(target, str(missing))
         return
     for name, precision in bench.each():
-        if not bench.results.wants(key := f"{target}: {name} {precision}"):
+        if not bench.results.is_due(key := f"{target}: {name} {precision}"):
             continue
         with bench.part(key):
             context = Engine(bench.plan(name, precision, target)).create_context()
@@ -331,7 +331,7 @@ def tensorrt(bench: Bench, target: str) -> None:
 
 
 STEPS: Mapping[str, Callable[[Bench], None]] = {
-    "right": right, "networks": networks, "peaks": peaks, "speed": speed, "steps": steps, "beside": beside}
+    "right": right, "networks": networks, "peaks": peaks, "speed": speed, "steps": steps, "beside": measure_peers}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

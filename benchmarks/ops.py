@@ -32,7 +32,7 @@ FEWEST_TURNS = 3        # since a call may take many seconds
 EVERY_CASE = PAGES / "operators.md"
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -69,7 +69,7 @@ def chosen(options: argparse.Namespace) -> list[tuple[Problem, str]]:
 def measured(problem: Problem, precision: str, folder: Path, counter: Counter, seconds: float) -> Case:
     source, data = problem.write(folder)
     model = Model(source, str(data))
-    bench = Bench(model, precision, Workshop(folder, say).builds(model, precision), say)
+    bench = Bench(model, precision, Workshop(folder, log).builds(model, precision), log)
     return bench.case(1, 1, counter, seconds, {}, FEWEST_TURNS, screened=True)
 
 
@@ -80,9 +80,9 @@ def measure(options: argparse.Namespace, counter: Counter, known: Sequence[Case]
     end = time.monotonic() + 60 * options.minutes
     for i, (problem, precision) in enumerate(missing):
         if time.monotonic() >= end:
-            say(f"the time is over: {len(missing) - i} of {len(missing)} cases are left")
+            log(f"the time is over: {len(missing) - i} of {len(missing)} cases are left")
             return
-        say(f"{i + 1} of {len(missing)}: {problem.name}, {precision}")
+        log(f"{i + 1} of {len(missing)}: {problem.name}, {precision}")
         with tempfile.TemporaryDirectory() as folder:
             yield measured(problem, precision, options.cache or Path(folder), counter, options.seconds)
 

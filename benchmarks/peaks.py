@@ -31,9 +31,9 @@ def table(peaks: Peaks, counted: Peaks | None) -> str:
         each, how = _rates(counted), "counted by the machine"
     else:
         assert peaks.hertz is not None
-        each = {what: rate / peaks.hertz for what, rate in rates.items()}
+        each = {name: rate / peaks.hertz for name, rate in rates.items()}
         how = f"those of a clock of {peaks.hertz / 1e9:.2f} GHz, measured by a chain of additions"
-    rows = [(what, f"{rate / 1e9:.1f}", f"{each[what]:.1f}") for what, rate in rates.items()]
+    rows = [(name, f"{rate / 1e9:.1f}", f"{each[name]:.1f}") for name, rate in rates.items()]
     return ("`python -m benchmarks.peaks --write`\n\n"
             f"On {machine()}, kernels for {peaks.target}. "
             f"An arithmetic without instructions of its own is\ncomputed in float32. Cycles are {how}.\n\n"

@@ -35,7 +35,7 @@ PRECISIONS = tuple(LEAST_COSINE)
 FOLDERS = re.compile(r"[^\s=]*/")       # folders of paths in the command, removed as they mean nothing elsewhere
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -92,16 +92,16 @@ def models(options: argparse.Namespace, folder: Path) -> list[Model]:
 
 
 def measure(options: argparse.Namespace, counter: Counter, folder: Path) -> list[Case]:
-    workshop, cases = Workshop(folder, say), []
+    workshop, cases = Workshop(folder, log), []
     for model in models(options, folder):
         for precision in options.precision:
-            bench = Bench(model, precision, workshop.builds(model, precision), say)
+            bench = Bench(model, precision, workshop.builds(model, precision), log)
             if options.prepare:
                 continue
             metrics = bench.metrics(load_judge(model.accuracy)) if model.accuracy else {}
             for batch in options.batch if model.batched else [1]:
                 for threads in options.threads:
-                    say(f"{model.name}, {precision}, batch {batch}, threads {threads}")
+                    log(f"{model.name}, {precision}, batch {batch}, threads {threads}")
                     cases.append(bench.case(batch, threads, counter, options.seconds, metrics))
     return cases
 

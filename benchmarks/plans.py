@@ -81,8 +81,8 @@ def compared(engines: Sequence[Specialisation], graph: Graph, batch: int, clock:
     costs = interleaved(clock, {i: partial(context.execute, batch) for i, context in enumerate(contexts)}, seconds)
     ratios = [before / after for before, after in zip(costs[0], costs[1], strict=True)]
     low, middle, high = quantiles(ratios, n=4)
-    words = "equal" if same else "differ"
-    return f"{median(costs[0]):.4g} | {median(costs[1]):.4g} | {middle:.3f} ({low:.3f} to {high:.3f}) | {words}"
+    verdict = "equal" if same else "differ"
+    return f"{median(costs[0]):.4g} | {median(costs[1]):.4g} | {middle:.3f} ({low:.3f} to {high:.3f}) | {verdict}"
 
 
 def _run(engine: Specialisation, context: ExecutionContext, feed: Mapping[str, Array], batch: int) -> list[Array]:

@@ -121,11 +121,11 @@ def loaded(ports: Ports, model: str, concurrency: int, options: argparse.Namespa
 
 def alone(plan: Path, batch: int, options: argparse.Namespace) -> float:
     """Return run-engine's throughput in items per second."""
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "infer_server.cli.run_engine", plan, "--batch", str(batch),
          "--threads", str(options.threads), "--seconds", str(options.duration), "--json"],
         check=True, capture_output=True, text=True, preexec_fn=partial(_pin, options.apart[1:]))
-    return float(json.loads(found.stdout)["throughput"])
+    return float(json.loads(done.stdout)["throughput"])
 
 
 def measure(plan: Path, options: argparse.Namespace, folder: Path) -> list[Point]:

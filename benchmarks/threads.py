@@ -92,11 +92,11 @@ def speeds(one: ExecutionContext, several: ExecutionContext, plan: Path, threads
         "a busy loop anywhere": busy_loop(pinned=False),
         "a second copy of this": second_copy(plan, threads),
     }
-    found = []
+    results = []
     for condition, neighbour in conditions.items():
         with neighbour:
-            found.append(speed(condition, one, several, seconds))
-    return found
+            results.append(speed(condition, one, several, seconds))
+    return results
 
 
 def speed(condition: str, one: ExecutionContext, several: ExecutionContext, seconds: float) -> Speed:
@@ -104,12 +104,12 @@ def speed(condition: str, one: ExecutionContext, several: ExecutionContext, seco
     times: dict[ExecutionContext, list[float]] = {one: [], several: []}
     end = time.perf_counter() + seconds
     while not times[several] or time.perf_counter() < end:
-        for context, taken in times.items():
+        for context, durations in times.items():
             context.execute(1)          # warm-up: caches are cold, helper threads asleep
             for _ in range(TURN):
                 begin = time.perf_counter()
                 context.execute(1)
-                taken.append(1e3 * (time.perf_counter() - begin))
+                durations.append(1e3 * (time.perf_counter() - begin))
     return Speed(condition, median(times[one]), median(times[several]), float(np.percentile(times[several], 99)))
 
 
@@ -117,13 +117,13 @@ def throughput(contexts: list[ExecutionContext], seconds: float) -> float:
     """Return the requests per second of all contexts, each running continuously on a thread of its own."""
     counts = [0] * len(contexts)
 
-    def ask(number: int) -> None:
+    def send(number: int) -> None:
         while time.perf_counter() < end:
             contexts[number].execute(1)
             counts[number] += 1
 
     end = time.perf_counter() + seconds
-    clients = [threading.Thread(target=ask, args=(i,)) for i in range(len(contexts))]
+    clients = [threading.Thread(target=send, args=(i,)) for i in range(len(contexts))]
     for client in clients:
         client.start()
     for client in clients:
@@ -137,7 +137,7 @@ def check(one: Specialisation, several: Specialisation, requests: int, batch: in
     random = np.random.default_rng(seed)
     batches = [int(random.integers(1, batch + 1)) for _ in range(FEEDS)]
     feeds = [random_feed(one, items, seed + i) for i, items in enumerate(batches)]
-    wanted = [{name: array.tobytes() for name, array in one.run(feed).items()} for feed in feeds]
+    expected = [{name: array.tobytes() for name, array in one.run(feed).items()} for feed in feeds]
     context, wrong = several.create_context(), 0
     with contended():
         for _ in range(requests):
@@ -145,7 +145,7 @@ def check(one: Specialisation, several: Specialisation, requests: int, batch: in
             items = batches[chosen]
             fill(context, feeds[chosen], items)
             context.execute(items)
-            wrong += any(context.output(name, items).tobytes() != answer for name, answer in wanted[chosen].items())
+            wrong += any(context.output(name, items).tobytes() != answer for name, answer in expected[chosen].items())
             if random.integers(4) == 0:     # long enough for helpers to fall asleep
                 time.sleep(random.uniform(0, LONGEST_PAUSE_S))
     helped, repeated = chunk_counts(context)
@@ -179,12 +179,12 @@ def speed_section(options: argparse.Namespace, plan: Plan) -> str:
 
 def check_section(options: argparse.Namespace, plan: Plan) -> str:
     """Run the check and return its result as a section of docs/benchmarks."""
-    found = check(Specialisation(plan), Specialisation(plan, options.threads), options.requests, options.batch)
+    result = check(Specialisation(plan), Specialisation(plan, options.threads), options.requests, options.batch)
     return (
         f"## Every byte: {plan.name}, {plan.precision}, {options.threads} threads\n\n`{options.command}`\n\n"
-        f"{found.requests} requests of 1 to {options.batch} items, a process on each core computing in bursts: "
-        f"{found.wrong} differed\nfrom one thread's answer in any byte. Helpers ran {found.by_helpers} chunks, "
-        f"{found.repeated} were late and run again.")
+        f"{result.requests} requests of 1 to {options.batch} items, a process on each core computing in bursts: "
+        f"{result.wrong} differed\nfrom one thread's answer in any byte. Helpers ran {result.by_helpers} chunks, "
+        f"{result.repeated} were late and run again.")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -205,8 +205,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
     plan = read_plan(options.plan)
-    wanted = {"threads": (speed_section, options.seconds), "threads check": (check_section, options.requests)}
-    for name, (measure, amount) in wanted.items():
+    sections = {"threads": (speed_section, options.seconds), "threads check": (check_section, options.requests)}
+    for name, (measure, amount) in sections.items():
         if amount:
             text = measure(options, plan)
             print(text, end="\n\n")

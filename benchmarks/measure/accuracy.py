@@ -36,9 +36,9 @@ class Agreement:
 def compare(reference: Outputs, outputs: Outputs) -> Agreement:
     """Return the cosine and the error of outputs. Raises ValueError if they differ in number or shape."""
     pairs = list(zip(reference, outputs, strict=True))
-    for expected, found in pairs:
-        if expected.shape != found.shape:
-            raise ValueError(f"an output has shape {found.shape}, the reference {expected.shape}")
+    for expected, actual in pairs:
+        if expected.shape != actual.shape:
+            raise ValueError(f"an output has shape {actual.shape}, the reference {expected.shape}")
     doubles = [(a.astype(np.float64).ravel(), b.astype(np.float64).ravel()) for a, b in pairs]
     return Agreement(min(_cosine(a, b) for a, b in doubles), max(_error(a, b) for a, b in doubles))
 
@@ -48,9 +48,9 @@ def _cosine(a: Array, b: Array) -> float:
     return float(a @ b) / size if size else float(np.array_equal(a, b))
 
 
-def _error(expected: Array, found: Array) -> float:
+def _error(expected: Array, actual: Array) -> float:
     size = float(np.abs(expected).max(initial=0.0))
-    difference = float(np.abs(expected - found).max(initial=0.0))
+    difference = float(np.abs(expected - actual).max(initial=0.0))
     return difference / size if size else (math.inf if difference else 0.0)
 
 
@@ -64,7 +64,7 @@ class Judge:
         """Return the outputs of a session, which is loaded for one item, for all evaluation feeds."""
         results: list[Outputs] = []
         for feed in self.feeds:
-            session.place(feed)
+            session.set_inputs(feed)
             session.infer()
             results.append(session.outputs())
         return results

@@ -9,7 +9,7 @@ from benchmarks.measure.cycles import Counter
 from benchmarks.measure.measuring import FEWEST_TURNS, Clock, WallClock, WorkClock, interleaved
 from benchmarks.measure.results import Case, Row
 from benchmarks.models import Model
-from benchmarks.runtimes.builds import Build, Say
+from benchmarks.runtimes.builds import Build, Log
 from benchmarks.runtimes.runtimes import LOADERS, Feed, OnnxRuntime, Session
 
 HOPELESS = 1.5      # builds slower than this multiple of the peer's fastest in the first turn take no more turns
@@ -18,20 +18,20 @@ HOPELESS = 1.5      # builds slower than this multiple of the peer's fastest in 
 class Bench:
     """Bench for the builds of one model in one precision, which loads, compares and times them."""
 
-    def __init__(self, model: Model, precision: str, builds: Sequence[Build], say: Say) -> None:
-        self.model, self.precision, self.builds, self._say = model, precision, builds, say
+    def __init__(self, model: Model, precision: str, builds: Sequence[Build], log: Log) -> None:
+        self.model, self.precision, self.builds, self._log = model, precision, builds, log
 
     def metrics(self, judge: Judge) -> dict[Build, Mapping[str, float]]:
         """Return the model's own metric of each build that runs."""
         feed = self.model.feed(1)
         reference = judge.outputs(OnnxRuntime(self.model.source, feed, "fp32", 1))
-        found = {}
+        metrics = {}
         for build in self.builds:
-            self._say(f"  metric of {build.runtime}, {build.name}")
+            self._log(f"  metric of {build.runtime}, {build.name}")
             session = self._load(build, feed, 1)
             if not isinstance(session, str):
-                found[build] = judge.metric(reference, judge.outputs(session))
-        return found
+                metrics[build] = judge.metric(reference, judge.outputs(session))
+        return metrics
 
     def case(self, batch: int, threads: int, counter: Counter, seconds: float,
              metrics: Mapping[Build, Mapping[str, float]], fewest: int = FEWEST_TURNS, screened: bool = False) -> Case:
@@ -70,13 +70,14 @@ class Bench:
         if isinstance(session, str):
             return Row(build.runtime, build.name, failure=session)
         try:
-            found = compare(reference, _outputs(session))
+            agreement = compare(reference, _outputs(session))
         except Exception as error:      # the runtime's own, or ValueError of other outputs
             return Row(build.runtime, build.name, failure=_reason(error))
-        agrees = found.cosine >= LEAST_COSINE[self.precision]
+        agrees = agreement.cosine >= LEAST_COSINE[self.precision]
         if not agrees:
-            self._say(f"  {build.runtime}, {build.name}: cosine {found.cosine:.4f} with float32")
-        return Row(build.runtime, build.name, cosine=found.cosine, error=found.error, agrees=agrees, note=session.note)
+            self._log(f"  {build.runtime}, {build.name}: cosine {agreement.cosine:.4f} with float32")
+        return Row(build.runtime, build.name, cosine=agreement.cosine, error=agreement.error, agrees=agrees,
+                   note=session.note)
 
 
 def hopeless(turns: Mapping[Build, Sequence[float]]) -> dict[Build, float]:

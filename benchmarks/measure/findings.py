@@ -19,17 +19,17 @@ class Findings:
     def __init__(self, path: Path | None, minutes: float) -> None:
         self.path, self.end = path, time.monotonic() + 60 * minutes
         self.lost: Callable[[], bool] = lambda: False       # returns True if this process cannot continue
-        self.found: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
+        self.values: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
 
     def __call__(self, key: str, value: Any) -> None:
-        self.found[key] = value
+        self.values[key] = value
         print(f"{key:60s} {value}", flush=True)
         if self.path:
-            self.path.write_text(json.dumps(self.found, indent=1, default=str))
+            self.path.write_text(json.dumps(self.values, indent=1, default=str))
 
-    def wants(self, key: str) -> bool:
+    def is_due(self, key: str) -> bool:
         """Return True if there is time left and the result is neither known nor failed."""
-        return not {key, f"FAILED {key}"} & self.found.keys() and time.monotonic() < self.end
+        return not {key, f"FAILED {key}"} & self.values.keys() and time.monotonic() < self.end
 
     @contextmanager
     def part(self, name: str, seconds: float | None = None) -> Iterator[None]:

@@ -74,9 +74,9 @@ def _measured(decoder: Decoder, options: argparse.Namespace) -> list[Any]:
             feeds = decoder.next_feeds(dict(zip(names, session.run(None, feeds), strict=True)))
         ours, theirs, largest = list[float](), list[float](), 0.0
         for _ in range(options.tokens):
-            made = _timed(ours, partial(run, feeds))
+            actual = _timed(ours, partial(run, feeds))
             expected = dict(zip(names, _timed(theirs, partial(session.run, None, feeds)), strict=True))
-            largest = max(largest, float(np.abs(made["logits"] - expected["logits"]).max()
+            largest = max(largest, float(np.abs(actual["logits"] - expected["logits"]).max()
                                          / np.abs(expected["logits"]).max()))
             feeds = decoder.next_feeds(expected)
         middle, other = median(ours), median(theirs)
@@ -90,9 +90,9 @@ def _run_cached(cache: CacheContext, feeds: dict[str, Any]) -> dict[str, Any]:
 
 def _timed(times_ms: list[float], run: Callable[[], Any]) -> Any:
     began = time.process_time()
-    made = run()
+    actual = run()
     times_ms.append((time.process_time() - began) * 1e3)
-    return made
+    return actual
 
 
 def _resident_mb() -> float:

@@ -26,7 +26,7 @@ from benchmarks.serving import serving_folder
 from infer_server.clients.aio import AsyncInferenceClient
 from infer_server.engines import build_engine
 
-_WORDS, _HEADS = 1000, 4
+_VOCABULARY, _HEADS = 1000, 4
 _TICKS_PER_S = 100
 _BATCHING = "dynamic_batching { max_queue_delay_microseconds: 1000 }\n"
 _CONFIGS = {"alone": _BATCHING,
@@ -36,7 +36,7 @@ _CONFIGS = {"alone": _BATCHING,
 def encoder(layers: int, width: int) -> onnx.ModelProto:
     """Return an encoder: ids, mask int64 [N, T] -> embedding float32 [N, width], the mean over the mask."""
     random, nodes = np.random.default_rng(0), list[onnx.NodeProto]()
-    constants = {"table": random.standard_normal((_WORDS, width)), "one": np.ones(()), "far": np.array(-1e4),
+    constants = {"table": random.standard_normal((_VOCABULARY, width)), "one": np.ones(()), "far": np.array(-1e4),
                  "scale": np.ones(width), "root": np.array((width // _HEADS) ** -0.5)}
     integers = {"heads": np.array([0, 0, _HEADS, width // _HEADS]), "merged": np.array([0, 0, width]),
                 "keys": np.array([1, 2]), "first": np.array([1]), "last": np.array([2])}
@@ -54,8 +54,8 @@ def encoder(layers: int, width: int) -> onnx.ModelProto:
     def heads(x: str, order: list[int]) -> str:
         return node("Transpose", node("Reshape", f"{product(x, width, width)} heads"), perm=order)
 
-    x, kept = node("Gather", "table ids"), node("Cast", "mask", to=TensorProto.FLOAT)
-    hidden = node("Unsqueeze", f"{node('Mul', node('Sub', f'one {kept}') + ' far')} keys")
+    x, mask = node("Gather", "table ids"), node("Cast", "mask", to=TensorProto.FLOAT)
+    hidden = node("Unsqueeze", f"{node('Mul', node('Sub', f'one {mask}') + ' far')} keys")
     for _ in range(layers):
         scores = node("Mul", node("MatMul", f"{heads(x, [0, 2, 1, 3])} {heads(x, [0, 2, 3, 1])}") + " root")
         shares = node("Softmax", node("Add", f"{scores} {hidden}"), axis=-1)
@@ -64,8 +64,8 @@ def encoder(layers: int, width: int) -> onnx.ModelProto:
         x = node("LayerNormalization", node("Add", f"{x} {change}") + " scale", axis=-1)
         inner = product(node("Relu", product(x, width, 4 * width)), 4 * width, width)
         x = node("LayerNormalization", node("Add", f"{x} {inner}") + " scale", axis=-1)
-    total = node("ReduceSum", node("Mul", f"{x} {node('Unsqueeze', f'{kept} last')}") + " first", keepdims=0)
-    node("Div", f"{total} {node('ReduceSum', f'{kept} first', keepdims=1)}")
+    total = node("ReduceSum", node("Mul", f"{x} {node('Unsqueeze', f'{mask} last')}") + " first", keepdims=0)
+    node("Div", f"{total} {node('ReduceSum', f'{mask} first', keepdims=1)}")
     nodes[-1].output[0] = "embedding"
     arrays = [*((name, array.astype(np.float32)) for name, array in constants.items()), *integers.items()]
     graph = helper.make_graph(
@@ -116,7 +116,7 @@ def main() -> None:
     names = [value.name for value in model.graph.input]
     least, most = options.lengths
     lengths = np.unique(np.linspace(least, most, 45).astype(int)).tolist()
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in _CONFIGS}
+    results_of: dict[str, list[tuple[float, float]]] = {name: [] for name in _CONFIGS}
     with TemporaryDirectory() as folder:
         for name, config in _CONFIGS.items():
             (Path(folder) / name / "1").mkdir(parents=True)
@@ -125,7 +125,7 @@ def main() -> None:
                 config + f'parameters {{ key: "specialise" value {{ string_value: "{options.specialise}" }} }}\n')
         with serving_folder(Path(folder), [*_CONFIGS]) as (address, process):
             for number in range(options.turns + 1):
-                for name, results in found.items():
+                for name, results in results_of.items():
                     before = cpu_s(process)
                     speed, requests = asyncio.run(turn(address, name, names, lengths, options.clients, options.seconds))
                     if number:                  # the first turn of each traces and compiles
@@ -133,8 +133,8 @@ def main() -> None:
     print(f"On {machine()}, {options.clients} clients, {least} to {most} tokens:\n")
     print(markdown_table(["requests", "tokens/s", "CPU ms a request"], [
         [name, round(median(speed for speed, _ in results)), median(ms for _, ms in results)]
-        for name, results in found.items()]))
-    ratios = [padded[0] / alone[0] for alone, padded in zip(found["alone"], found["padded"], strict=True)]
+        for name, results in results_of.items()]))
+    ratios = [padded[0] / alone[0] for alone, padded in zip(results_of["alone"], results_of["padded"], strict=True)]
     print(f"\npadded / alone: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 

@@ -81,9 +81,9 @@ def mean_ratio(cases: Iterable[Case], *runtimes: str) -> float:
 # ---- files
 def write_results(path: Path, cases: Sequence[Case]) -> list[Case]:
     """Add cases to a JSON file, replacing those with equal keys; return all its cases, sorted."""
-    kept = {case.key: case for case in (read_results(path) if path.exists() else [])}
-    kept |= {case.key: case for case in cases}
-    every = [kept[key] for key in sorted(kept)]
+    by_key = {case.key: case for case in (read_results(path) if path.exists() else [])}
+    by_key |= {case.key: case for case in cases}
+    every = [by_key[key] for key in sorted(by_key)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([asdict(case) for case in every], indent=1))
     return every
@@ -91,7 +91,7 @@ def write_results(path: Path, cases: Sequence[Case]) -> list[Case]:
 
 def read_results(path: Path) -> list[Case]:
     """Return the cases in a file of results. Raises OSError, ValueError, TypeError or KeyError if it is invalid."""
-    def row(found: dict[str, Any]) -> Row:
-        return Row(**{**found, "turns": tuple(found["turns"])})
+    def row(fields: dict[str, Any]) -> Row:
+        return Row(**{**fields, "turns": tuple(fields["turns"])})
 
-    return [Case(**{**found, "rows": tuple(map(row, found["rows"]))}) for found in json.loads(path.read_text())]
+    return [Case(**{**fields, "rows": tuple(map(row, fields["rows"]))}) for fields in json.loads(path.read_text())]

@@ -110,17 +110,17 @@ def vectors(isa: Isa, count: int, products: int) -> Body:
 
 def cases(isa: Isa, memory: np.ndarray) -> Mapping[str, Loop]:
     make = partial(loop, isa, memory)
-    found = {f"{name}, into {sums} registers": make(products(name, sums), 4)
+    loops = {f"{name}, into {sums} registers": make(products(name, sums), 4)
              for name in ("tdpbusd", "tdpbf16ps") for sums in (4, 2, 1)}
-    found |= {f"tdpbusd of {rows} rows": make(products("tdpbusd", 4), 4, rows) for rows in (14, 8, 4, 1)}
-    found |= {f"tileloadd from {level}, rows {pitch} bytes apart": make(loads(size, pitch))
+    loops |= {f"tdpbusd of {rows} rows": make(products("tdpbusd", 4), 4, rows) for rows in (14, 8, 4, 1)}
+    loops |= {f"tileloadd from {level}, rows {pitch} bytes apart": make(loads(size, pitch))
               for level, size, pitch in (("L1", 16 << 10, 64), ("L1", 16 << 10, 256), ("L2", 1 << 20, 64),
                                          ("L2", 1 << 20, 1024), ("L3", 32 << 20, 64))}
-    found |= {"four tdpbusd with four tileloadd from L1": make(block), "tilestored": make(store),
+    loops |= {"four tdpbusd with four tileloadd from L1": make(block), "tilestored": make(store),
               "ldtilecfg": make(lambda f, tiles, *_: tiles.configure(dict.fromkeys(range(8), (16, 64))))}
-    found |= {f"{count} multiply-adds of vectors, {where}": make(vectors(isa, count, number))
+    loops |= {f"{count} multiply-adds of vectors, {where}": make(vectors(isa, count, number))
               for count in (64, 128, 256) for where, number in (("alone", 0), ("behind four tdpbusd", 4))}
-    return found
+    return loops
 
 
 def chain(f: Function, tiles: Tiles, memory: Value, iteration: Value, _: Sums) -> None:
@@ -134,11 +134,11 @@ def chain(f: Function, tiles: Tiles, memory: Value, iteration: Value, _: Sums) -
 def measure(isa: Isa, seconds: float) -> list[tuple[str, float]]:
     """Return (what, cycles of each) of all cases."""
     memory = aligned(np.zeros(MEMORY, np.uint8))
-    clock, found = loop(isa, memory, chain, 64), cases(isa, memory)
-    turns: dict[str, list[float]] = {name: [] for name in found}
+    clock, loops = loop(isa, memory, chain, 64), cases(isa, memory)
+    turns: dict[str, list[float]] = {name: [] for name in loops}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or not all(len(times) >= 5 for times in turns.values()):
-        for name, one in found.items():
+        for name, one in loops.items():
             before = _seconds(clock) / clock.times
             turns[name].append(_seconds(one) / one.times / before)
     return [(name, median(times)) for name, times in turns.items()]

@@ -18,11 +18,11 @@ def write_chart(cases: Sequence[Case], path: Path) -> None:
     figure = Figure(figsize=(9, 1.2 + 0.5 * len(cases)), layout="constrained")
     axes = figure.subplots()
     for side, runtime in enumerate((OPENVINO, ORT)):
-        found = [(at, ratio) for at, case in enumerate(cases)
-                 if (row := case.fastest(runtime)) and (ratio := case.ratio(row))]
-        places = [at + (side - 0.5) * BAR for at, _ in found]
-        axes.barh(places, [ratio.median for _, ratio in found], BAR, label=runtime, color=COLOURS[runtime])
-        axes.hlines(places, [ratio.low for _, ratio in found], [ratio.high for _, ratio in found], color="black")
+        ratios = [(at, ratio) for at, case in enumerate(cases)
+                  if (row := case.fastest(runtime)) and (ratio := case.ratio(row))]
+        positions = [at + (side - 0.5) * BAR for at, _ in ratios]
+        axes.barh(positions, [ratio.median for _, ratio in ratios], BAR, label=runtime, color=COLOURS[runtime])
+        axes.hlines(positions, [ratio.low for _, ratio in ratios], [ratio.high for _, ratio in ratios], color="black")
     axes.axvline(1, color="black", linestyle="--", linewidth=1, label=OURS)
     axes.set_yticks(range(len(cases)), [f"{case.model}, {case.precision}, batch {case.batch}, {case.threads} thr."
                                         for case in cases])

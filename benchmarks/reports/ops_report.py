@@ -14,7 +14,7 @@ from benchmarks.reports.document import Cell, machine, markdown_table
 from benchmarks.runtimes.runtimes import OPENVINO, ORT, versions
 
 PEERS = (OPENVINO, ORT)
-WANTED = 1.0        # the goal of each ratio; operators below it are on the worklist
+GOAL = 1.0          # the goal of each ratio; operators below it are on the worklist
 
 
 def report(cases: Sequence[Case]) -> str:
@@ -50,7 +50,7 @@ def worklist(cases: Sequence[Case]) -> str:
 
 def slower(cases: Sequence[Case]) -> list[Case]:
     """Return the cases in which our build failed or a peer is faster, worst ratio first."""
-    return sorted((case for case in cases if _least(case) < WANTED), key=_least)
+    return sorted((case for case in cases if _least(case) < GOAL), key=_least)
 
 
 def _summary(cases: Sequence[Case]) -> str:
@@ -68,7 +68,7 @@ def _spread(group: Sequence[Case], peer: str) -> list[Cell]:
     ratios = [ratio.median for case in group if (ratio := _ratio(case, peer))]
     if not ratios:
         return ["-", "-", "-"]
-    return [f"{geometric_mean(ratios):.2f}", f"{min(ratios):.2f}", sum(ratio < WANTED for ratio in ratios)]
+    return [f"{geometric_mean(ratios):.2f}", f"{min(ratios):.2f}", sum(ratio < GOAL for ratio in ratios)]
 
 
 def _peer(case: Case, peer: str) -> list[Cell]:
@@ -85,7 +85,7 @@ def _least(case: Case) -> float:
     """Return the smaller ratio of the two peers, or 0 if our build failed."""
     if not case.ours.turns:
         return 0.0
-    return min((ratio.median for peer in PEERS if (ratio := _ratio(case, peer))), default=WANTED)
+    return min((ratio.median for peer in PEERS if (ratio := _ratio(case, peer))), default=GOAL)
 
 
 @cache

@@ -33,12 +33,12 @@ def write_summary(cases: Sequence[Case], command: str, path: Path) -> None:
 
 def _peers(case: Case) -> dict[str, dict[str, Any]]:
     """Return the fastest build of each peer that ran."""
-    found = {}
+    peers = {}
     for runtime in (OPENVINO, ORT):
         if (row := case.fastest(runtime)) and (ratio := case.ratio(row)):
-            found[runtime] = {"cost": row.cost, "build": row.build, "ratio": ratio.median, "low": ratio.low,
+            peers[runtime] = {"cost": row.cost, "build": row.build, "ratio": ratio.median, "low": ratio.low,
                               "high": ratio.high}
-    return found
+    return peers
 
 
 def write_picture(results: Path, path: Path, precision: str = "int8", batch: int = 1) -> None:

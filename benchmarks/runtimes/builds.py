@@ -27,7 +27,7 @@ COMPILER = ("engines", "calibration", "infer_server/cli")
 CALIBRATION = ("calibration", "engines/passes", "engines/frontend", "infer_server/cli")
 ROOT = Path(__file__).resolve().parents[2]
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Build:
 class Workshop:
     """Builder of the models of a case, which reuses files in `folder`."""
 
-    def __init__(self, folder: Path, say: Say) -> None:
-        self.folder, self.say = folder, say
+    def __init__(self, folder: Path, log: Log) -> None:
+        self.folder, self.log = folder, log
         self._compiler, self._calibration = sources_digest(COMPILER), sources_digest(CALIBRATION)
 
     def builds(self, model: Model, precision: str) -> list[Build]:
         """Return all builds of a model in a precision, ours first."""
         plan = self._plan_file(model, precision)
-        ours = self._made(OURS, precision, partial(self._plan, model, precision, plan))
+        ours = self._build(OURS, precision, partial(self._plan, model, precision, plan))
         if precision != "int8":
             return [ours, *(Build(runtime, "fp32" if runtime == ORT else precision, model.source)
                             for runtime in (OPENVINO, ORT))]
@@ -60,32 +60,32 @@ class Workshop:
         return [ours, qdq, replace(qdq, runtime=ORT), *self._quantised(model)]
 
     def _quantised(self, model: Model) -> Iterator[Build]:
-        found = traits(model.source)
+        model_traits = traits(model.source)
         for quantiser in QUANTISERS.values():
-            if not quantiser.only or quantiser.only in found:
-                made = self._made(quantiser.runtimes[0], quantiser.name, partial(self._peer, model, quantiser.name))
-                yield from (replace(made, runtime=runtime) for runtime in quantiser.runtimes)
+            if not quantiser.only or quantiser.only in model_traits:
+                build = self._build(quantiser.runtimes[0], quantiser.name, partial(self._peer, model, quantiser.name))
+                yield from (replace(build, runtime=runtime) for runtime in quantiser.runtimes)
 
-    def _made(self, runtime: str, name: str, make: Callable[[], Path]) -> Build:
+    def _build(self, runtime: str, name: str, make: Callable[[], Path]) -> Build:
         try:
             return Build(runtime, name, make())
         except subprocess.CalledProcessError as error:
             lines = [line for line in (error.stderr or "").splitlines() if line.strip()]
             why = lines[-1].strip() if lines else f"ended with {error.returncode} and said nothing"
-            self.say(f"{runtime}, {name}: {why}")
+            self.log(f"{runtime}, {name}: {why}")
             return Build(runtime, name, None, why)
 
     # ---- each by a process of its own
     def _plan_file(self, model: Model, precision: str) -> Path:
         data = model.data_digest if precision == "int8" else ""
         key = digest(model.source.read_bytes(), self._compiler, precision, data, *model.build_options)
-        return self._place(model, f"{precision}-{key}.plan")
+        return self._path(model, f"{precision}-{key}.plan")
 
     def _plan(self, model: Model, precision: str, plan: Path) -> Path:
         """Build a plan with build-engine's defaults, and for INT8 also export the Q/DQ model."""
         options: tuple[str, ...] = (f"--{precision}", *model.build_options)
         if precision == "int8":
-            ranges = self._place(model, f"ranges-{digest(self._calibration, model.data_digest)}.json")
+            ranges = self._path(model, f"ranges-{digest(self._calibration, model.data_digest)}.json")
             options += (*model.calibration_options, "--calib-cache", str(ranges),
                         "--export-qdq", str(plan.with_suffix(".onnx")))
         return self._run(plan, f"infer-server builds {model.name} in {precision}", "infer_server.cli.build_engine",
@@ -93,22 +93,22 @@ class Workshop:
 
     def _peer(self, model: Model, quantiser: str) -> Path:
         key = digest(model.source.read_bytes(), quantiser, str(versions()), model.data_digest)
-        output = self._place(model, f"{quantiser}-{key}{QUANTISERS[quantiser].suffix}")
-        items = self._place(model, f"items-{model.data_digest}.npz")
+        output = self._path(model, f"{quantiser}-{key}{QUANTISERS[quantiser].suffix}")
+        items = self._path(model, f"items-{model.data_digest}.npz")
         if not items.exists():
             save_items(items, list(model.data.limit(CALIBRATION_ITEMS)))
         return self._run(output, f"{quantiser} quantises {model.name}", "benchmarks.runtimes.quantisers", quantiser,
                          str(model.source), str(items), str(output))
 
-    def _place(self, model: Model, file: str) -> Path:
+    def _path(self, model: Model, file: str) -> Path:
         folder = self.folder / model.name
         folder.mkdir(parents=True, exist_ok=True)
         return folder / file
 
-    def _run(self, output: Path, what: str, module: str, *arguments: str) -> Path:
+    def _run(self, output: Path, description: str, module: str, *arguments: str) -> Path:
         """Run a command of ours unless its output exists. Raises CalledProcessError."""
         if not output.exists():
-            self.say(what)
+            self.log(description)
             subprocess.run([sys.executable, "-m", module, *arguments], check=True, capture_output=True, text=True)
         return output
 

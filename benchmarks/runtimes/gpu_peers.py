@@ -5,32 +5,32 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-Say = Callable[[str, Any], None]
+Log = Callable[[str, Any], None]
 CALLS, WARM_UP = 20, 5
 # Rows at batch 128, columns, depth: ResNet-50's products as matrices, MiniLM's, and one that is all arithmetic.
 PRODUCTS = ((401408, 64, 576), (401408, 256, 64), (100352, 128, 1152), (25088, 256, 2304), (6272, 512, 4608),
             (6272, 2048, 512), (16384, 1536, 384), (4096, 4096, 4096))
 
 
-def peers(say: Say, models: Sequence[str], batches: Sequence[int]) -> None:
+def peers(log: Log, models: Sequence[str], batches: Sequence[int]) -> None:
     """Measure the peers. Raises ImportError if torch is not installed."""
     import torch
     for m, n, k in PRODUCTS:
         a, b = (torch.randint(-8, 8, shape, dtype=torch.int8, device="cuda") for shape in ((m, k), (n, k)))
         int8 = _seconds(torch, partial(torch._int_mm, a, b.t()))
         fp16 = _seconds(torch, partial(torch.matmul, a.half(), b.half().t()))
-        say(f"cuBLAS {m}x{n}x{k}", {name: [round(seconds * 1e6, 1), f"{2e-12 * m * n * k / seconds:.0f} TOP/s"]
+        log(f"cuBLAS {m}x{n}x{k}", {name: [round(seconds * 1e6, 1), f"{2e-12 * m * n * k / seconds:.0f} TOP/s"]
                                     for name, seconds in (("int8", int8), ("fp16", fp16))})
     for name in models:
-        if (found := _network(torch, name)) is None:
+        if (built := _network(torch, name)) is None:
             continue
-        network, feed = found
+        network, feed = built
         compiled = torch.compile(network, mode="reduce-overhead")       # with CUDA graphs
         for batch in batches:
             x = feed(batch)
             with torch.inference_mode():
                 seconds = _seconds(torch, partial(compiled, x))
-            say(f"torch.compile fp16 {name}, batch {batch}", {"items/s": round(batch / seconds),
+            log(f"torch.compile fp16 {name}, batch {batch}", {"items/s": round(batch / seconds),
                                                              "ms": round(seconds * 1e3, 4)})
 
 

@@ -55,7 +55,7 @@ def traits(model: Path) -> set[str]:
     weights = {output for node in nodes if node.op_type == "Softmax" for output in node.output}
     attention = any(node.op_type == "MatMul" and weights.intersection(node.input) for node in nodes)
     recurrence = any(node.op_type in RECURRENT for node in nodes)
-    return {name for name, found in (("attention", attention), ("recurrence", recurrence)) if found}
+    return {name for name, is_present in (("attention", attention), ("recurrence", recurrence)) if is_present}
 
 
 def _nncf(model: Path, items: Sequence[Feed], output: Path, transformer: bool = False) -> None:

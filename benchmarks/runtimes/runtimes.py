@@ -24,7 +24,7 @@ Feed = Mapping[str, Array]          # every model input by its name
 class Session(Protocol):
     note: str                       # remark for the report about how the runtime runs the model, or ""
 
-    def place(self, feed: Feed) -> None:
+    def set_inputs(self, feed: Feed) -> None:
         """Copy a feed of the loaded shapes to where `infer` reads it."""
 
     def infer(self) -> None:
@@ -34,7 +34,7 @@ class Session(Protocol):
         """Return copies of the last inference's outputs, in the model's order."""
 
 
-class Ours:
+class InferServer:
     """Our runtime: a plan in one context."""
     note = ""
 
@@ -42,9 +42,9 @@ class Ours:
         self._engine = load_engine(plan, threads)
         self._context = self._engine.create_context()
         self._batch = next((len(feed[io.name]) for io in self._engine.inputs if io.batched), 1)
-        self.place(feed)
+        self.set_inputs(feed)
 
-    def place(self, feed: Feed) -> None:
+    def set_inputs(self, feed: Feed) -> None:
         for name, array in feed.items():
             self._context.input(name, self._batch)[...] = array
 
@@ -71,9 +71,9 @@ class OnnxRuntime:
         self._binding = self._session.io_binding()
         for output in self._session.get_outputs():
             self._binding.bind_output(output.name)
-        self.place(feed)
+        self.set_inputs(feed)
 
-    def place(self, feed: Feed) -> None:
+    def set_inputs(self, feed: Feed) -> None:
         self._feed = {name: np.ascontiguousarray(array) for name, array in feed.items()}    # bound by address
         for name, array in self._feed.items():
             self._binding.bind_cpu_input(name, array)
@@ -103,9 +103,9 @@ class OpenVino:
         self._request: Any = compiled.create_infer_request()
         self._names = [port.any_name for port in network.inputs]
         self._outputs = range(len(network.outputs))
-        self.place(feed)
+        self.set_inputs(feed)
 
-    def place(self, feed: Feed) -> None:
+    def set_inputs(self, feed: Feed) -> None:
         self._feed = [np.ascontiguousarray(feed[name]) for name in self._names]
         for i, array in enumerate(self._feed):
             self._request.set_input_tensor(i, self._tensor(array, shared_memory=True))
@@ -117,7 +117,8 @@ class OpenVino:
         return [self._request.get_output_tensor(i).data.copy() for i in self._outputs]
 
 
-LOADERS: Mapping[str, Callable[[Path, Feed, str, int], Session]] = {OURS: Ours, OPENVINO: OpenVino, ORT: OnnxRuntime}
+LOADERS: Mapping[str, Callable[[Path, Feed, str, int], Session]] = {
+    OURS: InferServer, OPENVINO: OpenVino, ORT: OnnxRuntime}
 
 
 def versions() -> dict[str, str]:

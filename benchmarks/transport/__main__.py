@@ -25,15 +25,16 @@ from benchmarks.transport.cases import CASES, Case, Measured, measure
 from benchmarks.transport.models import write_repository
 from benchmarks.transport.processes import Running, running
 
-_OURS = ("exec {python} -m infer_server.cli.serve --model-repository {models} --grpc-port {{grpc}} "
-         "--http-port {{http}} --metrics-port {{metrics}} --cores 1 --allow-client-shm --log-level warning {options}")
+_COMMAND = ("exec {python} -m infer_server.cli.serve --model-repository {models} --grpc-port {{grpc}} "
+            "--http-port {{http}} --metrics-port {{metrics}} --cores 1 --allow-client-shm --log-level warning "
+            "{options}")
 Results = dict[tuple[str, str], list[Measured]]         # by server and case
 
 
 def commands(options: argparse.Namespace, models: Path) -> Iterator[tuple[str, str]]:
     for text in options.ours or ["infer-server="]:
-        name, _, given = text.partition("=")
-        yield name, _OURS.format(python=sys.executable, models=models, options=given)
+        name, _, options_text = text.partition("=")
+        yield name, _COMMAND.format(python=sys.executable, models=models, options=options_text)
     if options.echo:
         yield "bare echo", f"exec {sys.executable} -m benchmarks.transport.echo {{grpc}} {{http}}"
     for text in options.peer:
@@ -56,11 +57,11 @@ def section(results: Results, servers: list[str], cases: list[Case], options: ar
     rows: list[list[Cell]] = []
     for case in cases:
         for server in servers:
-            found = results[server, case.name]
-            rows.append([case.name, case.at_a_time, server, _spread([m.cpu_us + m.others_us for m in found]),
-                         f"{median(m.others_us for m in found):.0f}",
-                         _spread([m.engine_us for m in found]), f"{median(m.rate for m in found):.0f}",
-                         _spread([m.p50_us for m in found]), sum(m.failed for m in found)])
+            measurements = results[server, case.name]
+            rows.append([case.name, case.at_a_time, server, _spread([m.cpu_us + m.others_us for m in measurements]),
+                         f"{median(m.others_us for m in measurements):.0f}",
+                         _spread([m.engine_us for m in measurements]), f"{median(m.rate for m in measurements):.0f}",
+                         _spread([m.p50_us for m in measurements]), sum(m.failed for m in measurements)])
     return (f"`python -m benchmarks.transport {shlex.join(options.arguments)}`\n\nOn {where}; servers on one core, the "
             f"client on another; medians of {options.rounds} turns of {options.seconds:g} s,\nthe least and the most "
             f"in brackets. The engine's time is the server's own `compute_infer`.\n\n{markdown_table(header, rows)}")

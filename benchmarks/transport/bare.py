@@ -21,7 +21,7 @@ WAYS = ("grpc", "http", "shared memory")        # ways to send inputs; requests 
 _WARM_SECS = 1.0
 _REGION = "items"
 
-Ask = Callable[[str, Any], bytes]               # a method of the service, and its request
+Call = Callable[[str, Any], bytes]              # a method of the service, and its request
 
 
 def level(ports: Ports, model: str, concurrency: int, seconds: float, way: str) -> dict[str, Any]:
@@ -30,19 +30,19 @@ def level(ports: Ports, model: str, concurrency: int, seconds: float, way: str) 
     way: an element of WAYS.
     """
     with grpc.insecure_channel(f"127.0.0.1:{ports.grpc}") as channel, ExitStack() as stack:
-        def ask(call: str, request: Any) -> bytes:
-            answer: bytes = channel.unary_unary(f"/{protos.INFERENCE_SERVICE}/{call}")(request.SerializeToString())
+        def call(method: str, request: Any) -> bytes:
+            answer: bytes = channel.unary_unary(f"/{protos.INFERENCE_SERVICE}/{method}")(request.SerializeToString())
             return answer
 
         def counted() -> tuple[int, int]:
-            found = inference.ModelStatisticsResponse.FromString(
-                ask("ModelStatistics", inference.ModelStatisticsRequest(name=model))).model_stats[0]
-            return found.inference_count, found.execution_count
+            statistics = inference.ModelStatisticsResponse.FromString(
+                call("ModelStatistics", inference.ModelStatisticsRequest(name=model))).model_stats[0]
+            return statistics.inference_count, statistics.execution_count
 
         request = _one_item(model, inference.ModelMetadataResponse.FromString(
-            ask("ModelMetadata", inference.ModelMetadataRequest(name=model))))
+            call("ModelMetadata", inference.ModelMetadataRequest(name=model))))
         if way == "shared memory":
-            stack.enter_context(_in_shared_memory(request, ask))
+            stack.enter_context(_in_shared_memory(request, call))
         client = (Connections(ports.http, f"/v2/models/{model}/infer", *_over_http(request), concurrency)
                   if way == "http" else
                   Connection(ports.grpc, f"/{protos.INFERENCE_SERVICE}/ModelInfer", request.SerializeToString(),
@@ -52,12 +52,12 @@ def level(ports: Ports, model: str, concurrency: int, seconds: float, way: str) 
         items, executions = counted()
         began = time.perf_counter()
         ended = client.run(seconds)
-        took = time.perf_counter() - began
+        elapsed = time.perf_counter() - began
         items, executions = (now - before for now, before in zip(counted(), (items, executions), strict=True))
     p50, p99 = np.percentile(ended.seconds, (50, 99)) * 1e3
     if ended.failed:
         raise SystemExit(f"{ended.failed} requests failed")
-    return {"throughput": ended.answered / took, "latency_ms": {"p50": float(p50), "p99": float(p99)},
+    return {"throughput": ended.answered / elapsed, "latency_ms": {"p50": float(p50), "p99": float(p99)},
             "server": {"mean_batch": items / max(1, executions)}}
 
 
@@ -81,24 +81,24 @@ def _over_http(request: inference.ModelInferRequest) -> tuple[dict[str, str], by
 
 
 @contextmanager
-def _in_shared_memory(request: inference.ModelInferRequest, ask: Ask) -> Iterator[None]:
+def _in_shared_memory(request: inference.ModelInferRequest, call: Call) -> Iterator[None]:
     """Move a request's inputs into one system shared-memory region, registered with the server."""
     contents = list(request.raw_input_contents)
     request.ClearField("raw_input_contents")
     memory = SharedMemory(create=True, size=sum(map(len, contents)))
     try:
-        ask("SystemSharedMemoryRegister", inference.SystemSharedMemoryRegisterRequest(
-            name=_REGION, key=f"/{memory.name.lstrip('/')}", byte_size=memory.size))
-        at, room = 0, memory.buf
-        assert room is not None
+        call("SystemSharedMemoryRegister", inference.SystemSharedMemoryRegisterRequest(
+             name=_REGION, key=f"/{memory.name.lstrip('/')}", byte_size=memory.size))
+        at, target = 0, memory.buf
+        assert target is not None
         for tensor, content in zip(request.inputs, contents, strict=True):
-            room[at:at + len(content)] = content
+            target[at:at + len(content)] = content
             tensor.parameters["shared_memory_region"].string_param = _REGION
             tensor.parameters["shared_memory_offset"].int64_param = at
             tensor.parameters["shared_memory_byte_size"].int64_param = len(content)
             at += len(content)
         yield
-        ask("SystemSharedMemoryUnregister", inference.SystemSharedMemoryUnregisterRequest(name=_REGION))
+        call("SystemSharedMemoryUnregister", inference.SystemSharedMemoryUnregisterRequest(name=_REGION))
     finally:
         memory.close()
         memory.unlink()

@@ -119,10 +119,10 @@ def _registered(server: Running, model: str) -> Iterator[None]:
     size = 4 * math.prod(SHAPES[model])
     memory = SharedMemory(create=True, size=size)
     try:
-        _ask(server, "SystemSharedMemoryRegister", inference.SystemSharedMemoryRegisterRequest(
+        _call(server, "SystemSharedMemoryRegister", inference.SystemSharedMemoryRegisterRequest(
             name=_REGION, key=f"/{memory.name.lstrip('/')}", byte_size=size))
         yield
-        _ask(server, "SystemSharedMemoryUnregister", inference.SystemSharedMemoryUnregisterRequest(name=_REGION))
+        _call(server, "SystemSharedMemoryUnregister", inference.SystemSharedMemoryUnregisterRequest(name=_REGION))
     finally:
         memory.close()
         memory.unlink()
@@ -131,12 +131,12 @@ def _registered(server: Running, model: str) -> Iterator[None]:
 def _engine_ns(server: Running, model: str) -> int:
     """Return the total execution time of a model so far, in nanoseconds."""
     answer = inference.ModelStatisticsResponse.FromString(
-        _ask(server, "ModelStatistics", inference.ModelStatisticsRequest(name=model)))
+        _call(server, "ModelStatistics", inference.ModelStatisticsRequest(name=model)))
     return sum(batch.compute_infer.ns for entry in answer.model_stats for batch in entry.batch_stats)
 
 
-def _ask(server: Running, call: str, request: inference.ModelStatisticsRequest
-         | inference.SystemSharedMemoryRegisterRequest | inference.SystemSharedMemoryUnregisterRequest) -> bytes:
+def _call(server: Running, call: str, request: inference.ModelStatisticsRequest
+          | inference.SystemSharedMemoryRegisterRequest | inference.SystemSharedMemoryUnregisterRequest) -> bytes:
     with grpc.insecure_channel(f"127.0.0.1:{server.ports.grpc}") as channel:
         answer: bytes = channel.unary_unary(_path(call))(request.SerializeToString())
     return answer

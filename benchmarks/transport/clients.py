@@ -43,7 +43,7 @@ class Client(ABC):
     name: str
 
     @abstractmethod
-    def ask(self, in_flight: int, end: float) -> list[float]:
+    def send(self, in_flight: int, end: float) -> list[float]:
         """Keep `in_flight` requests in flight until `end`, a time.perf_counter(). Returns the seconds of each."""
 
 
@@ -54,16 +54,16 @@ class Blocking(Client):
         self.name, self._call = name, call
         self._pool = ThreadPoolExecutor(max(_IN_FLIGHT))
 
-    def ask(self, in_flight: int, end: float) -> list[float]:
+    def send(self, in_flight: int, end: float) -> list[float]:
         users = [self._pool.submit(self._repeat, end) for _ in range(in_flight)]
         return [secs for user in users for secs in user.result()]
 
     def _repeat(self, end: float) -> list[float]:
-        taken: list[float] = []
-        while (began := time.perf_counter()) < end or not taken:
+        seconds: list[float] = []
+        while (began := time.perf_counter()) < end or not seconds:
             self._call()
-            taken.append(time.perf_counter() - began)
-        return taken
+            seconds.append(time.perf_counter() - began)
+        return seconds
 
 
 class Asynchronous(Client):
@@ -72,57 +72,57 @@ class Asynchronous(Client):
     def __init__(self, name: str, runner: asyncio.Runner, call: Callable[[], Awaitable[object]]) -> None:
         self.name, self._runner, self._call = name, runner, call
 
-    def ask(self, in_flight: int, end: float) -> list[float]:
-        return self._runner.run(self._ask(in_flight, end))
+    def send(self, in_flight: int, end: float) -> list[float]:
+        return self._runner.run(self._send(in_flight, end))
 
-    async def _ask(self, in_flight: int, end: float) -> list[float]:
+    async def _send(self, in_flight: int, end: float) -> list[float]:
         users = await asyncio.gather(*(self._repeat(end) for _ in range(in_flight)))
         return [secs for user in users for secs in user]
 
     async def _repeat(self, end: float) -> list[float]:
-        taken: list[float] = []
-        while (began := time.perf_counter()) < end or not taken:
+        seconds: list[float] = []
+        while (began := time.perf_counter()) < end or not seconds:
             await self._call()
-            taken.append(time.perf_counter() - began)
-        return taken
+            seconds.append(time.perf_counter() - began)
+        return seconds
 
 
 def blocking_clients(url: str, model: str, x: np.ndarray[Any, Any]) -> list[Client]:
     triton = tritonclient.grpc.InferenceServerClient(url)
-    ours = {transport: InferenceClient(url, transport=transport) for transport in ("nghttp2", "grpcio")}
+    clients = {transport: InferenceClient(url, transport=transport) for transport in ("nghttp2", "grpcio")}
 
-    def ask_triton() -> object:
-        given = tritonclient.grpc.InferInput("x", x.shape, "FP32")
-        given.set_data_from_numpy(x)
-        return triton.infer(model, [given]).as_numpy("y")
+    def call_triton() -> object:
+        tensor = tritonclient.grpc.InferInput("x", x.shape, "FP32")
+        tensor.set_data_from_numpy(x)
+        return triton.infer(model, [tensor]).as_numpy("y")
 
-    return [Blocking("`InferenceClient`", lambda: ours["nghttp2"].infer(model, {"x": x})["y"]),
-            Blocking("`InferenceClient`, grpcio", lambda: ours["grpcio"].infer(model, {"x": x})["y"]),
-            Blocking("`tritonclient.grpc`", ask_triton)]
+    return [Blocking("`InferenceClient`", lambda: clients["nghttp2"].infer(model, {"x": x})["y"]),
+            Blocking("`InferenceClient`, grpcio", lambda: clients["grpcio"].infer(model, {"x": x})["y"]),
+            Blocking("`tritonclient.grpc`", call_triton)]
 
 
 async def asynchronous_clients(url: str, model: str, x: np.ndarray[Any, Any], runner: asyncio.Runner) -> list[Client]:
     triton = tritonclient.grpc.aio.InferenceServerClient(url)
-    ours = {transport: AsyncInferenceClient(url, transport=transport) for transport in ("nghttp2", "grpcio")}
+    clients = {transport: AsyncInferenceClient(url, transport=transport) for transport in ("nghttp2", "grpcio")}
     generator, = await GrpcTransport(url).prepare(model, "", [{"x": x}])
 
-    async def ask_triton() -> object:
-        given = tritonclient.grpc.InferInput("x", x.shape, "FP32")
-        given.set_data_from_numpy(x)
-        return (await triton.infer(model, [given])).as_numpy("y")
+    async def call_triton() -> object:
+        tensor = tritonclient.grpc.InferInput("x", x.shape, "FP32")
+        tensor.set_data_from_numpy(x)
+        return (await triton.infer(model, [tensor])).as_numpy("y")
 
-    return [Asynchronous("`AsyncInferenceClient`", runner, lambda: ours["nghttp2"].infer(model, {"x": x})),
-            Asynchronous("`AsyncInferenceClient`, grpcio", runner, lambda: ours["grpcio"].infer(model, {"x": x})),
-            Asynchronous("`tritonclient.grpc.aio`", runner, ask_triton),
+    return [Asynchronous("`AsyncInferenceClient`", runner, lambda: clients["nghttp2"].infer(model, {"x": x})),
+            Asynchronous("`AsyncInferenceClient`, grpcio", runner, lambda: clients["grpcio"].infer(model, {"x": x})),
+            Asynchronous("`tritonclient.grpc.aio`", runner, call_triton),
             Asynchronous("the generator of `load-test`", runner, lambda: generator(30.0))]
 
 
 def turn(client: Client, in_flight: int, seconds: float) -> tuple[float, float]:
     """Return CPU microseconds per request, and the median latency in microseconds."""
-    client.ask(in_flight, time.perf_counter() + _WARM_SECS)
+    client.send(in_flight, time.perf_counter() + _WARM_SECS)
     cpu = time.process_time()
-    taken = client.ask(in_flight, time.perf_counter() + seconds)
-    return (time.process_time() - cpu) * 1e6 / len(taken), median(taken) * 1e6
+    durations = client.send(in_flight, time.perf_counter() + seconds)
+    return (time.process_time() - cpu) * 1e6 / len(durations), median(durations) * 1e6
 
 
 def rows_of(results: dict[tuple[str, str, int], list[tuple[float, float]]]) -> list[list[Cell]]:

@@ -50,14 +50,14 @@ class Feeder(Link):
         if frame.kind == link.SETTINGS:
             self.send(link.READY)
             for _ in range(self._case.at_a_time // 2):
-                self._ask()
+                self._send_request()
         else:                           # a response, or a refusal while the model is loading
-            self._ask()
+            self._send_request()
 
     def closed(self, reason: Exception | None) -> None:
         os._exit(0)
 
-    def _ask(self) -> None:
+    def _send_request(self) -> None:
         self._number += 1
         self.send(self._kind, self._number, self._payload, about=self._about, peer=b"ipv4:127.0.0.1:50000",
                   received_ns=time.monotonic_ns())
@@ -85,9 +85,9 @@ async def measure(models: Path, case: Case, seconds: float, core: int) -> tuple[
     began, cpu_secs, count = time.monotonic(), time.process_time(), statistics.snapshot().success.count
     await asyncio.sleep(seconds)
     cpu_secs, count = time.process_time() - cpu_secs, statistics.snapshot().success.count - count
-    took = time.monotonic() - began
+    elapsed = time.monotonic() - began
     await server.stop()
-    return cpu_secs * 1e6 / max(1, count), count / took, cpu_secs / took
+    return cpu_secs * 1e6 / max(1, count), count / elapsed, cpu_secs / elapsed
 
 
 def main(arguments: list[str]) -> None:
@@ -106,10 +106,10 @@ def main(arguments: list[str]) -> None:
         uvloop.run(feed(CASES[options.feed[0]], options.feed[1]))
     with tempfile.TemporaryDirectory() as temporary:
         write_repository(Path(temporary))
-        found = {case.name: [uvloop.run(measure(Path(temporary), case, options.seconds, feeders))
-                             for _ in range(options.rounds)] for case in _FED}
+        results = {case.name: [uvloop.run(measure(Path(temporary), case, options.seconds, feeders))
+                               for _ in range(options.rounds)] for case in _FED}
     rows: list[list[Cell]] = []
-    for name, turns in found.items():
+    for name, turns in results.items():
         cpu_us, rates, busy = zip(*turns, strict=True)
         rows.append([name, f"{median(cpu_us):.0f} ({min(cpu_us):.0f} to {max(cpu_us):.0f})", f"{median(rates):.0f}",
                      f"{median(busy):.0%}"])

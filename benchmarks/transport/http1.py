@@ -31,7 +31,7 @@ class Connections:
         ended = Ended()
         for connection in self._received:
             if connection not in self._begun:
-                self._ask(connection)
+                self._send_request(connection)
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             for key, _ in self._selector.select(0.2):
@@ -44,7 +44,7 @@ class Connections:
             connection.close()
         self._selector.close()
 
-    def _ask(self, connection: socket.socket) -> None:
+    def _send_request(self, connection: socket.socket) -> None:
         self._begun[connection] = time.perf_counter()
         connection.sendall(self._request)
 
@@ -58,7 +58,7 @@ class Connections:
             ended.failed += not answer.startswith(b"HTTP/1.1 200")
             ended.seconds.append(time.perf_counter() - self._begun[connection])
             answer = b""
-            self._ask(connection)
+            self._send_request(connection)
         self._received[connection] = answer
 
 

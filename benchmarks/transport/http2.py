@@ -55,7 +55,7 @@ class Connection:
                      _frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", (1 << 31) - 1 - _WINDOW))]
         self._first_block, self._block = _header_blocks(path)
         self._at_a_time = at_a_time
-        self._asking = True
+        self._is_sending = True
         self.ended = Ended()
 
     def run(self, seconds: float) -> Ended:
@@ -71,7 +71,7 @@ class Connection:
 
     def close(self) -> None:
         """Wait for the calls that are in flight, then close the connection."""
-        self._asking = False
+        self._is_sending = False
         while self._streams:
             self._turn()
         self._socket.close()
@@ -130,7 +130,7 @@ class Connection:
             self.ended.answered += stream.answered
             self.ended.failed += not stream.answered
             self.ended.seconds.append(time.perf_counter() - stream.begun)
-            if self._asking:
+            if self._is_sending:
                 self._begin()
 
     def _control(self, kind: int, flags: int, number: int, payload: bytes) -> None:
@@ -177,8 +177,8 @@ def _header_blocks(path: str) -> tuple[bytes, bytes]:
                ("grpc-accept-encoding", "identity, deflate, gzip")]
     literals = [bytes((0x40 | index,)) + _text(value) for index, value in named]
     literals += [b"\x40" + _text(name) + _text(value) for name, value in unnamed]
-    kept = bytes(0x80 | (_FIRST_DYNAMIC + i) for i in reversed(range(len(literals))))       # the last is the first
-    return _POST + _HTTP + b"".join(literals), _POST + _HTTP + kept
+    indexed = bytes(0x80 | (_FIRST_DYNAMIC + i) for i in reversed(range(len(literals))))    # the last is the first
+    return _POST + _HTTP + b"".join(literals), _POST + _HTTP + indexed
 
 
 def _text(value: str) -> bytes:

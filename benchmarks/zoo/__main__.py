@@ -24,7 +24,7 @@ from statistics import median, quantiles
 from benchmarks.reports.document import Cell, machine, markdown_table, write_section
 from benchmarks.runtimes.builds import sources_digest
 from benchmarks.runtimes.runtimes import versions
-from benchmarks.zoo.trial import BUILDS, FLOAT, PEERS, Beside, Facts, Folder
+from benchmarks.zoo.trial import BUILDS, FLOAT, PEERS, Facts, Folder, PeerTimes
 from benchmarks.zoo.workloads import WORKLOADS
 from infer_server.engines.compiler.builder import BuildConfig, Builder
 from infer_server.engines.errors import did_you_mean
@@ -85,7 +85,7 @@ def time(folder: Folder, facts: Facts, options: argparse.Namespace) -> Facts:
             known = facts.beside.get(peer, {}).get(kind)
             if known is None or known.failure:
                 if why := trial("timed", folder, options.limit, peer, kind, options.seconds, options.turns):
-                    folder.write(facts.timed(peer, kind, Beside(failure=why)))
+                    folder.write(facts.timed(peer, kind, PeerTimes(failure=why)))
                 facts = folder.read() or facts
     return facts
 
@@ -95,23 +95,23 @@ def row(facts: Facts) -> list[Cell]:
         return [facts.name, facts.precision, "-", facts.failure, *["-"] * (len(HEADER) - 4)]
     reference = f"{100 * facts.reference_share:.1f} %: {', '.join(facts.operators)}" if facts.by_reference else "-"
     chosen = [fastest(facts, peer) for peer in PEERS]
-    ours = [cost for beside in chosen for cost in beside.ours]
+    ours = [cost for times in chosen for cost in times.ours]
     spread = f"{median(ours):.3g} ({min(ours):.3g})" if ours else "-"
-    turns = ", ".join(str(len(beside.ours) or "-") for beside in chosen) if ours else "-"
+    turns = ", ".join(str(len(times.ours) or "-") for times in chosen) if ours else "-"
     return [facts.name, facts.precision, facts.steps, reference, f"{facts.error:.1e}", f"{facts.sqnr_db:.0f}", spread,
             *(ratio(facts, peer) for peer in PEERS), turns, f"{facts.build_seconds:.0f}{', by cost' * facts.by_cost}"]
 
 
-def fastest(facts: Facts, peer: str) -> Beside:
+def fastest(facts: Facts, peer: str) -> PeerTimes:
     """Return the times of the peer's build with the least median ratio to ours; empty if none was timed."""
-    finished = [beside for beside in facts.beside.get(peer, {}).values() if beside.ours]
-    return min(finished, key=lambda beside: median(beside.ratios), default=Beside())
+    finished = [times for times in facts.beside.get(peer, {}).values() if times.ours]
+    return min(finished, key=lambda times: median(times.ratios), default=PeerTimes())
 
 
 def ratio(facts: Facts, peer: str) -> str:
     """Return the median and quartiles of the peer's time over ours in each turn, and the builds that failed."""
     builds, best = facts.beside.get(peer, {}), fastest(facts, peer)
-    failures = "; ".join(f"{kind}: {beside.failure}" for kind, beside in builds.items() if beside.failure)
+    failures = "; ".join(f"{kind}: {times.failure}" for kind, times in builds.items() if times.failure)
     if not best.ours:
         return failures or ("not asked for" if facts.beside else "-")
     low, middle, high = quantiles(best.ratios, n=4, method="inclusive") if best.ratios[1:] else best.ratios * 3
@@ -130,7 +130,7 @@ def report(every: Sequence[Facts]) -> str:
             + markdown_table(HEADER, [row(facts) for facts in every]))
 
 
-def found(root: Path) -> list[Facts]:
+def read_all(root: Path) -> list[Facts]:
     """Return all results in the folder, in the catalogue's order."""
     every = (Folder(root, name, precision).read() for name in WORKLOADS for precision in PRECISIONS)
     return [facts for facts in every if facts]
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str]) -> None:
                 print(*row(facts), sep=" | ", flush=True)
                 if options.write:
                     write_section(f"zoo {Builder(BuildConfig()).target}",
-                                  f"`python -m benchmarks.zoo --int8 --write`\n\n{report(found(root))}")
+                                  f"`python -m benchmarks.zoo --int8 --write`\n\n{report(read_all(root))}")
 
 
 if __name__ == "__main__":

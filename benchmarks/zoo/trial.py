@@ -38,7 +38,7 @@ BUILDS = {"fp32": (FLOAT,), "int8": (QDQ, FLOAT)}       # models for other runti
 
 
 @dataclass(frozen=True)
-class Beside:
+class PeerTimes:
     """Times of our plan and one build of a peer, in equally many turns, or the reason for a failure."""
     ours: list[float] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
@@ -65,9 +65,9 @@ class Facts:
     error: float = 0.0                      # max |difference| / max |reference|, the maximum of all outputs
     sqnr_db: float = 0.0                    # the minimum of all outputs
     unit: str = ""
-    beside: dict[str, dict[str, Beside]] = field(default_factory=dict)      # without those that nobody asked for
+    beside: dict[str, dict[str, PeerTimes]] = field(default_factory=dict)   # without those that nobody asked for
 
-    def timed(self, peer: str, kind: str, result: Beside, unit: str = "") -> Facts:
+    def timed(self, peer: str, kind: str, result: PeerTimes, unit: str = "") -> Facts:
         """Return these results with the result of a peer's build added."""
         builds = {**self.beside.get(peer, {}), kind: result}
         return replace(self, unit=unit or self.unit, beside={**self.beside, peer: builds})
@@ -86,7 +86,7 @@ class Folder:
         if not self.facts.exists():
             return None
         known = json.loads(self.facts.read_text())
-        beside = {peer: {kind: Beside(**turns) for kind, turns in builds.items()}
+        beside = {peer: {kind: PeerTimes(**turns) for kind, turns in builds.items()}
                   for peer, builds in known["beside"].items()}
         return Facts(**{**known, "operators": tuple(known["operators"]), "beside": beside})
 
@@ -102,20 +102,20 @@ def build(name: str, precision: str, folder: Folder, by_cost: bool) -> Facts:
         onnx.save(WORKLOADS[name].full(), folder.model)
     begin = time.perf_counter()
     try:
-        made = _built(precision, folder, by_cost)
+        built = _built(precision, folder, by_cost)
     except EngineError as refusal:
         return Facts(name, precision, failure=str(refusal).splitlines()[0])
-    seconds, coverage = time.perf_counter() - begin, made.coverage
-    made.save(folder.plan)
+    seconds, coverage = time.perf_counter() - begin, built.coverage
+    built.save(folder.plan)
     if precision == "int8":
         try:
-            onnx.save(onnx_from_graph(graph_at(made.plan)), folder.exported)
+            onnx.save(onnx_from_graph(graph_at(built.plan)), folder.exported)
         except (EngineError, ValueError) as reason:     # the latter: more than a file of ONNX may hold
             print(f"{name}: no Q/DQ model: {reason}", file=sys.stderr)
     feed = folder.feed()
     reference = OnnxRuntime(folder.model, feed, "fp32", 1)
     reference.infer()
-    error, decibels = compared(reference.outputs(), list(made.engine().run(feed).values()))
+    error, decibels = compared(reference.outputs(), list(built.engine().run(feed).values()))
     return Facts(name, precision, "", seconds, by_cost, coverage.steps, len(coverage.by_reference),
                  coverage.reference_share, tuple(sorted({step.operator for step in coverage.by_reference})), error,
                  decibels)
@@ -132,14 +132,14 @@ def _built(precision: str, folder: Folder, by_cost: bool) -> EngineBuild:
                         max_batch=1 if batched else None, notify=lambda text: print(text, file=sys.stderr))
 
 
-def compared(expected: Sequence[Array], found: Sequence[Array]) -> tuple[float, float]:
+def compared(expected: Sequence[Array], actual: Sequence[Array]) -> tuple[float, float]:
     """Return the largest relative error and the least SQNR in dB of all outputs, or (inf, -inf) if shapes differ.
 
     The error of integer outputs (indices of selected boxes) is the share of expected rows that were not found, in any
     order, because boxes with equal scores have none.
     """
     errors, decibels = [0.0], [np.inf]
-    for a, b in zip(expected, found, strict=True):
+    for a, b in zip(expected, actual, strict=True):
         if a.shape != b.shape:
             return np.inf, -np.inf
         if a.dtype.kind == "i":
@@ -156,7 +156,7 @@ def timed(facts: Facts, folder: Folder, peer: str, kind: str, seconds: float, tu
     """Measure our plan and one build of a peer in turns, and return the facts with their times."""
     model = folder.exported if kind == QDQ else folder.model
     if not model.exists():
-        return facts.timed(peer, kind, Beside(failure="no Q/DQ model"))
+        return facts.timed(peer, kind, PeerTimes(failure="no Q/DQ model"))
     feed, clock = folder.feed(), WorkClock(Counter())
     try:
         sessions = {peer: LOADERS[peer](model, feed, "fp32" if kind == FLOAT else facts.precision, 1),
@@ -164,8 +164,8 @@ def timed(facts: Facts, folder: Folder, peer: str, kind: str, seconds: float, tu
         costs = interleaved(clock, {runtime: session.infer for runtime, session in sessions.items()}, seconds, turns)
     except Exception as error:      # whatever a runtime raises at a model that it does not like
         print(f"{facts.name}: {peer}, {kind}: {error}", file=sys.stderr)
-        return facts.timed(peer, kind, Beside(failure=f"ended in {type(error).__name__}"))
-    return facts.timed(peer, kind, Beside(costs[OURS], costs[peer]), clock.unit)
+        return facts.timed(peer, kind, PeerTimes(failure=f"ended in {type(error).__name__}"))
+    return facts.timed(peer, kind, PeerTimes(costs[OURS], costs[peer]), clock.unit)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -89,7 +89,7 @@ def test_what_has_no_end_is_given_up_and_the_rest_starts_anew_behind_it(
     found = json.loads((tmp_path / "found.json").read_text())
     assert "no end after 0.01 s" in found["FAILED endless"] and "anew.wait" in found["FAILED endless"]
     assert begun[0][:-2] == sys.orig_argv and begun[0][-2] == "--minutes" and 3 < float(begun[0][-1]) <= 5
-    assert not results.wants("endless")
+    assert not results.is_due("endless")
 
 
 @pytest.mark.parametrize(("answer", "said"), [(_tells, "yes"), (_dies, "NO: its process ended with 3"),

@@ -11,18 +11,18 @@ from benchmarks.zoo.architecture import network
 from benchmarks.zoo.builder import Net, Tensor
 from benchmarks.zoo.sequences.transformers import LOWEST, Style, become
 
-WORDS, PLACES, KINDS = 30_522, 512, 2
+VOCABULARY, POSITIONS, KINDS = 30_522, 512, 2
 
 
 @network
 def bert(net: Net, layers: int = 24, features: int = 1024, heads: int = 16, length: int = 384,
-         words: int = WORDS) -> dict[str, Tensor]:
+         vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
     net = become(net, Style(norm="div", epsilon=1e-12))
     ids, kinds, counts = (net.feed(name, length, below=below) for name, below in (
-        ("input_ids", words), ("token_type_ids", KINDS), ("attention_mask", 2)))
+        ("input_ids", vocabulary), ("token_type_ids", KINDS), ("attention_mask", 2)))
     x = None
-    for name, rows, indices in (("words", words, ids), ("kinds", KINDS, kinds),
-                                ("places", PLACES, net.constant(np.arange(length)[None]))):
+    for name, rows, indices in (("words", vocabulary, ids), ("kinds", KINDS, kinds),
+                                ("places", POSITIONS, net.constant(np.arange(length)[None]))):
         table = net.constant(net.draw(rows, features) * 0.5, name)
         part = net.op("Gather", table, indices, shape=(length, features), axis=0)
         x = part if x is None else net.add(x, part)

@@ -19,9 +19,9 @@ HALF = math.sqrt(0.5)
 
 
 @network
-def convs2s(net: Net, words: int = 42_000, embedded: int = 768, length: int = 32,
+def convs2s(net: Net, vocabulary: int = 42_000, embedded: int = 768, length: int = 32,
             layers: Sequence[tuple[int, int]] = LAYERS) -> Tensor:
-    source = _embedding(net, "source", words, embedded, length)
+    source = _embedding(net, "source", vocabulary, embedded, length)
     x = dense(net, source, net.scaled(layers[0][0]), "encoder.fc1")
     for index, (out, kernel) in enumerate(layers):
         x = _gated(net, x, net.scaled(out), kernel, (kernel // 2, kernel // 2), f"encoder.{index}")
@@ -29,7 +29,7 @@ def convs2s(net: Net, words: int = 42_000, embedded: int = 768, length: int = 32
     values = net.mul(net.add(keys, source), net.scalar(HALF))
     keys = net.transpose(keys, 2, 1)
 
-    target = _embedding(net, "target", words, embedded, length)
+    target = _embedding(net, "target", vocabulary, embedded, length)
     x = dense(net, target, net.scaled(layers[0][0]), "decoder.fc1")
     for index, (out, kernel) in enumerate(layers):
         with net.scope(f"decoder.{index}"):
@@ -37,15 +37,15 @@ def convs2s(net: Net, words: int = 42_000, embedded: int = 768, length: int = 32
             x = _gated(net, x, net.scaled(out), kernel, (kernel - 1, 0), "conv", joins=False)
             x = net.mul(net.add(x, _attended(net, x, target, keys, values)), net.scalar(HALF))
             x = _joined(net, before, x)
-    return dense(net, dense(net, x, net.scaled(512), "decoder.fc2"), words, "decoder.fc3")
+    return dense(net, dense(net, x, net.scaled(512), "decoder.fc2"), vocabulary, "decoder.fc3")
 
 
-def _embedding(net: Net, name: str, words: int, features: int, length: int) -> Tensor:
+def _embedding(net: Net, name: str, vocabulary: int, features: int, length: int) -> Tensor:
     """Add word and position embeddings, initialised with small values as in the paper: attention is not scaled."""
     tables = [net.constant(net.draw(rows, features) * 0.1, f"{name}.{kind}")
-              for rows, kind in ((words, "words"), (length, "places"))]
-    found = net.op("Gather", tables[0], net.feed(name, length, below=words), shape=(length, features), axis=0)
-    return net.add(found, net.op("Gather", tables[1], net.constant(np.arange(length)[None]), shape=(length, features)))
+              for rows, kind in ((vocabulary, "words"), (length, "places"))]
+    tokens = net.op("Gather", tables[0], net.feed(name, length, below=vocabulary), shape=(length, features), axis=0)
+    return net.add(tokens, net.op("Gather", tables[1], net.constant(np.arange(length)[None]), shape=(length, features)))
 
 
 def _gated(net: Net, x: Tensor, out: int, kernel: int, pads: tuple[int, int], name: str, joins: bool = True) -> Tensor:
@@ -73,5 +73,5 @@ def _attended(net: Net, x: Tensor, target: Tensor, keys: Tensor, values: Tensor)
     query = net.mul(net.add(dense(net, x, target.shape[-1], "query"), target), net.scalar(HALF))
     scores = net.op("MatMul", query, keys, shape=(x.shape[0], length))
     shares = net.op("Softmax", scores, shape=scores.shape, axis=2)
-    found = net.op("MatMul", shares, values, shape=query.shape)
-    return dense(net, net.mul(found, net.scalar(math.sqrt(length))), x.shape[-1], "found")
+    attended = net.op("MatMul", shares, values, shape=query.shape)
+    return dense(net, net.mul(attended, net.scalar(math.sqrt(length))), x.shape[-1], "found")

@@ -8,10 +8,10 @@ from benchmarks.zoo.sequences.speech import dense
 
 
 @network
-def lstm_language_model(net: Net, words: int = 10_000, hidden: int = 1500, steps: int = 35,
+def lstm_language_model(net: Net, vocabulary: int = 10_000, hidden: int = 1500, steps: int = 35,
                         layers: int = 2) -> dict[str, Tensor]:
-    table = net.constant(net.draw(words, hidden) * 0.5, "embedding")
-    x = net.op("Gather", table, net.feed("words", steps, below=words), shape=(steps, hidden), axis=0)
+    table = net.constant(net.draw(vocabulary, hidden) * 0.5, "embedding")
+    x = net.op("Gather", table, net.feed("words", steps, below=vocabulary), shape=(steps, hidden), axis=0)
     outputs: dict[str, Tensor] = {}
     for layer in range(layers):
         states = tuple(net.op("Unsqueeze", net.feed(f"{kind}{layer}", hidden), net.integers(0), shape=(hidden,))
@@ -19,4 +19,4 @@ def lstm_language_model(net: Net, words: int = 10_000, hidden: int = 1500, steps
         x, last = recurrent(net, "LSTM", x, hidden, name=f"rnn{layer}", states=states)
         outputs |= {f"next_{kind}{layer}": net.op("Squeeze", state, net.integers(0), shape=(hidden,))
                     for kind, state in zip("hc", last, strict=True)}
-    return {"logits": dense(net, x, words, "decoder"), **outputs}
+    return {"logits": dense(net, x, vocabulary, "decoder"), **outputs}

@@ -28,6 +28,6 @@ def recurrent(net: Net, kind: str, x: Tensor, hidden: int, *, name: str, both_wa
         every, *last = net.ops(kind, by_time, *weights, bias, *optional,
                                shapes=[(steps, hidden)] * (3 if kind == "LSTM" else 2), hidden_size=hidden, **extra)
         axis = net.integers(1)
-        said = (net.op("ReduceSum", every, axis, shape=(steps, hidden), keepdims=0) if both_ways else
-                net.op("Squeeze", every, axis, shape=(steps, hidden)))
-        return net.op("Transpose", said, shape=(steps, hidden), perm=[1, 0, 2]), last
+        hidden_states = (net.op("ReduceSum", every, axis, shape=(steps, hidden), keepdims=0) if both_ways else
+                         net.op("Squeeze", every, axis, shape=(steps, hidden)))
+        return net.op("Transpose", hidden_states, shape=(steps, hidden), perm=[1, 0, 2]), last

@@ -151,8 +151,9 @@ def sentence_encoder(*, style: Style = Style(), opset: int = 17, batch: str | in
     if token_types:
         kinds = net.op("Gather", table(2, "kinds"), Tensor("token_type_ids", (length,)), shape=(length, width), axis=0)
         x = net.add(x, kinds)
-    places = net.op("Gather", table(4 * length, "places"), net.constant(np.arange(length)[None]), shape=(length, width))
-    x = net.norm(net.add(x, places), "norm")
+    positions = net.op("Gather", table(4 * length, "places"), net.constant(np.arange(length)[None]),
+                       shape=(length, width))
+    x = net.norm(net.add(x, positions), "norm")
 
     shares = net.op("Cast", counts, shape=(length,), to=TensorProto.FLOAT)
     mask = None

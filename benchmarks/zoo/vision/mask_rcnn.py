@@ -22,15 +22,15 @@ OVERLAP, LEAST_SCORE = 0.5, 0.05
 @architecture(size=800, batched=False)
 def mask_rcnn(net: Net, x: Tensor, nms: bool = True, depths: tuple[int, ...] = (3, 4, 6, 3), proposals: int = 250,
               detections: int = 100) -> dict[str, Tensor]:
-    side, pooled, found = x.shape[1], [], []
+    side, pooled, proposed = x.shape[1], [], []
     levels = _pyramid(net, pyramid_base(net, x, depths))
     for index, level in enumerate(levels):
         with net.scope(f"rpn.{index}"):
             boxes = _proposed(net, level, side, min(proposals, ANCHORS * level.shape[1] * level.shape[2]))
-            found.append(boxes)
+            proposed.append(boxes)
             pooled.append(_pooled(net, level, boxes, 7, side))
-    count = sum(boxes.shape[0] for boxes in found)
-    boxes = net.op("Concat", *found, shape=(count, 4), axis=0)
+    count = sum(boxes.shape[0] for boxes in proposed)
+    boxes = net.op("Concat", *proposed, shape=(count, 4), axis=0)
     features = net.op("Concat", *pooled, shape=pooled[0].shape, axis=0)
     for layer in range(2):
         features = net.flatten(features) if not layer else features
@@ -39,8 +39,8 @@ def mask_rcnn(net: Net, x: Tensor, nms: bool = True, depths: tuple[int, ...] = (
     offsets = net.linear(features, 4, name="head.offsets")      # one box per region, for the best class
     boxes = _moved(net, boxes, offsets)
     best = net.op("ReduceMax", net.slice(scores, 1, 1), shape=(), axes=[1], keepdims=0)
-    kept = _kept(net, boxes, best, detections) if nms else _best(net, best, min(detections, count))
-    boxes, scores = (net.op("Gather", value, kept, shape=value.shape[-1:], axis=0) for value in (boxes, scores))
+    selected = _selected(net, boxes, best, detections) if nms else _best(net, best, min(detections, count))
+    boxes, scores = (net.op("Gather", value, selected, shape=value.shape[-1:], axis=0) for value in (boxes, scores))
     masks = _pooled(net, levels[1], boxes, 14, side)
     for layer in range(4):
         masks = net.act(net.conv(masks, net.scaled(256), 3, bias=True, name=f"mask.{layer}"), "relu")
@@ -64,16 +64,16 @@ def _pyramid(net: Net, stages: list[Tensor]) -> list[Tensor]:
 def _proposed(net: Net, x: Tensor, side: int, count: int) -> Tensor:
     """Return the `count` boxes of a pyramid level with the highest objectness, [count, 4]."""
     y = net.act(net.conv(x, x.channels, 3, bias=True, name="conv"), "relu")
-    places = ANCHORS * x.shape[1] * x.shape[2]
+    total = ANCHORS * x.shape[1] * x.shape[2]
     scores, offsets = (net.reshape(net.transpose(net.conv(y, ANCHORS * values, 1, bias=True, name=name), 2, 3, 1),
-                                   places, values) for values, name in ((1, "scores"), (4, "offsets")))
-    _, best = net.ops("TopK", net.op("Squeeze", scores, net.integers(0, 2), shape=(places,)), net.integers(count),
+                                   total, values) for values, name in ((1, "scores"), (4, "offsets")))
+    _, best = net.ops("TopK", net.op("Squeeze", scores, net.integers(0, 2), shape=(total,)), net.integers(count),
                       shapes=[(count,)] * 2, axis=0)
-    random = np.random.default_rng(places)
-    middles = random.uniform(0.1 * side, 0.9 * side, (places, 2))
-    anchors = np.concatenate([middles, np.exp(random.uniform(-0.7, 0.7, (places, 2))) * 8 * side / x.shape[1]], 1)
+    random = np.random.default_rng(total)
+    middles = random.uniform(0.1 * side, 0.9 * side, (total, 2))
+    anchors = np.concatenate([middles, np.exp(random.uniform(-0.7, 0.7, (total, 2))) * 8 * side / x.shape[1]], 1)
     boxes = decoded(net, offsets, anchors.astype(np.float32), 0.1, 0.2)
-    boxes = net.clip(net.op("Squeeze", boxes, net.integers(0), shape=(places, 4)), 0, side)
+    boxes = net.clip(net.op("Squeeze", boxes, net.integers(0), shape=(total, 4)), 0, side)
     return net.op("Gather", boxes, best, shape=(count, 4), axis=0)
 
 
@@ -95,10 +95,10 @@ def _best(net: Net, scores: Tensor, count: int) -> Tensor:
     return best
 
 
-def _kept(net: Net, boxes: Tensor, scores: Tensor, most: int) -> Tensor:
+def _selected(net: Net, boxes: Tensor, scores: Tensor, most: int) -> Tensor:
     """Return the indices of the boxes that NonMaxSuppression keeps; their number depends on the data."""
     each = net.op("Unsqueeze", boxes, net.integers(0), shape=boxes.shape)
     weights = net.op("Unsqueeze", scores, net.integers(0, 1), shape=())
-    kept = net.op("NonMaxSuppression", each, weights, net.integers(most), net.scalar(OVERLAP),
-                  net.scalar(LEAST_SCORE), shape=(), name="nms")
-    return net.op("Gather", kept, net.constant(np.array(2, np.int64)), shape=(), axis=1)
+    selected = net.op("NonMaxSuppression", each, weights, net.integers(most), net.scalar(OVERLAP),
+                      net.scalar(LEAST_SCORE), shape=(), name="nms")
+    return net.op("Gather", selected, net.constant(np.array(2, np.int64)), shape=(), axis=1)

@@ -57,11 +57,11 @@ def ssd_mobilenet(net: Net, x: Tensor, nms: bool = True, blocks: Sequence[int] =
 def _head(net: Net, x: Tensor, anchors: int, kernel: int, stride: int, name: str) -> tuple[Tensor, Tensor]:
     """Return offsets [anchors, 4] and scores [anchors, classes] of all positions."""
     rows, cols = windows(x.shape, kernel, stride, kernel // 2)
-    found = []
+    outputs = []
     for values, part in ((4, "location"), (net.classes, "score")):
         y = net.conv(x, anchors * values, kernel, stride=stride, bias=True, name=f"{name}.{part}")
-        found.append(net.reshape(net.transpose(y, 2, 3, 1), rows * cols * anchors, values))
-    return found[0], found[1]
+        outputs.append(net.reshape(net.transpose(y, 2, 3, 1), rows * cols * anchors, values))
+    return outputs[0], outputs[1]
 
 
 def _detections(net: Net, locations: Sequence[Tensor], scores: Sequence[Tensor], gate: str,
@@ -74,9 +74,9 @@ def _detections(net: Net, locations: Sequence[Tensor], scores: Sequence[Tensor],
     by_class = net.transpose(net.slice(shares, 2, 1), 2, 1)        # the first class is the background
     if not nms:
         return {"boxes": boxes, "scores": by_class}
-    kept = net.op("NonMaxSuppression", boxes, by_class, net.integers(MOST_BOXES), net.scalar(OVERLAP),
-                  net.scalar(LEAST_SCORE), shape=(3,), name="nms")
-    return {"boxes": boxes, "scores": by_class, "kept": replace(kept, leading="kept", integers=True)}
+    selected = net.op("NonMaxSuppression", boxes, by_class, net.integers(MOST_BOXES), net.scalar(OVERLAP),
+                      net.scalar(LEAST_SCORE), shape=(3,), name="nms")
+    return {"boxes": boxes, "scores": by_class, "kept": replace(selected, leading="kept", integers=True)}
 
 
 def _anchors(net: Net, count: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
@@ -89,11 +89,11 @@ def _anchors(net: Net, count: int) -> np.ndarray[tuple[int, int], np.dtype[np.fl
 def decoded(net: Net, offsets: Tensor, anchors: np.ndarray[tuple[int, int], np.dtype[np.float32]], centre: float,
             size: float) -> Tensor:
     """Decode boxes to corners: centres shifted by shares of the anchors, sizes scaled by exponentials."""
-    places, extents = anchors[None, :, :2], anchors[None, :, 2:]
+    centres, extents = anchors[None, :, :2], anchors[None, :, 2:]
     half = (*offsets.shape[:-1], 2)
     moved = net.mul(net.slice(offsets, 2, 0, 2), net.constant(centre * extents))
     grown = net.op("Exp", net.mul(net.slice(offsets, 2, 2, 4), net.scalar(size)), shape=half)
-    middles = net.add(moved, net.constant(places))
+    middles = net.add(moved, net.constant(centres))
     halves = net.mul(grown, net.constant(extents / 2))
     low = net.op("Sub", middles, halves, shape=half)
     return net.op("Concat", low, net.add(middles, halves), shape=offsets.shape, axis=2)

@@ -151,7 +151,7 @@ def test_the_benchmark_of_gpus_times_it_beside_ours_or_says_that_it_is_missing(
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     for target in TARGETS:
         gpu.tensorrt(bench, target)
-    found = bench.results.found
+    found = bench.results.values
     assert found["tensorrt: trial fp16, batch 2"]["items/s"] > 0 and found["tensorrt: trial fp16"] == "tensorrt 10.1"
     assert "pip install 'infer-server[tensorrt-rtx]'" in found["tensorrt_rtx"]
 
