@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.deepbench import CLASSES, Problem, problems
-from benchmarks.measure.accuracy import LEAST_COSINE
+from benchmarks.measure.accuracy import MIN_COSINE
 from benchmarks.measure.cases import Bench
 from benchmarks.measure.cycles import Counter
 from benchmarks.measure.results import Case, read_results, write_results
@@ -28,7 +28,7 @@ from benchmarks.reports.document import PAGES, write_section
 from benchmarks.reports.ops_report import every_case, report, worklist
 from benchmarks.runtimes.builds import Workshop
 
-FEWEST_TURNS = 3        # since a call may take many seconds
+MIN_TURNS = 3           # since a call may take many seconds
 EVERY_CASE = PAGES / "operators.md"
 
 
@@ -48,8 +48,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--class", dest="classes", type=choice(*CLASSES), default=list(CLASSES), metavar="C,...",
                         help=", ".join(CLASSES))
-    parser.add_argument("--precision", type=choice(*LEAST_COSINE), default=["fp32", "int8"], metavar="P,...",
-                        help=", ".join(LEAST_COSINE))
+    parser.add_argument("--precision", type=choice(*MIN_COSINE), default=["fp32", "int8"], metavar="P,...",
+                        help=", ".join(MIN_COSINE))
     parser.add_argument("--match", default="", metavar="TEXT", help="only problems with this in their name")
     parser.add_argument("--seconds", type=float, default=2.0, help="of taking turns, for each case, at least")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no case is begun")
@@ -70,7 +70,7 @@ def measured(problem: Problem, precision: str, folder: Path, counter: Counter, s
     source, data = problem.write(folder)
     model = Model(source, str(data))
     bench = Bench(model, precision, Workshop(folder, log).builds(model, precision), log)
-    return bench.case(1, 1, counter, seconds, {}, FEWEST_TURNS, screened=True)
+    return bench.case(1, 1, counter, seconds, {}, MIN_TURNS, screened=True)
 
 
 def measure(options: argparse.Namespace, counter: Counter, known: Sequence[Case]) -> Iterator[Case]:

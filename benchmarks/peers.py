@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from benchmarks import peaks
-from benchmarks.measure.accuracy import LEAST_COSINE, load_judge
+from benchmarks.measure.accuracy import MIN_COSINE, load_judge
 from benchmarks.measure.cases import Bench
 from benchmarks.measure.cycles import Counter
 from benchmarks.measure.results import Case, write_results
@@ -31,7 +31,7 @@ from benchmarks.reports.picture import write_summary
 from benchmarks.reports.report import every_build, overview, report
 from benchmarks.runtimes.builds import Workshop
 
-PRECISIONS = tuple(LEAST_COSINE)
+PRECISIONS = tuple(MIN_COSINE)
 FOLDERS = re.compile(r"[^\s=]*/")       # folders of paths in the command, removed as they mean nothing elsewhere
 
 

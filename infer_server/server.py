@@ -128,10 +128,10 @@ class Ports:
     metrics: int
 
 
-def repository_roots(repositories: Iterable[Path | str], store: Path | None, most_bytes: int) -> list[RepositoryRoot]:
+def repository_roots(repositories: Iterable[Path | str], store: Path | None, max_bytes: int) -> list[RepositoryRoot]:
     """Return the repositories, local or remote. Raises RepositoryError if a package for an address is missing."""
     store = store or user_cache() / "models"
-    return [RemoteFolder(str(each), store, most_bytes) if is_remote(str(each)) else LocalFolder(Path(each))
+    return [RemoteFolder(str(each), store, max_bytes) if is_remote(str(each)) else LocalFolder(Path(each))
             for each in repositories]
 
 

@@ -22,7 +22,7 @@ from infer_server.engines.ir.graph import Array
 
 # The least cosine of any output with the float32 reference. INT8's is that of a network that still works, not of a good
 # one: how good it is, the model's metric says.
-LEAST_COSINE = {"fp32": 0.99999, "bf16": 0.99, "int8": 0.9}
+MIN_COSINE = {"fp32": 0.99999, "bf16": 0.99, "int8": 0.9}
 
 Outputs = Sequence[Array]
 

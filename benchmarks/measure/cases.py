@@ -4,9 +4,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from benchmarks.measure.accuracy import LEAST_COSINE, Judge, Outputs, compare
+from benchmarks.measure.accuracy import MIN_COSINE, Judge, Outputs, compare
 from benchmarks.measure.cycles import Counter
-from benchmarks.measure.measuring import FEWEST_TURNS, Clock, WallClock, WorkClock, interleaved
+from benchmarks.measure.measuring import MIN_TURNS, Clock, WallClock, WorkClock, interleaved
 from benchmarks.measure.results import Case, Row
 from benchmarks.models import Model
 from benchmarks.runtimes.builds import Build, Log
@@ -34,7 +34,7 @@ class Bench:
         return metrics
 
     def case(self, batch: int, threads: int, counter: Counter, seconds: float,
-             metrics: Mapping[Build, Mapping[str, float]], fewest: int = FEWEST_TURNS, screened: bool = False) -> Case:
+             metrics: Mapping[Build, Mapping[str, float]], fewest: int = MIN_TURNS, screened: bool = False) -> Case:
         """Measure all builds at a batch size and number of threads.
 
         One thread is timed by its CPU work, several by the wall clock, for at least `fewest` turns. metrics: added to
@@ -73,7 +73,7 @@ class Bench:
             agreement = compare(reference, _outputs(session))
         except Exception as error:      # the runtime's own, or ValueError of other outputs
             return Row(build.runtime, build.name, failure=_reason(error))
-        agrees = agreement.cosine >= LEAST_COSINE[self.precision]
+        agrees = agreement.cosine >= MIN_COSINE[self.precision]
         if not agrees:
             self._log(f"  {build.runtime}, {build.name}: cosine {agreement.cosine:.4f} with float32")
         return Row(build.runtime, build.name, cosine=agreement.cosine, error=agreement.error, agrees=agrees,

@@ -15,7 +15,7 @@ from benchmarks.measure.cycles import Counter
 
 TURN_SECONDS = 0.03
 LONG_SECONDS = 0.3      # calls of at least this length need no warm-up
-FEWEST_TURNS = 5
+MIN_TURNS = 5
 Name = TypeVar("Name")
 
 
@@ -48,7 +48,7 @@ class WorkClock:
 
 
 def interleaved(clock: Clock, calls: Mapping[Name, Callable[[], object]],
-                seconds: float, fewest: int = FEWEST_TURNS) -> dict[Name, list[float]]:
+                seconds: float, fewest: int = MIN_TURNS) -> dict[Name, list[float]]:
     """Return the cost of a call in each turn by name, in the clock's unit; all have equally many turns, >= `fewest`."""
     costs: dict[Name, list[float]] = {name: [] for name in calls}
     end, order = time.perf_counter() + seconds, list(calls)

@@ -30,7 +30,7 @@ from infer_server.engines.compiler.builder import BuildConfig, Builder
 from infer_server.engines.errors import did_you_mean
 
 PRECISIONS = tuple(BUILDS)
-FEWEST_TURNS = 3
+MIN_TURNS = 3
 HEADER = ("model", "precision", "steps", "by reference, of the time", "error", "SQNR, dB", "ms", *PEERS,
           "turns", "build s")
 
@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no-timing", action="store_true", help="choose tactics by cost: a fraction of the time")
     parser.add_argument("--beside", choices=PEERS, action="append", help="time this peer only; again for another")
     parser.add_argument("--seconds", type=float, default=3.0, help="of taking turns, for each build of a peer")
-    parser.add_argument("--turns", type=int, default=FEWEST_TURNS, metavar="N", help="at least, whatever --seconds is")
+    parser.add_argument("--turns", type=int, default=MIN_TURNS, metavar="N", help="at least, whatever --seconds is")
     parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS",
                         help="of a build, and of timing one build of a peer")
     parser.add_argument("--write", action="store_true", help="the table into docs/benchmarks, row by row")

@@ -20,8 +20,8 @@ from infer_server.clients.channels.status import StatusError
 
 log = logging.getLogger(__name__)
 
-_FIRST_BACKOFF_SECS, _BACKOFF_FACTOR, _MOST_BACKOFF_SECS, _JITTER = 1.0, 1.6, 120.0, 0.2
-_MOST_FAILURES = 100            # failures counted: a power of thousands of them is no float
+_FIRST_BACKOFF_SECS, _BACKOFF_FACTOR, _MAX_BACKOFF_SECS, _JITTER = 1.0, 1.6, 120.0, 0.2
+_MAX_FAILURES = 100             # failures counted: a power of thousands of them is no float
 DNS = "dns:"                    # scheme of a name whose addresses are all used
 LOOK_UP_SECS = 10.0             # age at which the addresses of a name are looked up again
 _AFTER_FAILURE_SECS = 1.0       # the same after a connection failed: a server has gone, and another may be there
@@ -53,8 +53,8 @@ class Address:
 
     def failed(self) -> None:
         """Eject the address for a time that grows with each failure in a row."""
-        secs = min(_FIRST_BACKOFF_SECS * _BACKOFF_FACTOR ** self._failures, _MOST_BACKOFF_SECS)
-        self._failures = min(self._failures + 1, _MOST_FAILURES)
+        secs = min(_FIRST_BACKOFF_SECS * _BACKOFF_FACTOR ** self._failures, _MAX_BACKOFF_SECS)
+        self._failures = min(self._failures + 1, _MAX_FAILURES)
         self._ejected_until = time.monotonic() + secs * random.uniform(1 - _JITTER, 1 + _JITTER)
 
     def is_unhealthy(self) -> None:

@@ -12,7 +12,7 @@ from infer_server.clients.channels.addresses import Address, connect_limit
 from infer_server.clients.channels.base import ChannelBase
 from infer_server.clients.channels.call import CallRequest, PendingCall, RequestEncoder
 from infer_server.clients.channels.connection import ClientConnection, Keepalive, require_http2
-from infer_server.clients.channels.health import MOST_SECS, HealthCheck, require_healthy
+from infer_server.clients.channels.health import MAX_SECS, HealthCheck, require_healthy
 from infer_server.clients.channels.options import ChannelOptions, Message, Metadata
 from infer_server.clients.channels.retry import Attempts
 from infer_server.clients.channels.status import StatusError, deadline_exceeded
@@ -135,7 +135,7 @@ class AioChannel(ChannelBase):
                     connection = await self._new_connection(address)
             is_connected = True
             if connection.health.is_due:
-                await connection.check_health(self._encoder, min(secs, MOST_SECS))
+                await connection.check_health(self._encoder, min(secs, MAX_SECS))
         except TimeoutError:
             self._failed(address, is_connected)
             raise StatusError("UNAVAILABLE", f"no connection within {secs:g} s") from None

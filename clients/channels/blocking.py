@@ -12,14 +12,14 @@ from infer_server.clients.channels.addresses import Address, connect_limit
 from infer_server.clients.channels.base import ChannelBase
 from infer_server.clients.channels.call import CallRequest, PendingCall, RequestEncoder
 from infer_server.clients.channels.connection import ClientConnection, Keepalive, require_http2
-from infer_server.clients.channels.health import MOST_SECS, HealthCheck, require_healthy
+from infer_server.clients.channels.health import MAX_SECS, HealthCheck, require_healthy
 from infer_server.clients.channels.options import ChannelOptions, Message, Metadata
 from infer_server.clients.channels.retry import Attempts
 from infer_server.clients.channels.status import StatusError, deadline_exceeded
 from infer_server.protos.buffers import uninitialised
 
 _RECEIVE_BYTES = 256 << 10
-_LEAST_WAIT_SECS = 1e-3             # 0 would make the socket non-blocking
+_MIN_WAIT_SECS = 1e-3               # 0 would make the socket non-blocking
 
 
 class BlockingChannel(ChannelBase):
@@ -77,7 +77,7 @@ class BlockingChannel(ChannelBase):
                 if connection is None:
                     connection = BlockingConnection(address, self._keepalive, self._tls, self._tls_host,
                                                     self._config.health_service, secs)
-                connection.check_health(self._encoder, min(secs, MOST_SECS))
+                connection.check_health(self._encoder, min(secs, MAX_SECS))
             except (OSError, StatusError) as error:
                 self._failed(address, connection is not None)
                 if connection:
@@ -215,7 +215,7 @@ class BlockingConnection:
     def _limit(self, moment: float | None) -> None:
         """Set the socket's timeout to end at `moment`; None and infinity mean no timeout."""
         if moment is not None and moment < math.inf:
-            self._socket.settimeout(max(_LEAST_WAIT_SECS, moment - time.monotonic()))
+            self._socket.settimeout(max(_MIN_WAIT_SECS, moment - time.monotonic()))
         elif self._socket.gettimeout() is not None:
             self._socket.settimeout(None)
 

@@ -26,7 +26,7 @@ from infer_server.protos.http2 import Header
 from infer_server.protos.version import VERSION
 
 NO_LIMIT = -1
-_MOST_BYTES = (1 << 32) - 1                         # largest length that the message prefix can hold
+_MAX_BYTES = (1 << 32) - 1                          # largest length that the message prefix can hold
 _SUCCESS = ((b"grpc-status", b"0"),)
 _SMALL_BYTES = 64 << 10                             # larger messages are not copied behind their prefix
 _WORTH_BYTES = 1 << 10                              # smaller messages are not compressed
@@ -106,7 +106,7 @@ class PendingCall:
         self.is_ended = False
         self.error: StatusError | None = None       # the rest of the stream can be discarded
         self._message: bytes | bytearray | None = None
-        self._max_bytes = _MOST_BYTES if max_bytes == NO_LIMIT else max_bytes
+        self._max_bytes = _MAX_BYTES if max_bytes == NO_LIMIT else max_bytes
         self._reader: MessageReader | None = None
         self._done = done
         self._coding = b""

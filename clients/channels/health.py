@@ -12,7 +12,7 @@ from infer_server.clients.channels.status import StatusError
 from infer_server.protos import health
 
 CHECK_SECS = 5.0                # between the checks of a connection that is used
-MOST_SECS = 1.0                 # time for the answer to a check
+MAX_SECS = 1.0                  # time for the answer to a check
 _PATH = next(method.path for method in protos.methods(protos.HEALTH_SERVICE) if method.name == "Check")
 
 

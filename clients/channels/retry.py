@@ -13,7 +13,7 @@ from infer_server.clients.channels.addresses import Address
 from infer_server.clients.channels.service_config import MethodConfig, ServiceConfig
 from infer_server.clients.channels.status import StatusError, deadline_exceeded
 
-_MOST_REFUSALS = 10             # most retries of a call whose stream was refused or followed by GOAWAY
+_MAX_REFUSALS = 10              # most retries of a call whose stream was refused or followed by GOAWAY
 _JITTER = 0.2
 
 
@@ -59,7 +59,7 @@ class Attempts:
 
     def wait_after(self, error: StatusError) -> float:
         """Return the seconds to wait before the next attempt. Raises `error` if there is none."""
-        if error.is_unprocessed and self._refusals < _MOST_REFUSALS:
+        if error.is_unprocessed and self._refusals < _MAX_REFUSALS:
             self._refusals += 1
             return 0.0
         policy = self._policy

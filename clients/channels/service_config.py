@@ -26,7 +26,7 @@ from infer_server.clients.channels.status import STATUSES
 DEFAULT_POLICY = {"maxAttempts": 4, "initialBackoff": "0.1s", "maxBackoff": "1s", "backoffMultiplier": 2,
                   "retryableStatusCodes": ["UNAVAILABLE"]}
 _INFERENCE = "inference.GRPCInferenceService"
-_MOST_ATTEMPTS = 5                      # the limit of all gRPC implementations
+_MAX_ATTEMPTS = 5                       # the limit of all gRPC implementations
 _DURATION = re.compile(r"(\d+(?:\.\d{1,9})?)s")
 
 
@@ -118,7 +118,7 @@ def _policy(policy: Mapping[str, Any]) -> RetryPolicy:
     if not statuses or "OK" in statuses or not statuses <= frozenset(STATUSES):
         raise ValueError(f"retryableStatusCodes {policy['retryableStatusCodes']} are not statuses of failures")
     attempts = _number("maxAttempts", policy, lambda n: n >= 2 and n == int(n), "a whole number of at least 2")
-    return RetryPolicy(min(int(attempts), _MOST_ATTEMPTS), _secs("initialBackoff", policy["initialBackoff"]),
+    return RetryPolicy(min(int(attempts), _MAX_ATTEMPTS), _secs("initialBackoff", policy["initialBackoff"]),
                        _secs("maxBackoff", policy["maxBackoff"]),
                        _number("backoffMultiplier", policy, lambda n: n > 0, "above 0"), statuses)
 

@@ -84,7 +84,7 @@ def parse(arguments: list[str] | None = None) -> Options:
     """Parse sys.argv, or `arguments`; exits with status 2 and a usage message if they are invalid."""
     parser = make_parser()
     parsed = parser.parse_args(arguments)
-    _refuse_what_a_way_cannot(parser, parsed)
+    _check_transport(parser, parsed)
     loads: tuple[Load, ...] = (tuple(map(Open, parsed.rate)) if parsed.rate else tuple(map(Closed, parsed.concurrency)))
     return Options(parsed.model, parsed.model_version, parsed.url, parsed.against or "", loads,
                    _scenario(parser, parsed), parsed.batch, parsed.duration, parsed.warmup, parsed.timeout, parsed.seed,
@@ -130,12 +130,12 @@ def _scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Sc
                     parsed.mlperf_logs)
 
 
-def _refuse_what_a_way_cannot(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+def _check_transport(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     for url in filter(None, (parsed.url, parsed.against)):
         scheme, _ = split_url(url)
         if parsed.check and scheme != "grpc":
             parser.error(f"argument --check: outputs are read over gRPC only, not over {scheme}")
-        most = SCHEMES[scheme].most_in_flight
+        most = SCHEMES[scheme].max_in_flight
         if most and max(parsed.concurrency) > most:
             parser.error(f"argument --concurrency: over {scheme} at most {most} requests are in flight")
 

@@ -89,7 +89,7 @@ class Sender:
         """request_bytes: about what one of them has."""
         self.recorder = Recorder()
         self.messages: dict[str, str] = {}
-        self.most_in_flight = max(1, min(MAX_IN_FLIGHT, MAX_BYTES_IN_FLIGHT // request_bytes))
+        self.max_in_flight = max(1, min(MAX_IN_FLIGHT, MAX_BYTES_IN_FLIGHT // request_bytes))
         self._next_request = itertools.cycle([
             (request, request.start if isinstance(request, StartedSend) else None) for request in requests]).__next__
         self._timeout = timeout
@@ -139,7 +139,7 @@ async def send_closed(sender: Sender, load: Closed, stop: asyncio.Event) -> None
 
 async def send_open(sender: Sender, load: Open, seed: int, stop: asyncio.Event) -> None:
     """Send requests on schedule until `stop`, and wait for the last answer."""
-    slots = asyncio.Semaphore(sender.most_in_flight)
+    slots = asyncio.Semaphore(sender.max_in_flight)
     start = time.monotonic()
     with Alarm() as alarm:
         async with asyncio.TaskGroup() as group:
@@ -152,7 +152,7 @@ async def send_open(sender: Sender, load: Open, seed: int, stop: asyncio.Event) 
                     slots.release()
                     break
                 sender.send(due, group, slots.release)
-            for _ in range(sender.most_in_flight):
+            for _ in range(sender.max_in_flight):
                 await slots.acquire()
 
 

@@ -14,7 +14,7 @@ from infer_server.clients.load.schedule import Closed
 _PERCENTILES = {"p50": "#4C78A8", "p99": "#E45756"}
 _PARTS = {"compute": "#54A24B", "queue": "#EECA3B", "network": "#9D9DA1", "client": "#B279A2"}
 _BATCHES = ("#4C78A8", "#F58518")
-_MOST_AREA = 320                    # points, of a batch size that all executions had
+_MAX_AREA = 320                     # points, of a batch size that all executions had
 
 
 def require_matplotlib() -> None:
@@ -113,7 +113,7 @@ def _draw_batches(axes: Any, report: Report) -> None:
             highest = max(highest, *sizes, 1)
             position = at + (2 * number - 1) * offset
             axes.scatter([position] * len(sizes), list(sizes), color=_BATCHES[number], alpha=0.5, linewidths=0,
-                         s=[_MOST_AREA * count / max(1, sum(sizes.values())) for count in sizes.values()])
+                         s=[_MAX_AREA * count / max(1, sum(sizes.values())) for count in sizes.values()])
             means.append((position, level.server.mean_batch))
         axes.plot(*zip(*means, strict=True) if means else ((), ()), style, marker="_", markersize=14,
                   color=_BATCHES[number], label=f"mean{f', {each.url}' if report.against else ''}")

@@ -20,7 +20,7 @@ from infer_server.batch.columns import arrow
 from infer_server.batch.job import Summary, run
 from infer_server.batch.results import file_digest
 from infer_server.batch.scorer import Scorer
-from infer_server.batch.sources import MOST_ITEMS, SPLITS, open_source
+from infer_server.batch.sources import MAX_ITEMS, SPLITS, open_source
 from infer_server.cli.common import guarded, positive
 from infer_server.engines.machine.cpu import allowed_cpus
 
@@ -131,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
                               "such item ends the run")
     reading.add_argument("--split-items", type=positive, metavar="N",
                          help=f"approximate number of items of a file of results (default: those of a row group of "
-                              f"Parquet, up to {MOST_ITEMS}; a {SPLITS}nd of other inputs)")
+                              f"Parquet, up to {MAX_ITEMS}; a {SPLITS}nd of other inputs)")
     running = parser.add_argument_group("running")
     running.add_argument("--batch", type=positive, metavar="N",
                          help="items of an execution (default: the most that the plan was built for)")

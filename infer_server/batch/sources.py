@@ -26,9 +26,9 @@ PARQUET = (".parquet", ".pq")
 PIECES = 4              # most splits of a row group: each reads over those before it
 CHUNK_ITEMS = 1024      # most items in memory at a time
 CHUNK_BYTES = 64 << 20  # most bytes of their inputs
-MOST_ITEMS = 4096       # default items of a split of Parquet; at most so many of other inputs
+MAX_ITEMS = 4096        # default items of a split of Parquet; at most so many of other inputs
 SPLITS = 32             # default number of splits of other inputs, unless these get smaller than:
-FEWEST_ARRAYS, FEWEST_PICTURES = 1024, 64
+MIN_ARRAYS, MIN_PICTURES = 1024, 64
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def open_source(path: Path, scorer: Scorer, split_items: int = 0) -> Source:
 
 def _size(total: int, fewest: int) -> int:
     """Return the default items of a split."""
-    return min(max(-(-total // SPLITS), fewest), MOST_ITEMS)
+    return min(max(-(-total // SPLITS), fewest), MAX_ITEMS)
 
 
 def _cut(items: int, size: int) -> list[tuple[int, int]]:
@@ -164,7 +164,7 @@ class ParquetSource:
                 bytes_ += described.total_byte_size
         total = sum(rows for *_, rows in groups)
         scorer.schema(schema)       # raises InputError for missing columns
-        size = split_items or MOST_ITEMS
+        size = split_items or MAX_ITEMS
         splits = [(number, group, start, stop) for number, group, rows in groups
                   for start, stop in _cut(rows, max(size, -(-rows // PIECES)))]
         return ParquetSource(tuple(files), base, tuple(
@@ -219,7 +219,7 @@ class ArraySource:
                     raise
                 counts.append(0)
                 bad[file.relative_to(base).as_posix()] = str(error)
-        size = split_items or _size(sum(counts), FEWEST_ARRAYS)
+        size = split_items or _size(sum(counts), MIN_ARRAYS)
         splits = [(number, start, stop) for number, count in enumerate(counts) for start, stop in _cut(count, size)]
         return ArraySource(tuple(files), base, tuple(
             Split(index, start, stop, number) for index, (number, start, stop) in enumerate(splits)), (), bad)
@@ -259,7 +259,7 @@ class ImageSource:
 
     @staticmethod
     def of(files: Sequence[Path], base: Path, scorer: Scorer, split_items: int) -> ImageSource:
-        splits = _cut(len(files), split_items or _size(len(files), FEWEST_PICTURES))
+        splits = _cut(len(files), split_items or _size(len(files), MIN_PICTURES))
         return ImageSource(tuple(files), base, tuple(
             Split(index, start, stop) for index, (start, stop) in enumerate(splits)), scorer.reader(files))
 

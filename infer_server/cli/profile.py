@@ -15,7 +15,7 @@ from infer_server.engines.runtime.contexts import AnyContext
 from infer_server.engines.runtime.engine import Engine
 
 SECONDS = 1.0                       # time for whole runs, and again for passes step by step, within these limits:
-FEWEST_PASSES, MOST_PASSES = 5, 200
+MIN_PASSES, MAX_PASSES = 5, 200
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def profile(engine: Engine, context: AnyContext, batch: int) -> Profile:
         context.execute(batch)
         return clock() - begin
 
-    passes = min(max(int(SECONDS / run_once()), FEWEST_PASSES), MOST_PASSES)
+    passes = min(max(int(SECONDS / run_once()), MIN_PASSES), MAX_PASSES)
     run = min(run_once() for _ in range(passes))
     times = context.profile(batch, repeats=passes)
     peaks = peaks.or_better(backend.peaks())        # the clock frequency may change within a second

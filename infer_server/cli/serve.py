@@ -33,7 +33,7 @@ from infer_server.cli.triton_options import (
     ports_of,
     without_effect,
 )
-from infer_server.config.fields import MOST_THREADS
+from infer_server.config.fields import MAX_THREADS
 from infer_server.engines.errors import ConfigError
 from infer_server.engines.machine.cpu import allowed_cpus
 from infer_server.errors import RepositoryError
@@ -43,12 +43,12 @@ from infer_server.observing.log_stream import LogStream, reopen_log
 from infer_server.process import age_secs, raise_descriptor_limit, tune_malloc
 from infer_server.repository.checking import check
 from infer_server.repository.remote import is_remote
-from infer_server.repository.repository import LOADS, MOST_LOADS
+from infer_server.repository.repository import LOADS, MAX_LOADS
 from infer_server.server import Server, ServerOptions, repository_roots
 
 log = logging.getLogger(__name__)
 
-_MOST_WORKERS = 256
+_MAX_WORKERS = 256
 _USUAL_LOADS = 16       # upper limit of the default number of parallel loads: a build takes gigabytes
 
 
@@ -284,7 +284,7 @@ def _add_ports(parser: argparse.ArgumentParser) -> None:
                         help="address to listen on; :: listens on all, IPv4 and IPv6 (default %(default)s)")
     parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N",
                         help="port of gRPC; 0 is any free port (default %(default)s)")
-    parser.add_argument("--workers", type=up_to(_MOST_WORKERS), default=1, metavar="N",
+    parser.add_argument("--workers", type=up_to(_MAX_WORKERS), default=1, metavar="N",
                         help="processes that read requests and write responses; with more than one, models execute in "
                              "a separate process (default %(default)s)")
     parser.add_argument("--grpc-front", choices=GRPC_LIBRARIES, default=NGHTTP2,
@@ -313,7 +313,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
                              "is unreachable at the start (default %(default)s)")
     parser.add_argument("--load-model", action="append", default=[], metavar="NAME",
                         help="model to load at start under explicit control; * is every model; can be repeated")
-    parser.add_argument("--model-load-thread-count", type=up_to(MOST_LOADS), metavar="N",
+    parser.add_argument("--model-load-thread-count", type=up_to(MAX_LOADS), metavar="N",
                         help="number of models that are loaded in parallel (default: --cores, at least 2, at most "
                              f"{_USUAL_LOADS})")
     parser.add_argument("--strict-readiness", type=boolean, nargs="?", const=True, default=True, metavar="BOOL",
@@ -321,7 +321,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exit-on-error", type=boolean, nargs="?", const=True, metavar="BOOL",
                         help="true: exit with status 1 if a model cannot be loaded at start; false: serve even if a "
                              "repository does not exist (default: exit only for a missing repository)")
-    parser.add_argument("--threads", type=up_to(MOST_THREADS), default=1, metavar="N",
+    parser.add_argument("--threads", type=up_to(MAX_THREADS), default=1, metavar="N",
                         help="threads of one instance; instance_group sets the number of instances "
                              "(default %(default)s)")
     parser.add_argument("--cores", type=positive, default=len(allowed_cpus()), metavar="N",

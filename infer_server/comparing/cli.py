@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 from infer_server.calibration.data.items import Feed
 from infer_server.cli.common import guarded, positive, up_to
-from infer_server.comparing.comparison import ITEMS, MOST_BYTES, THRESHOLD_DB, WORST, compare
+from infer_server.comparing.comparison import ITEMS, MAX_BYTES, THRESHOLD_DB, WORST, compare
 
 TOO_FAR = 1             # exit code if an output is below --min-sqnr
-MOST_ITEMS = 100_000
+MAX_ITEMS = 100_000
 
 
 def _command(options: argparse.Namespace) -> int:
@@ -65,9 +65,9 @@ def make_parser() -> argparse.ArgumentParser:
     data.add_argument("--preprocess", metavar="FILE|PRESET",
                       help="preprocessing of images (default: what a plan of the two was calibrated with, or a preset "
                            "by the input's channels)")
-    data.add_argument("--items", type=up_to(MOST_ITEMS), default=ITEMS, metavar="N",
+    data.add_argument("--items", type=up_to(MAX_ITEMS), default=ITEMS, metavar="N",
                       help=f"the most items that are run, each alone (default {ITEMS}). Inner tensors of one item are "
-                           f"held at a time, up to {MOST_BYTES >> 20} MiB; a larger model is run in several passes")
+                           f"held at a time, up to {MAX_BYTES >> 20} MiB; a larger model is run in several passes")
     report = parser.add_argument_group("report")
     report.add_argument("--threshold", type=decibels, default=THRESHOLD_DB, metavar="DB",
                         help=f"SQNR below which a layer diverges (default {THRESHOLD_DB:g}: errors of a tenth of the "

@@ -28,7 +28,7 @@ ITEMS = 8                   # default number of items
 # about 40 dB, and usable outputs of networks have 15 to 30 (calibration.accuracy.measures.sqnr_db).
 THRESHOLD_DB = 20.0
 WORST = 20                  # default number of layers that are listed
-MOST_BYTES = 512 << 20      # inner tensors of an item that are held at a time
+MAX_BYTES = 512 << 20       # inner tensors of an item that are held at a time
 Progress = Callable[[Iterable[Feed], int], Iterable[Feed]]      # called with the items and their number
 
 
@@ -315,7 +315,7 @@ def _groups(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
         size = size or UNKNOWN_BYTES
         if size > left or not groups:
             groups.append([])
-            left = MOST_BYTES
+            left = MAX_BYTES
         groups[-1].append(name)
         left -= size
     return list(map(tuple, groups))

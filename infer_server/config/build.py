@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from infer_server.config.fields import MOST_ITEMS, MOST_THREADS
+from infer_server.config.fields import MAX_ITEMS, MAX_THREADS
 from infer_server.config.pbtxt import nearest
 from infer_server.errors import ModelConfigError
 from infer_server.protos import model_config
@@ -51,7 +51,7 @@ class BuildOptions:
         for name in _TRUTHS:
             if getattr(self, name) not in ("", "true", "false"):
                 raise ModelConfigError(f"parameter {name}: expected true or false, got '{getattr(self, name)}'")
-        for name, of, most in (("threads", "threads", MOST_THREADS), ("max_batch", "items", MOST_ITEMS)):
+        for name, of, most in (("threads", "threads", MAX_THREADS), ("max_batch", "items", MAX_ITEMS)):
             value = getattr(self, name)
             if value and not (value.isascii() and value.isdecimal() and value.strip("0")):
                 raise ModelConfigError(f"parameter {name}: expected a number of {of}, got '{value}'")

@@ -13,8 +13,8 @@ from pathlib import Path
 from infer_server.batching.policy import BatchPolicy, Priorities, QueuePolicy
 from infer_server.config.build import BuildOptions, build_options
 from infer_server.config.fields import (
-    MOST_INSTANCES,
-    MOST_PROCESSES,
+    MAX_INSTANCES,
+    MAX_PROCESSES,
     Finding,
     Verdict,
     check_limits,
@@ -153,7 +153,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
         if size < 1 or (message.max_batch_size and size > message.max_batch_size):
             raise ModelConfigError(f"preferred_batch_size: {size} is not within 1..{batching.max_batch_size}, "
                                    "the max_batch_size")
-    instances = _devices(message, MOST_PROCESSES if kind is ModelKind.PYTHON else MOST_INSTANCES)
+    instances = _devices(message, MAX_PROCESSES if kind is ModelKind.PYTHON else MAX_INSTANCES)
     check_threads(len(instances), int(build.threads or 1))
     return ModelConfig(
         name=message.name,

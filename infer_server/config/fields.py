@@ -123,17 +123,17 @@ TREATMENTS: dict[str, Treatment] = {
     "model_metrics": _advisory("the metrics' buckets are fixed"),
 }
 
-MOST_INSTANCES = 1024           # instances of a model, each with a thread and a context
-MOST_PROCESSES = 256            # instances of a Python model, each with a process
-MOST_THREADS = 256              # threads of an instance
-MOST_WORKING_THREADS = 1024     # threads of all instances of a model
-MOST_ITEMS = 1 << 20            # items of a batch
-MOST_ARRAY_BYTES = 1 << 30      # bytes of an array that a configuration defines: warm-up inputs, initial states
+MAX_INSTANCES = 1024            # instances of a model, each with a thread and a context
+MAX_PROCESSES = 256             # instances of a Python model, each with a process
+MAX_THREADS = 256               # threads of an instance
+MAX_WORKING_THREADS = 1024      # threads of all instances of a model
+MAX_ITEMS = 1 << 20             # items of a batch
+MAX_ARRAY_BYTES = 1 << 30       # bytes of an array that a configuration defines: warm-up inputs, initial states
 _EXTENT = (1 << 31) - 1
 
 # Largest value of each number by path; None if the value does not affect resources.
 LIMITS: dict[str, int | None] = {
-    "max_batch_size": MOST_ITEMS,
+    "max_batch_size": MAX_ITEMS,
     "version_policy.latest.num_versions": None,
     "version_policy.specific.versions": None,
     "input.dims": _EXTENT,
@@ -144,7 +144,7 @@ LIMITS: dict[str, int | None] = {
     "optimization.cuda.graph_spec.batch_size": None,
     "optimization.cuda.graph_spec.graph_lower_bound.batch_size": None,
     "optimization.gather_kernel_buffer_threshold": None,
-    "dynamic_batching.preferred_batch_size": MOST_ITEMS,
+    "dynamic_batching.preferred_batch_size": MAX_ITEMS,
     "dynamic_batching.max_queue_delay_microseconds": None,
     "dynamic_batching.priority_levels": 64,
     "dynamic_batching.default_priority_level": None,    # checked against priority_levels
@@ -158,16 +158,16 @@ LIMITS: dict[str, int | None] = {
     "sequence_batching.direct.max_queue_delay_microseconds": None,
     "sequence_batching.direct.minimum_slot_utilization": None,
     "sequence_batching.oldest.max_candidate_sequences": 1 << 16,
-    "sequence_batching.oldest.preferred_batch_size": MOST_ITEMS,
+    "sequence_batching.oldest.preferred_batch_size": MAX_ITEMS,
     "sequence_batching.oldest.max_queue_delay_microseconds": None,
     "ensemble_scheduling.step.model_version": None,
     "ensemble_scheduling.max_inflight_requests": None,
-    "instance_group.count": MOST_INSTANCES,
+    "instance_group.count": MAX_INSTANCES,
     "instance_group.gpus": None,                        # checked against the GPUs of the machine
     "instance_group.rate_limiter.resources.count": None,
     "instance_group.rate_limiter.priority": None,
     "instance_group.secondary_devices.device_id": None,
-    "model_warmup.batch_size": MOST_ITEMS,
+    "model_warmup.batch_size": MAX_ITEMS,
     "model_warmup.count": 10_000,
     "model_metrics.metric_control.histogram_options.buckets": None,
 }
@@ -192,17 +192,17 @@ def check_threads(instances: int, threads: int) -> None:
     threads : int
         Threads of each instance.
     """
-    if (total := instances * threads) > MOST_WORKING_THREADS:
+    if (total := instances * threads) > MAX_WORKING_THREADS:
         raise ModelConfigError(f"instance_group.count: {instances} instances of {threads} threads are {total} threads, "
-                               f"more than the limit of {MOST_WORKING_THREADS}; write a lower count, or fewer threads")
+                               f"more than the limit of {MAX_WORKING_THREADS}; write a lower count, or fewer threads")
 
 
 def check_array(where: str, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
-    """Raise ModelConfigError for an array of more than MOST_ARRAY_BYTES, before it is allocated."""
+    """Raise ModelConfigError for an array of more than MAX_ARRAY_BYTES, before it is allocated."""
     size = math.prod(shape) * dtype.itemsize
-    if size > MOST_ARRAY_BYTES:
+    if size > MAX_ARRAY_BYTES:
         raise ModelConfigError(f"{where}: an array of the dims {list(shape)} takes {size} bytes, more than the limit "
-                               f"of {MOST_ARRAY_BYTES}; write smaller dims")
+                               f"of {MAX_ARRAY_BYTES}; write smaller dims")
 
 
 def treatment(path: str) -> Treatment:

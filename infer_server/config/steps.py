@@ -8,8 +8,8 @@ from graphlib import CycleError, TopologicalSorter
 from infer_server.errors import ModelConfigError
 from infer_server.protos import model_config
 
-MOST_NESTED = 16                # maximum nesting depth of ensembles
-MOST_STEPS = 1024               # maximum number of steps, including those of nested ensembles
+MAX_NESTED = 16                 # maximum nesting depth of ensembles
+MAX_STEPS = 1024                # maximum number of steps, including those of nested ensembles
 
 
 class EnsembleCycleError(ModelConfigError):
@@ -73,7 +73,7 @@ def called_models(name: str, steps_of: Callable[[str], Sequence[EnsembleStep]]) 
     CircleError
         An ensemble calls itself.
     ModelConfigError
-        The nesting exceeds MOST_NESTED, or the number of steps MOST_STEPS.
+        The nesting exceeds MAX_NESTED, or the number of steps MAX_STEPS.
     """
     counts: dict[str, int] = {}         # number of steps by model, in the order of the result
     depths: dict[str, int] = {}         # nesting depth by model
@@ -84,17 +84,17 @@ def called_models(name: str, steps_of: Callable[[str], Sequence[EnsembleStep]]) 
             raise EnsembleCycleError(f"ensemble_scheduling: {cycle} is a cycle")
         if model in counts:
             return
-        steps = steps_of(model) if len(above) <= MOST_NESTED else ()        # the error is raised at the first one
+        steps = steps_of(model) if len(above) <= MAX_NESTED else ()         # the error is raised at the first one
         for step in steps:
             visit(step.model, (*above, model))
         depths[model] = max((1 + depths[step.model] for step in steps), default=0)
         counts[model] = sum(1 + counts[step.model] for step in steps)
-        if depths[model] > MOST_NESTED:
+        if depths[model] > MAX_NESTED:
             raise ModelConfigError(f"ensemble_scheduling: {depths[model]} ensembles call each other, more than the "
-                                   f"limit of {MOST_NESTED}")
-        if counts[model] > MOST_STEPS:
+                                   f"limit of {MAX_NESTED}")
+        if counts[model] > MAX_STEPS:
             raise ModelConfigError(f"ensemble_scheduling: '{model}' has {counts[model]} steps with those of the "
-                                   f"ensembles that it calls, more than the limit of {MOST_STEPS}")
+                                   f"ensembles that it calls, more than the limit of {MAX_STEPS}")
 
     visit(name, ())
     return [model for model in counts if model != name]

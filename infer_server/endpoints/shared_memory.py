@@ -37,7 +37,7 @@ from infer_server.protocol.parameters import MemoryReference
 OFF = "Client shared memory is disabled: start the server with --allow-client-shm"
 _FOLDER = Path("/dev/shm")          # folder of shm_open()'s objects on Linux
 _OWN_KEYS = ("infer_server_", "triton_python_backend_shm_region_")      # key prefixes reserved for the server
-_MOST_REGIONS = 4096                # each holds a descriptor or memory of a GPU
+_MAX_REGIONS = 4096                 # each holds a descriptor or memory of a GPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,8 +192,8 @@ class Regions:
                                       f"necessary to register {kind} shared memory region")
         if name in self._regions:
             raise RegionExistsError(f"shared memory region '{name}' already in manager")
-        if len(self._regions) >= _MOST_REGIONS:
-            raise MemoryLimitError(f"{_MOST_REGIONS} regions of shared memory are registered; unregister some")
+        if len(self._regions) >= _MAX_REGIONS:
+            raise MemoryLimitError(f"{_MAX_REGIONS} regions of shared memory are registered; unregister some")
 
     def add(self, region: SharedMemoryRegion) -> None:
         self._regions[region.name] = region

@@ -21,7 +21,7 @@ from infer_server.protocol.codec import DATATYPES, Datatype, InputTensor, check_
 from infer_server.protocol.parameters import NONE, MemoryReference, Parameters, natural, reference_of
 from infer_server.serving import Served
 
-_MOST_CLASSES = 1_000_000               # maximum elements of an item that classification sorts
+_MAX_CLASSES = 1_000_000                # maximum elements of an item that classification sorts
 
 
 class RequestedTensor(NamedTuple):
@@ -148,7 +148,7 @@ def classified(array: NDArray[Any], spec: TensorSpec, count: int, batched: bool,
                labels: Sequence[str]) -> NDArray[Any]:
     """Return the `count` largest elements of each item, the largest first, as "value:index" or "value:index:label"."""
     items = array.reshape(array.shape[0] if batched else 1, -1)
-    if items.shape[1] > _MOST_CLASSES:
+    if items.shape[1] > _MAX_CLASSES:
         raise InvalidRequestError(f"output '{spec.name}': classification output tensor too large")
     count = min(count, items.shape[1])
     values: list[bytes] = []

@@ -12,7 +12,7 @@ from infer_server.fleet.simulate import Fleet, poisson, simulate
 
 SIMULATED = 64              # servers that are simulated of a larger fleet, with their share of rate and balancers
 LOADS = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)     # of the curve
-MOST_SERVERS = 1_000_000
+MAX_SERVERS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Simulation:
         points = dict[int, Point]()
 
         def holds(servers: int) -> bool:
-            if servers > MOST_SERVERS:
-                raise ConfigError(f"more than {MOST_SERVERS} servers would be needed; check the rate and the times")
+            if servers > MAX_SERVERS:
+                raise ConfigError(f"more than {MAX_SERVERS} servers would be needed; check the rate and the times")
             if servers not in points:
                 points[servers] = self.at(replace(fleet, servers=servers), goal.rate, goal)
             return points[servers].p99 <= goal.p99

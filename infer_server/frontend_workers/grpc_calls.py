@@ -40,7 +40,7 @@ class GrpcCalls:
     def __init__(self, end: WorkerEnd, inflight: WorkerInflight, settings: WorkerSettings) -> None:
         self._end, self._inflight = end, inflight
         self._forwards_metadata, self._reflection = settings.forwards_metadata, settings.reflection
-        self._most_bytes = settings.max_message_bytes
+        self._max_bytes = settings.max_message_bytes
         self._replies: dict[int, InferReply] = {}               # pending ModelInfer calls by number
         self._streams: dict[int, _Stream] = {}
         self._load_report = b""                                 # the last that came with a response
@@ -50,7 +50,7 @@ class GrpcCalls:
 
     def _find(self, path: str) -> Serve | None:
         if path == INFER_PATH:
-            return awaiting(self, self._inflight, self._most_bytes)
+            return awaiting(self, self._inflight, self._max_bytes)
         is_served = path in _PATHS or self._reflection and path.startswith(_REFLECTION)
         return partial(self._stream, path) if is_served else None
 

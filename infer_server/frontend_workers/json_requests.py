@@ -16,7 +16,7 @@ from infer_server.protocol.json_documents import LARGE_BYTES, read_inference
 from infer_server.protocol.json_values import JsonArray, Steps, parsed
 
 _WORTHWHILE_BYTES = 2 << 10         # smaller JSON is parsed as quickly as its binary form
-_MOST_INPUTS = 64                   # maximum number of inputs of a request that is converted
+_MAX_INPUTS = 64                    # maximum number of inputs of a request that is converted
 _LENGTH = "inference-header-content-length"
 _NO_REQUEST = (InvalidRequestError, TooLargeError, KeyError, TypeError, ValueError, AttributeError)
 
@@ -48,7 +48,7 @@ def _split_values(head: Any, hold: Callable[[int], None]) -> Steps[tuple[dict[st
     from infer_server.protocol.codec import declared_inputs, encode_raw  # here: workers rarely need numpy
     from infer_server.protocol.json_tensors import from_json, read_values
     declared = head["inputs"]
-    if len(declared) > _MOST_INPUTS or any(type(extent) is not int for each in declared for extent in each["shape"]):
+    if len(declared) > _MAX_INPUTS or any(type(extent) is not int for each in declared for extent in each["shape"]):
         raise TypeError("a shape is no list of integers")
     tensors = declared_inputs(SimpleNamespace(name=each["name"], datatype=each["datatype"], shape=each["shape"])
                               for each in declared)

@@ -30,7 +30,7 @@ from infer_server.protocol.codec import DATATYPES
 
 log = logging.getLogger(__name__)
 
-_MOST_BYTES = 64 << 20          # limit of the traces that wait to be written; more are dropped
+_MAX_BYTES = 64 << 20           # limit of the traces that wait to be written; more are dropped
 _FILE_BYTES = 16 << 20          # tensor bytes at which a file is written before it has log_frequency traces
 
 
@@ -131,7 +131,7 @@ class _TraceWriter:
 
     def put(self, batch: _Batch) -> None:
         with self._lock:
-            if self._waiting_bytes > _MOST_BYTES:
+            if self._waiting_bytes > _MAX_BYTES:
                 if not self._dropped:
                     log.warning("requests are traced faster than %s can be written, and some traces are dropped: "
                                 "raise the rate, or leave out %s", self._file, TENSORS)

@@ -22,7 +22,7 @@ TIMESTAMPS = "TIMESTAMPS"
 TENSORS = "TENSORS"
 LEVELS = (TIMESTAMPS, TENSORS)
 
-_MOST_BYTES = 256 << 20         # limit of the memory of one request's traces: a stream may be endless
+_MAX_BYTES = 256 << 20          # limit of the memory of one request's traces: a stream may be endless
 _TRACE_BYTES = 4 << 10          # estimated memory of a trace without its tensors
 
 
@@ -104,7 +104,7 @@ class TraceMemory:
     @property
     def is_cut(self) -> bool:
         """True if the limit is reached, so that further data is left out."""
-        return self.bytes > _MOST_BYTES
+        return self.bytes > _MAX_BYTES
 
 
 @dataclass(slots=True, eq=False)

@@ -24,7 +24,7 @@ from infer_server.protocol.wire import MAX_VARINT_BYTES, InferRequest, Packed, b
 from infer_server.protos import inference, model_config
 
 MAX_RANK = 32               # maximum rank of a tensor
-_MOST_BYTES = (1 << 63) - 1 # maximum number of bytes, and of elements, of a tensor
+_MAX_BYTES = (1 << 63) - 1  # maximum number of bytes, and of elements, of a tensor
 _FEW_BYTES = 4096           # size below which a copy is as fast as a view
 OBJECT_BYTES = 41           # memory of a BYTES element without its text: object and pointer
 _NOWHERE: Mapping[int, Any] = MappingProxyType({})
@@ -132,12 +132,12 @@ def _check_extents(tensor: InputTensor) -> None:
     if any(extent < 0 for extent in tensor.shape):
         raise InvalidRequestError(f"All input dimensions should be specified for input {tensor.label}, got {shape}, "
                                   "which has a negative extent")
-    if count > _MOST_BYTES:
+    if count > _MAX_BYTES:
         raise InvalidRequestError(f"invalid shape for input '{name}': shape {shape} causes total element count to "
-                                  f"exceed maximum size of {_MOST_BYTES}")
-    if tensor.raw_bytes > _MOST_BYTES and tensor.datatype.name != "BYTES":
+                                  f"exceed maximum size of {_MAX_BYTES}")
+    if tensor.raw_bytes > _MAX_BYTES and tensor.datatype.name != "BYTES":
         raise InvalidRequestError(f"byte size overflow for input '{name}': element count ({count}) * data type size "
-                                  f"({tensor.datatype.array.itemsize}) exceeds maximum allowed size ({_MOST_BYTES})")
+                                  f"({tensor.datatype.array.itemsize}) exceeds maximum allowed size ({_MAX_BYTES})")
 
 
 def bracketed(values: Iterable[object]) -> str:

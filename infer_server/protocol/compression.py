@@ -16,12 +16,12 @@ from infer_server.protos.buffers import uninitialised
 WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}       # zlib's wbits by coding
 _STEP_BYTES = 512 << 10         # output of one step, about 1 to 2 ms
 _SLICE_BYTES = 64 << 10         # input given to zlib at a time, since it copies the unconsumed rest
-_MOST_FACTOR = 1032             # maximum expansion of deflate
+_MAX_FACTOR = 1032              # maximum expansion of deflate
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZLIB_METHOD = 8                # in the low bits of a zlib stream's first byte
 
 
-def inflated(data: bytes | bytearray, coding: str, most_bytes: int,
+def inflated(data: bytes | bytearray, coding: str, max_bytes: int,
              hold: Callable[[int], None]) -> Generator[None, None, bytearray]:
     """Decompress data of one of the codings in WINDOW; yields between steps.
 
@@ -29,7 +29,7 @@ def inflated(data: bytes | bytearray, coding: str, most_bytes: int,
     ----------
     data : bytes-like
         Compressed data, one stream.
-    most_bytes : int
+    max_bytes : int
         Limit of the output in bytes.
     hold : callable
         Called with the number of bytes that each step has added; may raise.
@@ -44,10 +44,10 @@ def inflated(data: bytes | bytearray, coding: str, most_bytes: int,
     InvalidRequestError
         The data is not exactly one stream of that coding.
     TooLargeError
-        The output exceeds `most_bytes`.
+        The output exceeds `max_bytes`.
     """
     inflater, source = zlib.decompressobj(WINDOW[coding]), memoryview(data)
-    output = uninitialised(min(most_bytes, _MOST_FACTOR * len(data)) + 1)
+    output = uninitialised(min(max_bytes, _MAX_FACTOR * len(data)) + 1)
     size = at = 0
     rest: bytes | memoryview = b""
     while not inflater.eof:
@@ -60,8 +60,8 @@ def inflated(data: bytes | bytearray, coding: str, most_bytes: int,
         rest = inflater.unconsumed_tail
         if not piece and not rest and not inflater.eof and at >= len(source):
             raise InvalidRequestError(f"the body ends within its {coding} stream")
-        if size + len(piece) > most_bytes:
-            raise TooLargeError(f"the body has more than {most_bytes} bytes when it is decompressed "
+        if size + len(piece) > max_bytes:
+            raise TooLargeError(f"the body has more than {max_bytes} bytes when it is decompressed "
                                 "(--max-message-mib, for JSON over HTTP --http-max-json-mib)")
         hold(len(piece))
         output[size:size + len(piece)] = piece

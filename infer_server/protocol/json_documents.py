@@ -2,7 +2,7 @@
 
 Parsing the whole text at once would block the event loop for seconds, and Python objects for its numbers would take
 thirty times the bytes that were sent. Values of tensors become arrays instead (JsonArray); the rest of a document, the
-*frame*, is limited to MOST_FRAME_BYTES. orjson parses a number in a sixth of ijson's time, but only complete texts:
+*frame*, is limited to MAX_FRAME_BYTES. orjson parses a number in a sixth of ijson's time, but only complete texts:
 where ijson has entered a list of numbers, orjson is given pieces of that list between two commas.
 
     {"inputs": [{"name": "x", "shape": [1, 3], "data": [0.1, ...]}]}        frame: all but 0.1, ...
@@ -21,13 +21,13 @@ import orjson
 from ijson.utils import sendable_list
 
 from infer_server.errors import InvalidRequestError, TooLargeError
-from infer_server.protocol.json_values import MOST_DEPTH, JsonArray, Steps, parsed, too_deep
+from infer_server.protocol.json_values import MAX_DEPTH, JsonArray, Steps, parsed, too_deep
 
 LARGE_BYTES = 64 << 10          # size from which JSON is parsed in steps
-MOST_FRAME_BYTES = 1 << 20
+MAX_FRAME_BYTES = 1 << 20
 _PIECE_BYTES = 16 << 10         # text parsed in one step, a few milliseconds
 _VALUE_BYTES = 64               # accounted for each value of the frame in addition to its text
-_MOST_AT_ONCE_BYTES = 1 << 20   # limit of a document with NaN or Infinity
+_MAX_AT_ONCE_BYTES = 1 << 20    # limit of a document with NaN or Infinity
 
 _NUMBERS_BYTES = 128 << 10      # text of numbers that orjson parses in one step, in about a millisecond
 _FEW_NUMBERS_BYTES = 256        # length of a list of numbers from which orjson is faster
@@ -62,7 +62,7 @@ def read_inference(body: bytes | bytearray, size: int, hold: Hold) -> Steps[dict
     InvalidRequestError
         The text is not a JSON object.
     TooLargeError
-        The frame exceeds MOST_FRAME_BYTES.
+        The frame exceeds MAX_FRAME_BYTES.
     """
     return (yield from _read(body, size, hold, _INFERENCE))
 
@@ -82,7 +82,7 @@ def _read(body: bytes | bytearray, size: int, hold: Hold,
     except ijson.JSONError as error:
         if "overflow" in str(error):        # a number beyond int64 or float64: parse again with exact decimals
             return (yield from _parsed_in_steps(body, size, _DocumentBuilder(long_paths, hold), hold, use_float=False))
-        if size <= _MOST_AT_ONCE_BYTES and (body.find(b"NaN") >= 0 or body.find(b"Infinity") >= 0):
+        if size <= _MAX_AT_ONCE_BYTES and (body.find(b"NaN") >= 0 or body.find(b"Infinity") >= 0):
             return _parsed_at_once(bytes(memoryview(body)[:size]), long_paths, hold)
         raise InvalidRequestError(f"failed to parse the request JSON: {str(error).splitlines()[0]}") from error
     except ValueError as error:                     # text that is not UTF-8, or a number with thousands of digits
@@ -246,7 +246,7 @@ class _DocumentBuilder:
             event, value = events[end]
             if event == "start_array":
                 self._depth += 1
-                if self._depth > MOST_DEPTH:
+                if self._depth > MAX_DEPTH:
                     raise too_deep()
             elif event == "end_array":
                 self._depth -= 1
@@ -267,8 +267,8 @@ class _DocumentBuilder:
         self._put(container)
         self._open.append(container)
         self._path.append(key)
-        if len(self._open) > MOST_DEPTH:
-            raise InvalidRequestError(f"failed to parse the request JSON: it has more than {MOST_DEPTH} nested levels")
+        if len(self._open) > MAX_DEPTH:
+            raise InvalidRequestError(f"failed to parse the request JSON: it has more than {MAX_DEPTH} nested levels")
 
     def _put(self, value: Any) -> None:
         if not self._open:
@@ -280,9 +280,9 @@ class _DocumentBuilder:
 
     def _count(self, text_bytes: int) -> None:
         self._frame_bytes += text_bytes + _VALUE_BYTES
-        if self._frame_bytes > MOST_FRAME_BYTES:
+        if self._frame_bytes > MAX_FRAME_BYTES:
             raise TooLargeError(f"the request JSON has too many members and elements beside the values of its tensors: "
-                                f"they take more than {MOST_FRAME_BYTES} bytes")
+                                f"they take more than {MAX_FRAME_BYTES} bytes")
 
 
 _BRACKETS = frozenset(("start_array", "end_array", "start_map"))

@@ -17,7 +17,7 @@ from infer_server.errors import InvalidRequestError
 T = TypeVar("T")
 Steps = Generator[None, None, T]        # yields where the event loop may run other work
 
-MOST_DEPTH = 100                # maximum nesting depth of lists, as in Triton
+MAX_DEPTH = 100                 # maximum nesting depth of lists, as in Triton
 _FEW_BYTES = 4096               # size up to which json is as fast as orjson
 _POINTER_BYTES = 8
 
@@ -93,7 +93,7 @@ def _compact(values: list[Any], kinds: set[type]) -> Any:
 
 def flat(data: list[Any]) -> list[Any]:
     """Flatten nested lists. Raises InvalidRequestError if they are nested too deeply."""
-    for depth in range(MOST_DEPTH, 0, -1):
+    for depth in range(MAX_DEPTH, 0, -1):
         types = set(map(type, data))        # the fastest way to inspect a long list
         if list not in types:
             return data
@@ -106,7 +106,7 @@ def flat(data: list[Any]) -> list[Any]:
 
 
 def too_deep() -> InvalidRequestError:
-    return InvalidRequestError(f"'data': JSON nesting depth exceeds maximum allowed limit ({MOST_DEPTH})")
+    return InvalidRequestError(f"'data': JSON nesting depth exceeds maximum allowed limit ({MAX_DEPTH})")
 
 
 def _flatten(data: list[Any], values: list[Any], depth: int) -> None:

@@ -10,7 +10,7 @@ from infer_server.errors import InvalidRequestError
 Parameters = Mapping[str, Any]          # bool, int, float or str; from JSON also lists and objects
 NONE: Parameters = MappingProxyType({})
 
-_MOST_DIGITS = 20                       # digits of a 64-bit integer
+_MAX_DIGITS = 20                        # digits of a 64-bit integer
 _REGION, _BYTES, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 _RESERVED = "triton_"
 _OF_TRITON = ("triton_enable_empty_final_response",)
@@ -55,7 +55,7 @@ def typed(parameters: Parameters, name: str, kind: type, default: Any, prefix: s
 
 def digits(text: str) -> int | None:
     """Parse a decimal number; return None if the text is not one or has too many digits."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS else None
 
 
 def natural(parameters: Parameters, name: str, default: int = 0, prefix: str = "") -> int:

@@ -35,7 +35,7 @@ _PACKED_FIELDS = {field.number << 3 | _LENGTH_DELIMITED: field.name       # tag 
 _MANY_BYTES = 4096          # size of an input below which protobuf's parser is as fast
 MAX_VARINT_BYTES = 10
 _BYTES_CONTENTS = inference.InferTensorContents.BYTES_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_MOST_HEADER_BYTES = 256 << 10      # limit of a request without its tensors: parsed, it takes 20 times as much memory
+_MAX_HEADER_BYTES = 256 << 10       # limit of a request without its tensors: parsed, it takes 20 times as much memory
 _MAX_FIELDS = 4096          # limit at the top level: many empty fields would block the event loop
 MAX_CACHED_FORMS = 1024
 MAX_CACHED_HEADER_BYTES = 2048              # maximum size of the header or JSON of a cached form
@@ -170,9 +170,9 @@ def _last_of(size: int) -> list[MessageLayout]:
 
 def _form(header: bytes) -> RequestForm:
     """Parse a header. Raises DecodeError or TooLargeError."""
-    if len(header) > _MOST_HEADER_BYTES:
+    if len(header) > _MAX_HEADER_BYTES:
         raise TooLargeError(f"the request has {len(header)} bytes in addition to the contents of its tensors, more "
-                            f"than the limit of {_MOST_HEADER_BYTES}; send tensors in raw_input_contents, or as packed "
+                            f"than the limit of {_MAX_HEADER_BYTES}; send tensors in raw_input_contents, or as packed "
                             "values")
 
     return _cached_form(header) if len(header) <= MAX_CACHED_HEADER_BYTES else RequestForm(

@@ -8,15 +8,15 @@ from collections import deque
 class SendWindow:
     """Sent and unconsumed responses to one request."""
 
-    def __init__(self, most: int, most_bytes: int) -> None:
-        """Allow up to `most` responses (0: any number) of `most_bytes` in total; a larger response is sent alone."""
-        self._most, self._most_bytes = most, most_bytes
+    def __init__(self, max_responses: int, max_bytes: int) -> None:
+        """Allow up to `max_responses` responses (0: any number) of `max_bytes` in total; a larger response is sent alone."""
+        self._max_responses, self._max_bytes = max_responses, max_bytes
         self._sizes: deque[int] = deque()
         self._bytes = 0
 
     def can_send(self, size: int) -> bool:
         return not self._sizes or (
-            self._bytes + size <= self._most_bytes and not 0 < self._most <= len(self._sizes))
+            self._bytes + size <= self._max_bytes and not 0 < self._max_responses <= len(self._sizes))
 
     def sent(self, size: int) -> None:
         self._sizes.append(size)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from infer_server.cli.common import guarded, positive
 from infer_server.engines.errors import ConfigError
 from infer_server.reducing.checks import DIFFERS, NAMES, Check
-from infer_server.reducing.reduction import MOST_CHECKS, TIMEOUT, check_model, reduce_model
+from infer_server.reducing.reduction import MAX_CHECKS, TIMEOUT, check_model, reduce_model
 
 FAILS = 1               # exit code of --check-only if the model fails
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
@@ -39,7 +39,7 @@ def _command(options: argparse.Namespace) -> int:
             bar.set_description(f"{name or bar.desc.partition(':')[0]}: {nodes} nodes left")
             bar.update(not name)
 
-        print(reduce_model(options.model, options.output, check, most_checks=options.max_checks, stage=stage,
+        print(reduce_model(options.model, options.output, check, max_checks=options.max_checks, stage=stage,
                            **arguments))
     return 0
 
@@ -90,8 +90,8 @@ def make_parser() -> argparse.ArgumentParser:
                                                      "is taken (default: a generated one)")
     data.add_argument("--preprocess", metavar="FILE|PRESET", help="preprocessing of images (default: a preset by the "
                                                                   "input's channels)")
-    parser.add_argument("--max-checks", type=positive, default=MOST_CHECKS, metavar="N",
-                        help=f"checks after which the smallest model so far is written (default {MOST_CHECKS})")
+    parser.add_argument("--max-checks", type=positive, default=MAX_CHECKS, metavar="N",
+                        help=f"checks after which the smallest model so far is written (default {MAX_CHECKS})")
     parser.add_argument("-q", "--quiet", action="store_true", help="show no progress")
     return parser
 

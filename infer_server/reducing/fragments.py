@@ -15,8 +15,8 @@ from infer_server.engines.frontend.names import graphs_in
 from infer_server.engines.ir.graph import Array
 
 OnnxModel = onnx.ModelProto
-MOST_FROZEN = 1024              # elements up to which a tensor of integers, such as a shape, becomes a constant
-MOST_IN_A_FILE = 1 << 30        # bytes of weights above which a model is saved with external data
+MAX_FROZEN = 1024               # elements up to which a tensor of integers, such as a shape, becomes a constant
+MAX_IN_A_FILE = 1 << 30         # bytes of weights above which a model is saved with external data
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class FragmentExtractor:
     def _is_frozen(self, name: str) -> bool:
         value = self.values.get(name)
         return (value is not None and name not in self._inputs and value.dtype.kind in "iub"
-                and value.size <= MOST_FROZEN)
+                and value.size <= MAX_FROZEN)
 
     @cached_property
     def _inferred(self) -> dict[str, onnx.ValueInfoProto]:
@@ -203,7 +203,7 @@ def inner_tensors(model: onnx.ModelProto) -> list[str]:
 
 def save(model: onnx.ModelProto, path: Path) -> None:
     """Write a model; weights of more than a GiB go to a file beside it."""
-    large = sum(len(tensor.raw_data) for tensor in model.graph.initializer) > MOST_IN_A_FILE
+    large = sum(len(tensor.raw_data) for tensor in model.graph.initializer) > MAX_IN_A_FILE
     onnx.save(model, path, save_as_external_data=large, location=f"{path.name}.data")
 
 

@@ -39,8 +39,8 @@ from infer_server.reducing.fragments import (
 )
 from infer_server.reducing.search import Search, Stage
 
-MOST_CHECKS, TIMEOUT = 500, 300.0
-MOST_BYTES = 4 << 30        # recorded values of a run
+MAX_CHECKS, TIMEOUT = 500, 300.0
+MAX_BYTES = 4 << 30         # recorded values of a run
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Reduction:
 
 
 def reduce_model(model: str | os.PathLike[str], output: str | os.PathLike[str], check: Check, *,
-                 data: Source | None = None, preprocess: str = "", most_checks: int = MOST_CHECKS,
+                 data: Source | None = None, preprocess: str = "", max_checks: int = MAX_CHECKS,
                  timeout: float = TIMEOUT, stage: Stage = lambda name, nodes: None) -> Reduction:
     """Write the smallest part of a model that still fails a check as the whole does.
 
@@ -102,7 +102,7 @@ def reduce_model(model: str | os.PathLike[str], output: str | os.PathLike[str], 
         Items, in the forms of `infer_server.calibration.open_data`, of which the first is taken. None generates one.
     preprocess : str
         Preprocessing of images.
-    most_checks : int
+    max_checks : int
         Number of checks after which the smallest model so far is taken.
     timeout : float
         Seconds after which a check counts as a failure of its own kind.
@@ -126,7 +126,7 @@ def reduce_model(model: str | os.PathLike[str], output: str | os.PathLike[str], 
         raise ConfigError(f"cannot write {written}: name a file in a folder that exists and is yours to write")
     if written.exists() and written.samefile(path):
         raise ConfigError(f"the reduced model would overwrite {path}: give another file, -o")
-    return _Reducing(path, written, check, timeout, stage).run(data, preprocess, most_checks)
+    return _Reducing(path, written, check, timeout, stage).run(data, preprocess, max_checks)
 
 
 def check_model(model: str | os.PathLike[str], check: Check, *, data: Source | None = None, preprocess: str = "",
@@ -143,7 +143,7 @@ class _Reducing:
         self._path, self._output, self._check, self._timeout, self._stage = path, output, check, timeout, stage
         self._proto = load(path)
 
-    def run(self, data: Source | None, preprocess: str, most_checks: int) -> Reduction:
+    def run(self, data: Source | None, preprocess: str, max_checks: int) -> Reduction:
         feed = _feed(self._path, self._check, data, preprocess)
         self._stage("recording", len(self._proto.graph.node))
         values = {**feed, **_recorded(self._path, self._proto, feed, self._check)}
@@ -161,7 +161,7 @@ class _Reducing:
             extractor.declared = False
             # Shapes are fixed, unless the failure needs open ones.
             extractor.declared = verdict(extractor.whole).kind != first.kind
-            search = Search(extractor, lambda one: verdict(one).kind == first.kind, most_checks, self._stage)
+            search = Search(extractor, lambda one: verdict(one).kind == first.kind, max_checks, self._stage)
             best = search.run()
             return self._written(extractor, best, verdict(best), search)
 
@@ -237,7 +237,7 @@ def _recorded(path: Path, proto: OnnxModel, feed: Mapping[str, Array], check: Ch
         raise InputError(f"{path} cannot be run to record its tensors: {str(error).splitlines()[0]}") from error
     values = {name: value for name, value in outputs.items()
               if isinstance(value, np.ndarray) and value.dtype.name not in BITS}
-    if (size := sum(value.nbytes for value in values.values())) > MOST_BYTES:
-        raise InputError(f"the tensors of one item take {size >> 20} MiB, more than {MOST_BYTES >> 20}: give a smaller "
+    if (size := sum(value.nbytes for value in values.values())) > MAX_BYTES:
+        raise InputError(f"the tensors of one item take {size >> 20} MiB, more than {MAX_BYTES >> 20}: give a smaller "
                          "item, --data")
     return values

@@ -31,9 +31,9 @@ class Search:
         Number of checks that were run.
     """
 
-    def __init__(self, model: FragmentExtractor, fails: Fails, most_checks: int, stage: Stage) -> None:
+    def __init__(self, model: FragmentExtractor, fails: Fails, max_checks: int, stage: Stage) -> None:
         """fails: returns True if a fragment fails as the whole model does."""
-        self._model, self._check, self._most, self._stage = model, fails, most_checks, stage
+        self._model, self._check, self._most, self._stage = model, fails, max_checks, stage
         self._known: dict[Fragment, bool] = {}
         self.best, self.checks, self.complete = model.needed(model.whole), 0, False
 

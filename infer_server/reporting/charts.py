@@ -22,7 +22,7 @@ STYLE = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 8.5, "ax
          "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": LINE,
          "grid.linewidth": 0.6, "axes.axisbelow": True, "text.parse_math": False, "legend.frameon": False,
          "legend.labelcolor": INK, "lines.linewidth": 1.6, "font.family": "DejaVu Sans", "svg.image_inline": True}
-MOST_POINTS = 400       # points of the roofline: the slowest kernels
+MAX_POINTS = 400        # points of the roofline: the slowest kernels
 
 
 def chart(identifier: str, label: str, draw: Callable[[Any], None], width: float = 8.6, height: float = 3.4) -> Element:
@@ -80,7 +80,7 @@ def _inline(text: str, prefix: str, label: str) -> Element:
 def roofline(rows: Sequence[Row], peaks: Peaks) -> Element:
     """Return arithmetic rate over arithmetic intensity of each kernel, below the roofs of the machine."""
     known = sorted((row for row in rows if row.us and row.step.macs and row.step.bytes),
-                   key=lambda row: -(row.us or 0.0))[:MOST_POINTS]
+                   key=lambda row: -(row.us or 0.0))[:MAX_POINTS]
     if not known:
         return missing("No kernel multiplies, so there is no roofline to draw.")
 

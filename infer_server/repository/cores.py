@@ -4,7 +4,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from infer_server.config.fields import MOST_WORKING_THREADS
+from infer_server.config.fields import MAX_WORKING_THREADS
 from infer_server.engines.capacity import memory_limit
 from infer_server.errors import ModelConfigError
 
@@ -26,7 +26,7 @@ def default_instances(cores: int, threads: int, arena_bytes: int) -> int:
         Size of the arena of one instance.
     """
     affordable = ARENA_BUDGET_BYTES // max(arena_bytes, 1)
-    return max(1, min(cores // threads, affordable, MOST_WORKING_THREADS // threads))
+    return max(1, min(cores // threads, affordable, MAX_WORKING_THREADS // threads))
 
 
 def check_memory(instances: int, threads: int, arena_bytes: int) -> None:

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 _Then = Callable[[], None]
 _Failed = Callable[[Exception], None]
 _RETRY_SECS = 30.0              # delay before a model that failed to load is tried again
-_MOST_FAILURES = 10_000         # failures that are remembered
+_MAX_FAILURES = 10_000          # failures that are remembered
 _LISTING_SECS = 2.0             # time for which a listing of the repository is reused
 
 
@@ -102,7 +102,7 @@ class OnDemand:
                 log.debug("%s is not loaded on demand: %s", name, error)
             else:                                       # an internal error: the callbacks still have to run
                 log.exception("%s is not loaded on demand", name)
-            if len(self._retry_at) >= _MOST_FAILURES:
+            if len(self._retry_at) >= _MAX_FAILURES:
                 self._retry_at.clear()
             is_unknown = isinstance(error, UnknownModelError)
             self._retry_at[name] = self._listed_until if is_unknown else time.monotonic() + _RETRY_SECS

@@ -18,7 +18,7 @@ from infer_server.protos import model_config
 from infer_server.repository.folders import Source, read_model
 
 PREFIX = "file:"
-_MOST_PARTS = 8                 # components of a path
+_MAX_PARTS = 8                  # components of a path
 _OF_NAMES = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)     # errors that the client's paths cause
 
 
@@ -83,7 +83,7 @@ def read_temporary(folder: Path, name: str, message: model_config.ModelConfig | 
 def _checked(path: str) -> PurePosixPath:
     """Validate and return the path of a file in the model's folder, such as "1/model.onnx"."""
     parts = path.split("/")
-    if not 1 < len(parts) <= _MOST_PARTS or not all(map(is_name, parts)):
+    if not 1 < len(parts) <= _MAX_PARTS or not all(map(is_name, parts)):
         raise InvalidRequestError(f"'{PREFIX}{path}': expected a path in the model's folder, such as "
                                   f"'{PREFIX}1/model.onnx'")
     return PurePosixPath(path)

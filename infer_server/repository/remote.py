@@ -60,7 +60,7 @@ class RemoteFolder(RepositoryRoot):
     outlines_models = False
     is_remote = True
 
-    def __init__(self, address: str, store: Path, most_bytes: int) -> None:
+    def __init__(self, address: str, store: Path, max_bytes: int) -> None:
         """Open and lock the copies of a repository.
 
         Parameters
@@ -69,7 +69,7 @@ class RemoteFolder(RepositoryRoot):
             Address of the repository, with a scheme that fsspec supports.
         store : Path
             Local folder of the copies of all remote repositories.
-        most_bytes : int
+        max_bytes : int
             Limit of the size of this repository's copies.
 
         Raises
@@ -83,7 +83,7 @@ class RemoteFolder(RepositoryRoot):
             self._files, self._root = open_file_system(self._address)
         except ConfigError as error:
             raise RepositoryError(str(error)) from error
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self.path = store / hashlib.sha256(self._address.encode()).hexdigest()[:16]
         (self.path / _MANIFESTS).mkdir(parents=True, exist_ok=True)
         self._release_lock = weakref.finalize(self, _unlock, _lock(self.path))
@@ -317,15 +317,15 @@ class RemoteFolder(RepositoryRoot):
         sizes = {other.name: _bytes_in(self.path / other.name) for other in others}
         needed += sum(self._incoming.values())
         for other in others:
-            if sum(sizes.values()) + needed <= self._most_bytes:
+            if sum(sizes.values()) + needed <= self._max_bytes:
                 return
             if other.name not in self._in_use:
                 shutil.rmtree(self.path / other.name, ignore_errors=True)
                 other.unlink()
                 del sizes[other.name]
-        if sum(sizes.values()) + needed > self._most_bytes:
+        if sum(sizes.values()) + needed > self._max_bytes:
             raise RepositoryError(f"{self}/{name}: its {needed >> 20} MiB and the models that are loaded exceed "
-                                  f"--repository-cache-mib {self._most_bytes >> 20}; raise it")
+                                  f"--repository-cache-mib {self._max_bytes >> 20}; raise it")
 
 
 def _lock(folder: Path) -> int:

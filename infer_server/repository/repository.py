@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 LOAD_FAILED = "load failed for model"       # Triton's message
 _UNLOADED = "unloaded"  # reason of versions that were unloaded on request
 LOADS = 2               # default number of parallel loads: a build of minutes does not hold up all others
-MOST_LOADS = 64         # maximum number of parallel loads
+MAX_LOADS = 64          # maximum number of parallel loads
 _READS = 16             # parallel reads and copies of model folders, which bounds the worker threads
 
 

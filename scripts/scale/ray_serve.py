@@ -32,7 +32,7 @@ from scripts.scale._ray_cluster import BIN, Cluster, cpu_secs, wait_until
 
 MODEL = Path(__file__).parents[1] / "demo_data" / "model.onnx"
 CALL = "/inference.GRPCInferenceService/"
-MOST_TIMES_CPU = 2.2
+MAX_TIMES_CPU = 2.2
 PARTS = ("cost", "kill", "update", "scale")
 RETRIES = {"methodConfig": [{"name": [{"service": "inference.GRPCInferenceService"}], "retryPolicy": {
     "maxAttempts": 4, "initialBackoff": "0.05s", "maxBackoff": "1s", "backoffMultiplier": 3,
@@ -173,9 +173,9 @@ def cost(cluster: Cluster, folder: Path, arguments: argparse.Namespace) -> bool:
             served = best["haproxy"] + best["replica"]
             ratio, every = served / best["alone"], (served + best["rest"]) / best["alone"]
             print(f"  {in_flight} in flight, us of CPU a request: infer-server {best['alone']:.0f}; HAProxy "
-                  f"{best['haproxy']:.0f} + replica {best['replica']:.0f}, {ratio:.2f} times (bar {MOST_TIMES_CPU}); "
+                  f"{best['haproxy']:.0f} + replica {best['replica']:.0f}, {ratio:.2f} times (bar {MAX_TIMES_CPU}); "
                   f"Ray's other processes {best['rest']:.0f}, {every:.2f} times with them", flush=True)
-            passed &= ratio <= MOST_TIMES_CPU
+            passed &= ratio <= MAX_TIMES_CPU
     return passed and not different
 
 

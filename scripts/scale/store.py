@@ -32,7 +32,7 @@ from infer_server.engines.files import atomic_write
 from scripts.scale._bad_store import BadStore, bad_store
 from scripts.scale._process import ServerProcess, free_ports
 
-MODELS, DELAY_SECS, MOST_TIMES = 20, 0.3, 2.5
+MODELS, DELAY_SECS, MAX_TIMES = 20, 0.3, 2.5
 TARGETS = ("aarch64", "aarch64_dotprod") if os.uname().machine == "x86_64" else ("avx2", "avx512_vnni")
 BUCKET = "bucket"
 _START_SECS = 120.0
@@ -74,8 +74,8 @@ def _models(folder: Path, store: BadStore, turns: int) -> bool:
                              str(folder / f"copies{turn}")))
     times = min(remote) / min(local)
     print(f"models: {MODELS} from a folder {min(local):.1f} s, from a store {DELAY_SECS} s late {min(remote):.1f} s: "
-          f"{times:.2f} times, bar {MOST_TIMES}", flush=True)
-    return times <= MOST_TIMES
+          f"{times:.2f} times, bar {MAX_TIMES}", flush=True)
+    return times <= MAX_TIMES
 
 
 def _away(folder: Path, store: BadStore, turns: int) -> bool:

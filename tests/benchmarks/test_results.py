@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.measure.accuracy import compare, load_judge
-from benchmarks.measure.measuring import FEWEST_TURNS, interleaved
+from benchmarks.measure.measuring import MIN_TURNS, interleaved
 from benchmarks.measure.results import Case, Row, mean_ratio, read_results, write_results
 from benchmarks.peers import chosen
 from benchmarks.reports.chart import write_chart
@@ -125,7 +125,7 @@ def test_turns_are_taken_by_all_in_alternating_order() -> None:
         return lambda: called.append(name)
 
     turns = interleaved(Clock(), {name: program(name) for name in "ab"}, seconds=0)
-    assert turns == {name: [1.0] * FEWEST_TURNS for name in "ab"}
+    assert turns == {name: [1.0] * MIN_TURNS for name in "ab"}
     order = [name for name, _ in itertools.groupby(called)]
     assert order == list("ababab")      # a b, b a, a b, b a, a b
 

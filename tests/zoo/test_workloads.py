@@ -13,7 +13,7 @@ from infer_server.calibration import Calibration
 from infer_server.engines import build_engine
 
 FLOAT_ERROR = 1e-3          # relative to the largest value
-LEAST_DB = 10.0             # INT8 of random weights, few of them, in ranges of a few random inputs
+MIN_DB = 10.0               # INT8 of random weights, few of them, in ranges of a few random inputs
 COVERED = ("alexnet", "googlenet", "resnet18", "resnet34", "resnet50", "inception_v3")     # as TINY has them
 BY_REFERENCE = {"mask_rcnn", "unet3d"}
 
@@ -29,7 +29,7 @@ def test_a_workload_agrees_with_onnx_runtime_in_float_and_in_int8(name: str) -> 
     for precision, calibration in precisions.items():
         build = build_engine(model, precision=precision, calibration=calibration, timing=False, cache=False)
         error, decibels = compared(expected, list(build.engine().run(feeds).values()))
-        assert error < FLOAT_ERROR if precision == "fp32" else decibels > LEAST_DB
+        assert error < FLOAT_ERROR if precision == "fp32" else decibels > MIN_DB
         assert not build.coverage.by_reference or name in BY_REFERENCE, build.coverage.reasons
 
 

@@ -16,7 +16,7 @@ from benchmarks.zoo.vision.resnet import pyramid_base
 from benchmarks.zoo.vision.ssd import decoded
 
 ANCHORS = 3                 # at each place of a level
-OVERLAP, LEAST_SCORE = 0.5, 0.05
+OVERLAP, MIN_SCORE = 0.5, 0.05
 
 
 @architecture(size=800, batched=False)
@@ -100,5 +100,5 @@ def _selected(net: Net, boxes: Tensor, scores: Tensor, most: int) -> Tensor:
     each = net.op("Unsqueeze", boxes, net.integers(0), shape=boxes.shape)
     weights = net.op("Unsqueeze", scores, net.integers(0, 1), shape=())
     selected = net.op("NonMaxSuppression", each, weights, net.integers(most), net.scalar(OVERLAP),
-                      net.scalar(LEAST_SCORE), shape=(), name="nms")
+                      net.scalar(MIN_SCORE), shape=(), name="nms")
     return net.op("Gather", selected, net.constant(np.array(2, np.int64)), shape=(), axis=1)

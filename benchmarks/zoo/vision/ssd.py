@@ -17,7 +17,7 @@ from benchmarks.zoo.vision.mobile import BLOCKS, depthwise_separable
 from benchmarks.zoo.vision.resnet import basic_block, stem
 
 CENTRE_VARIANCE, SIZE_VARIANCE = 0.1, 0.2
-MOST_BOXES, OVERLAP, LEAST_SCORE = 200, 0.5, 0.05
+MAX_BOXES, OVERLAP, MIN_SCORE = 200, 0.5, 0.05
 
 
 @architecture(size=1200)
@@ -74,8 +74,8 @@ def _detections(net: Net, locations: Sequence[Tensor], scores: Sequence[Tensor],
     by_class = net.transpose(net.slice(shares, 2, 1), 2, 1)        # the first class is the background
     if not nms:
         return {"boxes": boxes, "scores": by_class}
-    selected = net.op("NonMaxSuppression", boxes, by_class, net.integers(MOST_BOXES), net.scalar(OVERLAP),
-                      net.scalar(LEAST_SCORE), shape=(3,), name="nms")
+    selected = net.op("NonMaxSuppression", boxes, by_class, net.integers(MAX_BOXES), net.scalar(OVERLAP),
+                      net.scalar(MIN_SCORE), shape=(3,), name="nms")
     return {"boxes": boxes, "scores": by_class, "kept": replace(selected, leading="kept", integers=True)}
 
 

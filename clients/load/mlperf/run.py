@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _MARK = ":::MLLOG "
 _MS = 1e6                   # nanoseconds
 _TRIALS = 3                 # requests that tell about what a server can do, the last of them
-_MOST_IN_FLIGHT = 4096      # beyond, samples wait here, and their wait is counted
+_MAX_IN_FLIGHT = 4096       # beyond, samples wait here, and their wait is counted
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class _System:
     def __init__(self, requests: Sequence[Send], timeout: float) -> None:
         self._requests, self._timeout = requests, timeout
         self._loop = asyncio.get_running_loop()
-        self._slots = asyncio.Semaphore(_MOST_IN_FLIGHT)
+        self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
         self._tasks = set[asyncio.Task[None]]()         # the loop itself keeps no task alive
         self._began = self._ended = 0.0
         self.stopped = False

@@ -22,7 +22,7 @@ from infer_server.clients.codec import datatype_of, encode
 from infer_server.clients.errors import ResponseError, ServerError, error_of
 from infer_server.clients.load.transports.over_grpc import GrpcTransport
 from infer_server.clients.load.transports.transport import (
-    MOST_OF_DESCRIPTORS,
+    MAX_DESCRIPTOR_SHARE,
     SETUP_SECS,
     Feed,
     Send,
@@ -34,12 +34,12 @@ _ALIGNMENT = 64
 
 
 class SharedMemoryTransport(GrpcTransport):
-    most_in_flight = MOST_OF_DESCRIPTORS
+    max_in_flight = MAX_DESCRIPTOR_SHARE
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self._address = address
-        self._slots = Slots(MOST_OF_DESCRIPTORS)
+        self._slots = Slots(MAX_DESCRIPTOR_SHARE)
         self._regions: list[SharedMemory] = []
         self._named: list[str] = []                     # regions for which registration was sent, answered or not
         self._output_bytes: Mapping[str, int] = {}

@@ -15,7 +15,7 @@ Feed = Mapping[str, Array]                      # a request's inputs by name
 # StatusError.
 Send = Callable[[float], Awaitable[bytes | None]]
 SETUP_SECS = 30.0                               # timeout of calls that are not part of the load
-MOST_OF_DESCRIPTORS = 512                       # requests in flight that have one each: below what a process may have
+MAX_DESCRIPTOR_SHARE = 512                      # requests in flight that have one each: below what a process may have
 
 
 class StartedSend(ABC):
@@ -52,7 +52,7 @@ class Slots:
 
 class Transport(ABC):
     """Transport of one event loop. Calls that are not part of the load raise ClientError."""
-    most_in_flight: int | None = None       # requests; None: as many as are sent
+    max_in_flight: int | None = None        # requests; None: as many as are sent
 
     @abstractmethod
     async def metadata(self, model: str, version: str) -> pb.ModelMetadataResponse: ...

@@ -15,25 +15,25 @@ from infer_server.protocol.compression import coding_of, inflated
 from infer_server.workers import at_once
 
 _GZIP_BYTES = 1 << 10               # smaller responses are not compressed
-_MOST_CONTROL_BYTES = 4 << 20       # maximum decompressed size of messages other than inference
+_MAX_CONTROL_BYTES = 4 << 20        # maximum decompressed size of messages other than inference
 
 
-async def plain(data: bytes, most_bytes: int, inflight: Inflight, open_call: OpenCall) -> bytes:
+async def plain(data: bytes, max_bytes: int, inflight: Inflight, open_call: OpenCall) -> bytes:
     """Return the message of an inference call, decompressed if it is compressed.
 
-    most_bytes: the limit of a message. held: the call that its bytes are counted for. Raises InvalidRequestError,
+    max_bytes: the limit of a message. open_call: the call that its bytes are counted for. Raises InvalidRequestError,
     MemoryLimitError.
     """
     if not (coding := coding_of(data)):
         return data
-    output = await inflight.inflate(inflated(data, coding, most_bytes, partial(inflight.hold, open_call)))
+    output = await inflight.inflate(inflated(data, coding, max_bytes, partial(inflight.hold, open_call)))
     return cast(bytes, output)              # a bytearray that is not modified any more
 
 
 def plain_control(data: bytes) -> bytes:
     """Return another call's message, decompressed if compressed. Raises InvalidRequestError, MemoryLimitError."""
     coding = coding_of(data)
-    return bytes(at_once(inflated(data, coding, _MOST_CONTROL_BYTES, lambda _: None))) if coding else data
+    return bytes(at_once(inflated(data, coding, _MAX_CONTROL_BYTES, lambda _: None))) if coding else data
 
 
 def gzipped(message: bytes) -> bytes | None:

@@ -55,8 +55,8 @@ _STATUS: dict[type[ServeError], grpc.StatusCode] = {
     errors.RepositoryError: grpc.StatusCode.INVALID_ARGUMENT,
 }
 
-_MOST_REQUEST_BYTES = 256 << 10         # limit of messages other than inference, which protobuf expands up to 20 times
-_MOST_BYTES = 6000              # limit of a status message, in metadata of 8 KiB
+_MAX_REQUEST_BYTES = 256 << 10          # limit of messages other than inference, which protobuf expands up to 20 times
+_MAX_BYTES = 6000               # limit of a status message, in metadata of 8 KiB
 
 
 def status_of(error: ServeError) -> grpc.StatusCode:
@@ -64,15 +64,15 @@ def status_of(error: ServeError) -> grpc.StatusCode:
     return next(_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS)
 
 
-def parsed(message: type[Request], data: bytes, most_bytes: int = _MOST_REQUEST_BYTES) -> Request:
+def parsed(message: type[Request], data: bytes, max_bytes: int = _MAX_REQUEST_BYTES) -> Request:
     """Parse a message, which may be compressed.
 
     Raises MalformedMessageError, InvalidRequestError, MemoryLimitError, or TooLargeError.
     """
     try:
         data = plain_control(data)
-        if len(data) > most_bytes:
-            raise TooLargeError(f"a {message.DESCRIPTOR.name} of {len(data)} bytes; it may have {most_bytes}")
+        if len(data) > max_bytes:
+            raise TooLargeError(f"a {message.DESCRIPTOR.name} of {len(data)} bytes; it may have {max_bytes}")
         return message.FromString(data)
     except DecodeError as error:
         raise MalformedMessageError(f"not a {message.DESCRIPTOR.name}: {error}") from error
@@ -92,10 +92,10 @@ def described(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
 
 def _clipped(text: str) -> str:
     """Shorten a message to the size of metadata that gRPC clients accept by default."""
-    if len(text) <= _MOST_BYTES and text.isascii() and text.isprintable() and "%" not in text:
+    if len(text) <= _MAX_BYTES and text.isascii() and text.isprintable() and "%" not in text:
         return text
-    sizes = accumulate(map(_escaped_bytes, text[:_MOST_BYTES]))
-    most = sum(size <= _MOST_BYTES for size in sizes)
+    sizes = accumulate(map(_escaped_bytes, text[:_MAX_BYTES]))
+    most = sum(size <= _MAX_BYTES for size in sizes)
     return text if most == len(text) else f"{text[:most]} ..."
 
 

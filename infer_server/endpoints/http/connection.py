@@ -31,7 +31,7 @@ from infer_server.errors import MemoryLimitError
 _LINGER_SECS = 2.0              # time for the client to read the last response before the connection is closed
 _SILENCE_SECS = 0.1             # silence after which a client over asyncio's TLS is assumed to send nothing more
 _LOOKING_SECS = 2.0             # interval between checks of the timeouts; no longer than the shortest
-_MOST_WAITING = 32              # pipelined requests; later bytes are parsed when these are answered
+_MAX_WAITING = 32               # pipelined requests; later bytes are parsed when these are answered
 _PARSING_SECS = 0.001           # parsing time before control returns to the event loop
 
 
@@ -148,7 +148,7 @@ class HttpConnection(asyncio.Protocol):
     # ---- reading.Receiver
     @property
     def is_full(self) -> bool:
-        return len(self._waiting) >= _MOST_WAITING or time.monotonic() > self._parses_until
+        return len(self._waiting) >= _MAX_WAITING or time.monotonic() > self._parses_until
 
     def go_on(self) -> None:
         self._awaits_go_on = self.exchange is not None or bool(self._waiting)

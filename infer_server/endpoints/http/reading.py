@@ -22,8 +22,8 @@ from infer_server.errors import MemoryLimitError, NotServedError
 from infer_server.protocol.compression import WINDOW, inflated
 from infer_server.protocol.parameters import digits
 
-MOST_HEADER_BYTES = 64 << 10
-_MOST_HEADERS = 256
+MAX_HEADER_BYTES = 64 << 10
+_MAX_HEADERS = 256
 _SLICE_BYTES = 4 << 10          # bytes parsed at a time: at most hundreds of requests or chunks, a few milliseconds
 _JSON_BYTES = "inference-header-content-length"     # header of a body that is not all JSON
 _ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)       # origin in an absolute request target
@@ -50,13 +50,13 @@ class PortLimits:
     min_body_rate: int = 500            # bytes per second, on average over each grace period; 0: no minimum
     body_grace_secs: float = 10.0
 
-    def most_bytes(self, headers: Mapping[str, str]) -> int:
+    def max_bytes(self, headers: Mapping[str, str]) -> int:
         """Return the maximum size in bytes of a body with these headers: the limit for JSON if it is all JSON."""
         return self.message_bytes if _JSON_BYTES in headers else min(self.message_bytes, self.json_bytes)
 
     def check_size(self, headers: Mapping[str, str], count: int) -> None:
         """Raise RefusedError if no body with these headers may have `count` bytes."""
-        most = self.most_bytes(headers)
+        most = self.max_bytes(headers)
         if count > most:
             what = "request" if _JSON_BYTES in headers else "request JSON"
             option = "--http-max-json-mib" if most < self.message_bytes else "--http-max-input-size"
@@ -96,7 +96,7 @@ async def _decompress(exchange: Exchange, coding: str, limits: PortLimits, handl
         if coding not in WINDOW:
             raise NotServedError(f"Content-Encoding '{coding}' is not served; send {', '.join(WINDOW)} or none")
         body = await inflight.inflate(exchange.while_present(inflated(
-            request.body, coding, limits.most_bytes(request.headers), partial(inflight.hold, exchange.open_call))))
+            request.body, coding, limits.max_bytes(request.headers), partial(inflight.hold, exchange.open_call))))
         exchange.request = request._replace(body=body)
     handle(exchange)
 
@@ -105,7 +105,7 @@ class Receiver(Client, Protocol):
     """Interface of the receiver of parsed requests: HttpConnection."""
 
     def received(self, request: HttpRequest, open_call: OpenCall, keep_alive: bool) -> None:
-        """Accept a complete request. held: counts its bytes; the receiver ends it."""
+        """Accept a complete request. open_call: counts its bytes; the receiver ends it."""
 
     def go_on(self) -> None:
         """Send 100 Continue to a client that waits for it."""
@@ -136,7 +136,7 @@ class _Incoming:
     body: bytes | bytearray = b""       # the part of the body received so far, contiguous
     body_bytes: int = 0
     expected_bytes: int = 0             # Content-Length
-    most_bytes: int = 0                 # maximum size of the body
+    max_bytes: int = 0                  # maximum size of the body
     counted_bytes: int = 0              # bytes counted as in flight
     open_call: OpenCall | None = None   # counts them; None until some are counted
     window_ends: float = 0.0            # end of the current grace period, by time.monotonic()
@@ -241,7 +241,7 @@ class RequestReader:
             parsed_bytes = self._parse(piece)
             if self._incoming is incoming and not incoming.is_headed:
                 incoming.unfinished_bytes += parsed_bytes   # the parser reports a header only when it is complete
-                if incoming.unfinished_bytes > MOST_HEADER_BYTES:
+                if incoming.unfinished_bytes > MAX_HEADER_BYTES:
                     raise _too_long_a_head()
             data = memoryview(data)[parsed_bytes:] if parsed_bytes < len(data) else b""
 
@@ -317,7 +317,7 @@ class RequestReader:
         incoming = self._incoming
         incoming.url += url
         incoming.head_bytes += len(url)
-        if incoming.head_bytes > MOST_HEADER_BYTES:
+        if incoming.head_bytes > MAX_HEADER_BYTES:
             raise _too_long_a_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -327,11 +327,11 @@ class RequestReader:
             text = f"{incoming.headers[key]}, {text}"           # repeated headers form one list (RFC 9110, 5.3)
         incoming.headers[key] = text
         incoming.head_bytes += len(name) + len(value)
-        if incoming.head_bytes > MOST_HEADER_BYTES:
+        if incoming.head_bytes > MAX_HEADER_BYTES:
             raise _too_long_a_head()
-        if len(incoming.headers) > _MOST_HEADERS:
+        if len(incoming.headers) > _MAX_HEADERS:
             raise RefusedError(error_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-                                              f"more than {_MOST_HEADERS} headers"))
+                                              f"more than {_MAX_HEADERS} headers"))
 
     def on_headers_complete(self) -> None:
         headers = self._incoming.headers
@@ -350,7 +350,7 @@ class RequestReader:
         incoming.awaited_secs = IDLE_SECS
         incoming.body = joined(incoming.body, body)
         incoming.body_bytes += len(body)
-        if incoming.body_bytes > incoming.most_bytes:           # chunked
+        if incoming.body_bytes > incoming.max_bytes:            # chunked
             self._limits.check_size(incoming.headers, incoming.body_bytes)
 
     def on_message_complete(self) -> None:
@@ -382,7 +382,7 @@ class RequestReader:
         incoming = self._incoming
         self._limits.check_announced(incoming.headers, count)
         incoming.is_headed, incoming.expected_bytes, incoming.awaited_secs = True, count, IDLE_SECS
-        incoming.most_bytes = self._limits.most_bytes(incoming.headers)
+        incoming.max_bytes = self._limits.max_bytes(incoming.headers)
         incoming.window_ends = time.monotonic() + self._limits.body_grace_secs
 
 
@@ -392,4 +392,4 @@ def _not_served(why: str) -> RefusedError:
 
 def _too_long_a_head() -> RefusedError:
     return RefusedError(error_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-                                       f"more than {MOST_HEADER_BYTES} bytes of headers"))
+                                       f"more than {MAX_HEADER_BYTES} bytes of headers"))

@@ -12,7 +12,7 @@ from infer_server.repository.model import Model
 
 INTERVAL_SECS = 10.0
 _SAMPLES = 60                   # samples kept for each model: ten minutes
-MOST_MODELS = 500               # limit of models with a history, and of rows on the status page
+MAX_MODELS = 500                # limit of models with a history, and of rows on the status page
 
 
 class _Series:
@@ -54,7 +54,7 @@ class History:
             key = (model.name, model.version)
             one = self._series.get(key)
             if one is None or one.statistics is not model.statistics:       # reloaded: its counters begin at zero
-                if len(series) >= MOST_MODELS:
+                if len(series) >= MAX_MODELS:
                     continue
                 one = _Series(model.statistics)
             else:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from infer_server.batching.statistics import Counters
-from infer_server.endpoints.status.history import MOST_MODELS, History
+from infer_server.endpoints.status.history import MAX_MODELS, History
 from infer_server.endpoints.status.state import ServerState
 from infer_server.errors import RepositoryError
 from infer_server.protocol.redaction import redacted
@@ -22,7 +22,7 @@ from infer_server.workers import PeriodicValue, run_off_loop
 
 _QUANTILES = (0.5, 0.9, 0.99)
 _LISTING_SECS = 10.0            # time for which a listing of the repository is reused
-_MOST_CHARACTERS = 2000         # limit of the reason for a failure
+_MAX_CHARACTERS = 2000          # limit of the reason for a failure
 
 
 class _Entry(NamedTuple):
@@ -63,7 +63,7 @@ class Snapshots:
         known += [IndexEntry(name, "", "", "") for name in names if name not in seen]
         loaded = {(model.name, str(model.version)): model for model in self._state.repository.models()}
         entries = []
-        for listed in sorted(known, key=_order)[:MOST_MODELS]:
+        for listed in sorted(known, key=_order)[:MAX_MODELS]:
             model = loaded.get((listed.name, listed.version))
             entries.append(_Entry(listed, model, model.pending if model else 0))
         now = time.monotonic()
@@ -71,7 +71,7 @@ class Snapshots:
                   "uptime_secs": round(now - self._started), "workers": self._workers, "problem": problem,
                   **self._state.summary()}
         return await run_off_loop(lambda: _json({
-            "server": {**server, "processes": self._state.usage()}, "omitted": max(0, len(known) - MOST_MODELS),
+            "server": {**server, "processes": self._state.usage()}, "omitted": max(0, len(known) - MAX_MODELS),
             "models": [_described(entry) for entry in entries]}))
 
     async def _make_history(self) -> bytes:
@@ -91,7 +91,7 @@ def _json(value: Any) -> bytes:
 def _described(entry: _Entry) -> dict[str, Any]:
     listed, model = entry.listed, entry.model
     about = {"name": listed.name, "version": listed.version, "state": listed.state,
-             "reason": listed.reason[:_MOST_CHARACTERS]}
+             "reason": listed.reason[:_MAX_CHARACTERS]}
     if model is None:
         return about
     counters = model.statistics.snapshot()

@@ -43,7 +43,7 @@ from infer_server.repository.kinds.engine_model import EngineModel, Engines
 from infer_server.workers import post
 
 _FORMATS = ("JPEG", "PNG")
-_MOST_PIXELS = 1 << 26          # limit of the decoded size: a file of a few bytes may declare any size
+_MAX_PIXELS = 1 << 26           # limit of the decoded size: a file of a few bytes may declare any size
 _DECODERS = 4                   # maximum number of decoder threads of a model
 
 
@@ -68,7 +68,7 @@ class ImageInput:
 
     def _decoded(self, file: bytes, at: int) -> NDArray[Any]:
         try:
-            pixels = self.preprocess.pixels_of(opened(io.BytesIO(file), _FORMATS, _MOST_PIXELS))
+            pixels = self.preprocess.pixels_of(opened(io.BytesIO(file), _FORMATS, _MAX_PIXELS))
         except (ValueError, CalibrationError) as error:
             reason = str(error).partition(" <_io.BytesIO")[0]
             raise InvalidRequestError(f"input '{self.name}': item {at} of {len(file)} bytes is not a readable JPEG or "

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from infer_server.batching.request import Arrays, Request
 from infer_server.config.config import ModelConfig
-from infer_server.config.fields import MOST_ARRAY_BYTES
+from infer_server.config.fields import MAX_ARRAY_BYTES
 from infer_server.config.paths import WARMUP, inside
 from infer_server.errors import InvalidRequestError, ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, Datatype, InputTensor, from_raw
@@ -62,9 +62,9 @@ def inputs_of(sample: model_config.ModelWarmup, config: ModelConfig, folder: Pat
     lead = (sample.batch_size or 1,) if batched else ()
     size = sum(math.prod((*lead, *tensor.dims)) * FROM_CONFIG[tensor.data_type].array.itemsize
                for tensor in sample.inputs.values() if tensor.data_type in FROM_CONFIG)
-    if size > MOST_ARRAY_BYTES:
+    if size > MAX_ARRAY_BYTES:
         raise ModelConfigError(f"model_warmup '{sample.name}': its inputs take {size} bytes, more than the limit of "
-                               f"{MOST_ARRAY_BYTES}; write smaller dims or a smaller batch_size")
+                               f"{MAX_ARRAY_BYTES}; write smaller dims or a smaller batch_size")
     return {name: _array(f"model_warmup '{sample.name}': input '{name}'", name, tensor, lead, folder)
             for name, tensor in sample.inputs.items()}
 
@@ -78,8 +78,8 @@ def _array(where: str, name: str, spec: model_config.ModelWarmup.Input, lead: tu
     if spec.WhichOneof("input_data_type") == "input_data_file":
         file = inside(folder, folder / WARMUP, spec.input_data_file, where)
         try:
-            if file.stat().st_size > MOST_ARRAY_BYTES:
-                raise ModelConfigError(f"{where}: {file} is larger than the limit of {MOST_ARRAY_BYTES} bytes")
+            if file.stat().st_size > MAX_ARRAY_BYTES:
+                raise ModelConfigError(f"{where}: {file} is larger than the limit of {MAX_ARRAY_BYTES} bytes")
             raw = file.read_bytes()
         except OSError as error:
             raise ModelConfigError(f"{where}: {file}: {error.strerror}") from error

@@ -76,9 +76,9 @@ def test_a_server_that_hangs_makes_one_call_late(kind: str, monkeypatch: pytest.
         if headers[b":path"] == CHECK and not calls(hanging):
             peer.answer(stream, SERVING)
 
-    monkeypatch.setattr("infer_server.clients.channels.blocking.MOST_SECS", 0.3)
-    monkeypatch.setattr("infer_server.clients.channels.aio.MOST_SECS", 0.3)
-    assert health.MOST_SECS < health.CHECK_SECS
+    monkeypatch.setattr("infer_server.clients.channels.blocking.MAX_SECS", 0.3)
+    monkeypatch.setattr("infer_server.clients.channels.aio.MAX_SECS", 0.3)
+    assert health.MAX_SECS < health.CHECK_SECS
     with scripted(hangs) as (a, hanging), scripted(answering) as (b, good), client_of(kind, [a, b]) as client:
         late = 0
         for _ in range(10):

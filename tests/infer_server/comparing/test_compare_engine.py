@@ -98,7 +98,7 @@ def test_equal_plans_have_no_errors(folder: Path) -> None:
 
 def test_tensors_over_the_limit_are_compared_in_several_passes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, passes = compare(folder / "int8.plan", folder / "fp32.plan"), list[int]()
-    monkeypatch.setattr(comparing, "MOST_BYTES", 3000)
+    monkeypatch.setattr(comparing, "MAX_BYTES", 3000)
     cut = compare(folder / "int8.plan", folder / "fp32.plan",
                   progress=lambda feeds, count: (passes.append(count), feeds)[1])
     assert (cut.layers, cut.outputs, cut.items) == (whole.layers, whole.outputs, whole.items) and len(passes) > 2

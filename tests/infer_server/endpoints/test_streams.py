@@ -197,7 +197,7 @@ def test_requests_that_a_front_hands_on_wait_at_their_client_as_those_of_one_pro
             waiting.append(sum(map(len, filter(None, self._requests._queue))))    # type: ignore[attr-defined]
 
     monkeypatch.setattr(streams, "_ForwardedContext", Watched)
-    monkeypatch.setattr("infer_server.endpoints.grpc.service.stream._MOST_AT_A_TIME", 2)
+    monkeypatch.setattr("infer_server.endpoints.grpc.service.stream._MAX_CONCURRENT", 2)
     write_model(tmp_path, "large", gate="wait", shape=[1 << 17], max_batch=1)
     with serving(tmp_path, grpc_front=WORKERS[0]) as server, grpc.insecure_channel(server.address) as channel:
         with GATES["wait"].closed():
@@ -210,7 +210,7 @@ def test_requests_that_a_front_hands_on_wait_at_their_client_as_those_of_one_pro
 
 def test_answers_without_a_response_make_room_for_requests(
         stub: service_pb2_grpc.GRPCInferenceServiceStub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer_server.endpoints.grpc.service.stream._MOST_AT_A_TIME", 2)
+    monkeypatch.setattr("infer_server.endpoints.grpc.service.stream._MAX_CONCURRENT", 2)
     nothing, one = (request_of("counts", "count", "INT32", (1,), np.array([count], np.int32).tobytes())
                     for count in (0, 1))
     assert len(list(stub.ModelStreamInfer(iter([*[nothing] * 5, one]), timeout=TIMEOUT_SECS))) == 1

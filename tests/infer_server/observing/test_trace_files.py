@@ -275,7 +275,7 @@ def test_a_full_disk_costs_the_traces_that_it_does_not_take_and_no_others(log_fr
 
 def test_traces_that_come_faster_than_they_are_written_are_left_out_with_a_warning(
         tmp_path: Path, traced: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(trace_files, "_MOST_BYTES", -1)
+    monkeypatch.setattr(trace_files, "_MAX_BYTES", -1)
     files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1))
     for _ in range(3):
         traced(files)
@@ -287,7 +287,7 @@ def test_traces_that_come_faster_than_they_are_written_are_left_out_with_a_warni
                          ids=["numbers", "texts"])
 def test_traces_that_are_not_written_have_no_more_memory_than_they_may(
         tensor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_files, "_MOST_BYTES", 9 << 10)
+    monkeypatch.setattr(trace_files, "_MAX_BYTES", 9 << 10)
     going_on = threading.Event()
     write = trace_files._TraceWriter._write
 
@@ -321,7 +321,7 @@ def test_traces_of_large_tensors_are_written_before_all_of_a_file_are_there(
 
 def test_a_stream_without_end_keeps_no_more_than_a_trace_may(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(traces, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(traces, "_MAX_BYTES", 1 << 20)
     files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1))
     begun = files.begin("m", lambda _: "")
     assert begun

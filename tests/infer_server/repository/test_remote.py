@@ -39,8 +39,8 @@ def put(store: Any, path: str, content: bytes) -> None:
         file.write(content)
 
 
-def remote(tmp_path: Path, most_bytes: int = MIB) -> RemoteFolder:
-    return RemoteFolder("memory://models", tmp_path / "store", most_bytes)
+def remote(tmp_path: Path, max_bytes: int = MIB) -> RemoteFolder:
+    return RemoteFolder("memory://models", tmp_path / "store", max_bytes)
 
 
 def copies(folder: RemoteFolder) -> dict[str, bytes]:

@@ -20,7 +20,7 @@ from infer_server.repository.model import Model
 from infer_server.serving import Prepared, Submitted
 
 _CATEGORY = OF_CALL["ModelInfer"]
-_MOST_FORMS = 256                   # number of request layouts cached for each model
+_MAX_FORMS = 256                    # number of request layouts cached for each model
 
 
 class _CachedLayout(NamedTuple):
@@ -96,7 +96,7 @@ class InferCalls:
         if prepared and model.signature.is_identity and prepared.sequence is None and not (
                 form.references or form.outputs_have_parameters or form.has_contents) and (
                 len(layout.tensors) == len(prepared.tensors)) and all(each.is_plain for each in prepared.tensors):
-            if len(model.repeated) >= _MOST_FORMS:
+            if len(model.repeated) >= _MAX_FORMS:
                 model.repeated.clear()
             model.repeated[form] = _CachedLayout(prepared, [
                 (each.name, each.shape, each.datatype.array, begin)

@@ -26,7 +26,7 @@ from infer_server.serving import Submitted
 
 log = logging.getLogger(__name__)
 
-_MOST_AT_A_TIME = 1024          # limit of a stream's unanswered requests and unsent responses
+_MAX_CONCURRENT = 1024          # limit of a stream's unanswered requests and unsent responses
 _RESPONSE = inference.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER << 3 | 2
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 
@@ -88,7 +88,7 @@ class _InferStream:
             answer = _Answer(self)
             self._unanswered.append(answer)
             await answer.take(data)
-            while len(self._unanswered) + len(self._unsent) >= _MOST_AT_A_TIME:
+            while len(self._unanswered) + len(self._unsent) >= _MAX_CONCURRENT:
                 self._has_capacity.clear()
                 await self._has_capacity.wait()
         self._all_read = True

@@ -27,7 +27,7 @@ from scripts.testing.gpu.libcuda.library import (
 )
 from scripts.testing.gpu.ptx.text import parse
 
-MOST_COLUMNS, MOST_THREADS = 65535, 1024        # blocks along a grid's second axis; threads of a block
+MAX_COLUMNS, MAX_THREADS = 65535, 1024          # blocks along a grid's second axis; threads of a block
 
 
 @call(Out(c_void_p), TABLE, c_uint, TABLE, TABLE)
@@ -95,8 +95,8 @@ def cuLaunchKernel(cuda: Libcuda, function: int, columns: int, rows: int, layers
                    most: int, shared: int, stream: int | None, table: Any, extra: None) -> None:
     entry: Function = cuda.get(function, Function)
     kernel = entry.kernel
-    if (0 in (columns, rows, threads) or columns >= 1 << 31 or rows > MOST_COLUMNS or (layers, more, most) != (1, 1, 1)
-            or threads > (kernel.threads or MOST_THREADS) or shared > entry.most_shared):
+    if (0 in (columns, rows, threads) or columns >= 1 << 31 or rows > MAX_COLUMNS or (layers, more, most) != (1, 1, 1)
+            or threads > (kernel.threads or MAX_THREADS) or shared > entry.most_shared):
         raise Refused(INVALID)
     assert len(table) == len(kernel.parameters), f"{kernel.name} takes {len(kernel.parameters)} arguments"
     values = [(c_ulonglong if kind.endswith("64") else c_uint).from_address(pointer).value

@@ -117,7 +117,7 @@ def test_the_history_has_rates_latencies_and_failures_of_models_in_use(
 
 
 def test_the_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer_server.endpoints.status.history.MOST_MODELS", 2)
+    monkeypatch.setattr("infer_server.endpoints.status.history.MAX_MODELS", 2)
     for number in range(4):
         write_model(tmp_path, f"m{number}")
     with serving(tmp_path) as server:
