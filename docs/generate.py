@@ -194,23 +194,24 @@ def metric_families() -> list[tuple[str, str, str]]:
     """(name, type, help) of every family, from a page rendered for a model that has none of its own values yet."""
     from infer_server.endpoints import metrics
     from infer_server.observing.gpus import _GAUGES, COUNTERS
-    found: dict[str, tuple[str, str, str]] = {}
-    tables: tuple[Mapping[str, tuple[str, object]], ...] = (metrics._COUNTS, metrics._EXECUTIONS, metrics._OF_CACHE)
+    families: dict[str, tuple[str, str, str]] = {}
+    tables: tuple[Mapping[str, tuple[str, object]], ...] = (
+        metrics._COUNTS, metrics._EXECUTIONS, metrics._CACHE_COUNTERS)
     for names in tables:
-        found |= {name: (name, "counter", text) for name, (text, _) in names.items()}
-    for durations in (metrics._DURATIONS, metrics._DURATIONS_OF_CACHE):
-        found |= {name: (name, "counter", f"Cumulative {text} in microseconds")
-                  for name, (text, _) in durations.items()}
+        families |= {name: (name, "counter", text) for name, (text, _) in names.items()}
+    for durations in (metrics._DURATIONS, metrics._CACHE_DURATIONS):
+        families |= {name: (name, "counter", f"Cumulative {text} in microseconds")
+                     for name, (text, _) in durations.items()}
     for prefix, phases in (("nv_inference_", metrics.PHASES), ("nv_", metrics.CACHE_PHASES)):
         for phase in phases:
             name = f"{prefix}{phase}_summary_us"
             what = phase.replace("_", " ")
-            found[name] = (name, "summary", f"Quantiles of {what} durations in microseconds, last minute")
-    found |= {name: (name, "counter" if name in COUNTERS else "gauge", text) for name, (text, _) in _GAUGES.items()}
+            families[name] = (name, "summary", f"Quantiles of {what} durations in microseconds, last minute")
+    families |= {name: (name, "counter" if name in COUNTERS else "gauge", text) for name, (text, _) in _GAUGES.items()}
     for path in ("endpoints/metrics.py", "endpoints/status/state.py", "observing/machine.py"):
         for name, kind, text in _literal_families((ROOT / "infer_server" / path).read_text()):
-            found.setdefault(name, (name, kind, text))
-    return [found[name] for name in sorted(found)]
+            families.setdefault(name, (name, kind, text))
+    return [families[name] for name in sorted(families)]
 
 
 def _literal_families(source: str) -> Iterator[tuple[str, str, str]]:

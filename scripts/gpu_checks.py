@@ -77,10 +77,10 @@ class Check:
                                                 [str(read(one)) for read in self.columns.values()])])
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
-    def main_of_plans(self, of: Callable[[Plan, str], Result]) -> int:
+    def main_of_plans(self, check_plan: Callable[[Plan, str], Result]) -> int:
         """Run the check on plans with graphs, compiled for any target."""
         def subjects(options: argparse.Namespace) -> Mapping[str, Part]:
-            return {path.stem: partial(_of_plan, of, path) for path in options.plans}
+            return {path.stem: partial(_check_plan, check_plan, path) for path in options.plans}
 
         return self.main(subjects, lambda parser: parser.add_argument("plans", nargs="*", type=Path, metavar="PLAN"))
 
@@ -97,5 +97,5 @@ def result_of(part: Callable[[], Result]) -> Result:
     return {**result, "seconds": round(time.monotonic() - begin, 1)}
 
 
-def _of_plan(of: Callable[[Plan, str], Result], path: Path, target: str) -> Result:
-    return of(read_plan(path), target)
+def _check_plan(check_plan: Callable[[Plan, str], Result], path: Path, target: str) -> Result:
+    return check_plan(read_plan(path), target)

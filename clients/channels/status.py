@@ -11,10 +11,10 @@ from __future__ import annotations
 STATUSES = ("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS",
             "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE",
             "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED")         # names by status code
-_OF_HTTP = {400: "INTERNAL", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "UNIMPLEMENTED",
-            429: "UNAVAILABLE", 502: "UNAVAILABLE", 503: "UNAVAILABLE", 504: "UNAVAILABLE"}
+_STATUS_BY_HTTP = {400: "INTERNAL", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "UNIMPLEMENTED",
+                   429: "UNAVAILABLE", 502: "UNAVAILABLE", 503: "UNAVAILABLE", 504: "UNAVAILABLE"}
 _REFUSED_STREAM = 7
-_OF_RESET = {_REFUSED_STREAM: "UNAVAILABLE", 8: "CANCELLED", 11: "RESOURCE_EXHAUSTED", 12: "PERMISSION_DENIED"}
+_STATUS_BY_RESET = {_REFUSED_STREAM: "UNAVAILABLE", 8: "CANCELLED", 11: "RESOURCE_EXHAUSTED", 12: "PERMISSION_DENIED"}
 
 
 class StatusError(Exception):
@@ -42,10 +42,11 @@ def deadline_exceeded() -> StatusError:
 
 def status_of_http(status: int) -> StatusError:
     """Build the error for a response that is not gRPC, by its HTTP status."""
-    return StatusError(_OF_HTTP.get(status, "UNKNOWN"), f"the server answered with HTTP status {status}")
+    return StatusError(_STATUS_BY_HTTP.get(status, "UNKNOWN"), f"the server answered with HTTP status {status}")
 
 
 def status_of_reset(error_code: int) -> StatusError:
     """Build the error for a stream that was reset before its status arrived."""
-    return StatusError(_OF_RESET.get(error_code, "INTERNAL"), f"the stream was reset with HTTP/2 error {error_code}",
+    return StatusError(_STATUS_BY_RESET.get(error_code, "INTERNAL"),
+                       f"the stream was reset with HTTP/2 error {error_code}",
                        is_unprocessed=error_code == _REFUSED_STREAM)

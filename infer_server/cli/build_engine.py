@@ -118,8 +118,8 @@ def _command(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     with plan_store_log(), Bar(options.quiet) as bar:
         notify: Notify = (lambda text: None) if options.quiet else bar.notice
-        build = build_engine(options.model, calibration=_of_build(calibration, config), cache=cache, progress=bar,
-                             notify=notify, **vars(config))
+        build = build_engine(options.model, calibration=_build_calibration(calibration, config), cache=cache,
+                             progress=bar, notify=notify, **vars(config))
     if options.strict:
         _refuse_reference(build.coverage)
     build.save(options.output)
@@ -188,7 +188,7 @@ def _profiles(options: argparse.Namespace) -> tuple[Profile, ...]:
     return tuple(profiles)
 
 
-def _of_build(calibration: Calibration | None, config: BuildConfig) -> Calibration | None:
+def _build_calibration(calibration: Calibration | None, config: BuildConfig) -> Calibration | None:
     """Return the calibration if the build itself needs it, and not only --verify."""
     needed = config.precision in ("int8", "best") or config.precision == "fp16" and calibration and calibration.data
     return calibration if needed else None

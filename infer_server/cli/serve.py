@@ -70,8 +70,8 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
     logging.basicConfig(level=log_level(parsed), handlers=[handler],
                         format="%(asctime)s %(levelname)s %(message)s")
     repositories = [*parsed.model_repository, *([parsed.check] if parsed.check else ())]
-    parsed.model_repository = list({_settled(each): each for each in repositories}.values())
-    mistake = _mistake(parsed)
+    parsed.model_repository = list({_resolved(each): each for each in repositories}.values())
+    mistake = _option_error(parsed)
     if mistake:
         print(f"infer-server: error: {mistake}", file=sys.stderr)
         return 2
@@ -92,8 +92,8 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
 def options_of(arguments: Sequence[str]) -> ServerOptions:
     """Return the options of a server for a command line. Raises ValueError with what the command would print."""
     parsed = parse_or_raise(_parser(), arguments)
-    parsed.model_repository = list(dict.fromkeys(map(_settled, parsed.model_repository)))
-    if mistake := _mistake(parsed):
+    parsed.model_repository = list(dict.fromkeys(map(_resolved, parsed.model_repository)))
+    if mistake := _option_error(parsed):
         raise ValueError(mistake)
     return _options(parsed)
 
@@ -113,12 +113,12 @@ def _check(parsed: argparse.Namespace, load_engine: EngineLoader) -> int:
     return 1 if any(remark.is_error for remark in remarks) else 0
 
 
-def _mistake(parsed: argparse.Namespace) -> str:
+def _option_error(parsed: argparse.Namespace) -> str:
     """Return an error message for contradictory options, or ""."""
     folders = parsed.model_repository
     if not folders:
         return "--model-repository is missing: a folder of models"
-    missing = [f"{folder}: {why}" for folder in folders if not is_remote(folder) and (why := _why_no_folder(folder))]
+    missing = [f"{folder}: {why}" for folder in folders if not is_remote(folder) and (why := _folder_error(folder))]
     if missing and parsed.exit_on_error is not False:       # otherwise it serves and is not live, as in Triton
         return f"--model-repository {missing[0]}"
     for name, _ in parsed.rate_limit_resource:
@@ -139,7 +139,7 @@ def _mistake(parsed: argparse.Namespace) -> str:
     return ""
 
 
-def _why_no_folder(path: str) -> str:
+def _folder_error(path: str) -> str:
     """Return the reason why a path is not a folder, or ""."""
     try:
         return "" if stat.S_ISDIR(os.stat(path).st_mode) else "no such folder"
@@ -149,7 +149,7 @@ def _why_no_folder(path: str) -> str:
         return error.strerror or str(error)
 
 
-def _settled(repository: str) -> str:
+def _resolved(repository: str) -> str:
     """Return a canonical name of a repository, to detect duplicates."""
     return repository.rstrip("/") if is_remote(repository) else os.path.realpath(repository)
 

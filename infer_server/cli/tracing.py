@@ -48,27 +48,27 @@ def tracing_of(options: argparse.Namespace) -> SpanSettings | TraceSettings | No
 def parsed(texts: list[str]) -> SpanSettings | TraceSettings | None:
     """Parse the values of --trace-config in Triton's format. Raises ValueError or InvalidRequestError."""
     settings = [(setting, value) for setting, _, value in (text.partition("=") for text in texts)]
-    of_spans, of_files, levels = SpanSettings(), TraceSettings(), list[str]()
+    span_settings, file_settings, levels = SpanSettings(), TraceSettings(), list[str]()
     for setting, value in settings:
         if setting == "level":
             levels.append(_level(value))
         elif setting == "triton,file":
-            of_files = replace(of_files, file=value)
+            file_settings = replace(file_settings, file=value)
         elif setting in _NUMBERS:
             name, least = _NUMBERS[setting]
             field: dict[str, Any] = {name: number(f"'{setting}'", value, least)}
-            of_files = replace(of_files, **field)
+            file_settings = replace(file_settings, **field)
         elif setting.startswith(f"{spans.MODE},"):
-            of_spans = _of_spans(of_spans, setting, value)
+            span_settings = _set_span_setting(span_settings, setting, value)
         elif setting != "mode" or value not in _MODES:
             raise ValueError(f"{setting}={value}: expected mode={' or '.join(_MODES)}, level, rate, count, "
                              f"triton,file, triton,log-frequency, {spans.MODE},url or {spans.MODE},resource")
     enabled = () if OFF in levels else tuple(level for level in LEVELS if level in levels)
     if _mode(settings) == trace_settings.MODE:
-        return _of_files(replace(of_files, levels=enabled))
+        return _checked_file(replace(file_settings, levels=enabled))
     if levels and not enabled:
         return None
-    return _checked(replace(of_spans, rate=of_files.rate, count=of_files.count), enabled)
+    return _checked_spans(replace(span_settings, rate=file_settings.rate, count=file_settings.count), enabled)
 
 
 def _as_setting(setting: str, text: str) -> str:
@@ -89,7 +89,7 @@ def _level(text: str) -> str:
     return level
 
 
-def _of_spans(settings: SpanSettings, setting: str, value: str) -> SpanSettings:
+def _set_span_setting(settings: SpanSettings, setting: str, value: str) -> SpanSettings:
     name = setting.partition(",")[2]
     if name == "url":
         return replace(settings, url=value if "://" in value else f"http://{value}")
@@ -100,7 +100,7 @@ def _of_spans(settings: SpanSettings, setting: str, value: str) -> SpanSettings:
                      "OpenTelemetry's own variables, such as OTEL_BSP_SCHEDULE_DELAY, for other settings")
 
 
-def _of_files(settings: TraceSettings) -> TraceSettings | None:
+def _checked_file(settings: TraceSettings) -> TraceSettings | None:
     if reason := settings.why_not():
         raise ValueError(f"level={settings.levels[0]}: {reason}")
     if not settings.file:
@@ -111,7 +111,7 @@ def _of_files(settings: TraceSettings) -> TraceSettings | None:
     return settings
 
 
-def _checked(settings: SpanSettings, levels: tuple[str, ...]) -> SpanSettings:
+def _checked_spans(settings: SpanSettings, levels: tuple[str, ...]) -> SpanSettings:
     if TENSORS in levels:
         raise ValueError(f"level={TENSORS}: spans have no tensors; write level={TIMESTAMPS}, or mode=triton and "
                          "triton,file=FILE")

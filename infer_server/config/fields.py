@@ -56,7 +56,7 @@ def _refused(note: str) -> Treatment:
 
 
 _SERVED = Treatment(Verdict.SERVED)
-_OF_GPU = _advisory("an execution on a GPU is one CUDA graph, with pinned memory; it has no effect")
+_GPU_ADVICE = _advisory("an execution on a GPU is one CUDA graph, with pinned memory; it has no effect")
 _LAYOUT = "tensors are linear, row-major; export the model with such inputs and outputs, and remove it"
 _ONE_BY_ONE = _mapped("a Python model or an ensemble gets requests one by one: no tensor is computed for a batch, as "
                       "in Triton")
@@ -85,10 +85,10 @@ TREATMENTS: dict[str, Treatment] = {
     "optimization.execution_accelerators": _mapped(
         "a precision_mode becomes the parameter precision; the rest has no effect"),
     "optimization.priority": _advisory("all models' threads have the same priority"),
-    "optimization.cuda": _OF_GPU,
-    "optimization.input_pinned_memory": _OF_GPU,
-    "optimization.output_pinned_memory": _OF_GPU,
-    "optimization.gather_kernel_buffer_threshold": _OF_GPU,
+    "optimization.cuda": _GPU_ADVICE,
+    "optimization.input_pinned_memory": _GPU_ADVICE,
+    "optimization.output_pinned_memory": _GPU_ADVICE,
+    "optimization.gather_kernel_buffer_threshold": _GPU_ADVICE,
     "optimization.eager_batching": _advisory("requests are copied into a batch when an instance is free for it"),
     "dynamic_batching": _SERVED,
     "sequence_batching": _SERVED,

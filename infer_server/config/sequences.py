@@ -20,7 +20,7 @@ from infer_server.protocol.parameters import Parameters, typed
 from infer_server.protos import model_config
 
 _IDLE_US = 1_000_000
-_OF_SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
+_SEQUENCE_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end")
 _VALUES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
 
 
@@ -141,7 +141,7 @@ def sequence_of(parameters: Parameters, otherwise: InSequence | None = None) -> 
 
     The result is None for an id of 0 or "". Raises InvalidRequestError.
     """
-    if parameters.keys().isdisjoint(_OF_SEQUENCES):
+    if parameters.keys().isdisjoint(_SEQUENCE_PARAMETERS):
         return otherwise
     correlation = parameters.get("sequence_id", otherwise.id if otherwise else 0)
     if type(correlation) not in (int, str):

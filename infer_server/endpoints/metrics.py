@@ -23,7 +23,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _COUNTS: dict[str, tuple[str, Callable[[Counters], int]]] = {
     "nv_inference_request_success": ("Number of successful inference requests", lambda c: c.success.count),
 }
-_OF_CACHE: dict[str, tuple[str, Callable[[Counters], int]]] = {
+_CACHE_COUNTERS: dict[str, tuple[str, Callable[[Counters], int]]] = {
     "nv_cache_num_hits_per_model": ("Number of cache hits per model", lambda c: c.cache_hit.count),
     "nv_cache_num_misses_per_model": ("Number of cache misses per model", lambda c: c.cache_miss.count),
 }
@@ -38,11 +38,11 @@ _DURATIONS: dict[str, tuple[str, Callable[[Counters], Duration]]] = {
     "nv_inference_compute_infer_duration_us": ("compute inference duration", lambda c: c.compute_infer),
     "nv_inference_compute_output_duration_us": ("inference compute output duration", lambda c: c.compute_output),
 }
-_DURATIONS_OF_CACHE: dict[str, tuple[str, Callable[[Counters], Duration]]] = {
+_CACHE_DURATIONS: dict[str, tuple[str, Callable[[Counters], Duration]]] = {
     "nv_cache_hit_duration_per_model": ("cache hit duration", lambda c: c.cache_hit),
     "nv_cache_miss_duration_per_model": ("cache miss duration", lambda c: c.cache_miss),
 }
-_OF_PHASE: dict[str, Callable[[Counters], Duration]] = {
+_PHASE_DURATIONS: dict[str, Callable[[Counters], Duration]] = {
     "request": lambda c: c.success, "queue": lambda c: c.queue, "compute_input": lambda c: c.compute_input,
     "compute_infer": lambda c: c.compute_infer, "compute_output": lambda c: c.compute_output,
     "cache_hit": lambda c: c.cache_hit, "cache_miss": lambda c: c.cache_miss}
@@ -108,7 +108,7 @@ class Metrics:
         lines = [*_counters(seen)]
         cached = [each for each in seen if each.model.config.cached]
         if self._settings.counter_latencies:
-            lines += [*_durations(seen, _DURATIONS), *_durations(cached, _DURATIONS_OF_CACHE)]
+            lines += [*_durations(seen, _DURATIONS), *_durations(cached, _CACHE_DURATIONS)]
         if self._settings.summary_latencies:
             lines += _summaries(seen, self._settings.quantiles, "nv_inference_", PHASES)
             lines += _summaries(cached, self._settings.quantiles, "nv_", CACHE_PHASES)
@@ -135,7 +135,7 @@ def _durations(seen: list[_Seen], families: Mapping[str, tuple[str, Callable[[Co
 
 def _counters(seen: list[_Seen]) -> Iterator[str]:
     cached = [each for each in seen if each.model.config.cached]
-    for families, models in ((_COUNTS, seen), (_OF_CACHE, cached)):
+    for families, models in ((_COUNTS, seen), (_CACHE_COUNTERS, cached)):
         for name, (text, count) in families.items() if models else ():
             yield from _family(name, "counter", text, [(each.labels, count(each.counters)) for each in models])
     for name, (text, of) in _EXECUTIONS.items():
@@ -169,7 +169,7 @@ def _summaries(seen: list[_Seen], quantiles: tuple[float, ...], prefix: str, pha
         for each, quantiles_ns in of_model:
             for share, ns in zip(quantiles, quantiles_ns[phase], strict=True):
                 yield f'{name}{{{each.labels},quantile="{share:g}"}} {_number(ns / 1000)}'
-            total = _OF_PHASE[phase](each.counters)
+            total = _PHASE_DURATIONS[phase](each.counters)
             yield f"{name}_sum{{{each.labels}}} {total.ns // 1000}"
             yield f"{name}_count{{{each.labels}}} {total.count}"
 

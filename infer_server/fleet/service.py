@@ -104,10 +104,10 @@ def read_times(paths: Sequence[Path]) -> ServiceTimes:
             if "latency_ms" in document:
                 latency = document["latency_ms"]
                 if document["batch"] <= min(seconds, default=document["batch"]):
-                    spread = _of_percentiles(latency)
+                    spread = _quantiles_of_percentiles(latency)
                 seconds[int(document["batch"])] = latency["mean"] / 1e3
             else:
-                seconds |= _of_statistics(document)
+                seconds |= _times_of_statistics(document)
         except (ValueError, KeyError, TypeError, IndexError, ZeroDivisionError) as error:
             raise InputError(f"{path} is neither run-engine's --json nor statistics of one model: "
                              f"{type(error).__name__}: {error}") from error
@@ -115,13 +115,13 @@ def read_times(paths: Sequence[Path]) -> ServiceTimes:
     return ServiceTimes(tuple(sizes), tuple(seconds[size] for size in sizes), spread, ", ".join(map(str, paths)))
 
 
-def _of_percentiles(latency: Mapping[str, float]) -> tuple[float, ...]:
+def _quantiles_of_percentiles(latency: Mapping[str, float]) -> tuple[float, ...]:
     known = [(0.0, "min"), (0.5, "p50"), (0.9, "p90"), (0.95, "p95"), (0.99, "p99"), (1.0, "p99")]
     levels = np.linspace(0, 1, 2001)
     return _quantiles(np.interp(levels, [level for level, _ in known], [latency[name] for _, name in known]))
 
 
-def _of_statistics(document: Mapping[str, Any]) -> dict[int, float]:
+def _times_of_statistics(document: Mapping[str, Any]) -> dict[int, float]:
     """Return the mean seconds by batch size of a model's statistics, /v2/models/NAME/stats."""
     (model,) = document["model_stats"]
     times = {}

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _RESERVED = ("nv_", "process_", "infer_server_")           # prefixes of the server's metrics
-_OF_HISTOGRAM = ("_bucket", "_sum", "_count")
+_HISTOGRAM_SUFFIXES = ("_bucket", "_sum", "_count")
 MOST = 4096                                 # limit of the metrics of a model, since each scrape lists them all
 KINDS = ("counter", "gauge", "histogram")
 Labels = tuple[tuple[str, str], ...]
@@ -47,7 +47,7 @@ class CustomFamily:
 
     def names(self, name: str) -> set[str]:
         """Return the sample names that the family uses if it is called `name`."""
-        return {name, *(name + suffix for suffix in _OF_HISTOGRAM if self.kind == "histogram")}
+        return {name, *(name + suffix for suffix in _HISTOGRAM_SUFFIXES if self.kind == "histogram")}
 
 
 class CustomMetrics:

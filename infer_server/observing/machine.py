@@ -10,7 +10,7 @@ from infer_server.process import cpu_secs, resident_bytes
 _PROC = Path("/proc")
 _IDLE = (3, 4)                  # columns of /proc/stat: idle and iowait
 _KIB = 1024
-_OF_PROCESSES: tuple[tuple[str, str, Callable[[str], float]], ...] = (
+_PROCESS_METRICS: tuple[tuple[str, str, Callable[[str], float]], ...] = (
     ("process_cpu_seconds_total", "CPU time of this server, in seconds", cpu_secs),
     ("process_resident_memory_bytes", "Memory of this server, in bytes", resident_bytes),
     ("process_open_fds", "Open files and sockets of this server",
@@ -43,7 +43,7 @@ class MachineMetrics:
         # Each process separately: a sum would decrease when one ends, which a counter must not.
         frontend_pids = {f'process="{name}"': str(number) for name, number in self._frontend_pids().items()}
         processes = {'process="engines"': "self", **frontend_pids} if frontend_pids else {"": "self"}
-        for name, text, of in _OF_PROCESSES:
+        for name, text, of in _PROCESS_METRICS:
             yield name, text, {labels: value for labels, process in processes.items()
                                if (value := _or_none(of, process)) is not None}
 

@@ -27,7 +27,7 @@ from infer_server.observing.traces import TIMESTAMPS, RequestTrace
 MODE = "opentelemetry"
 _PARENT = ("traceparent", "tracestate")     # request headers with the client's span
 # Resource attributes of a pod by the environment variables that deploy/kubernetes sets.
-_OF_POD = {"k8s.pod.name": "POD_NAME", "k8s.namespace.name": "POD_NAMESPACE", "k8s.node.name": "NODE_NAME"}
+_POD_VARIABLES = {"k8s.pod.name": "POD_NAME", "k8s.namespace.name": "POD_NAMESPACE", "k8s.node.name": "NODE_NAME"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SpanSettings:
 def _resource(attributes: Mapping[str, str]) -> Any:
     """Return the resource of all spans: defaults, then OTEL_RESOURCE_ATTRIBUTES and its like, then the command line."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-    of_pod = {name: value for name, variable in _OF_POD.items() if (value := os.environ.get(variable))}
+    of_pod = {name: value for name, variable in _POD_VARIABLES.items() if (value := os.environ.get(variable))}
     defaults = {"service.name": "infer-server", "host.name": of_pod.get("k8s.node.name") or socket.gethostname(),
                 **of_pod}
     return Resource.create(defaults).merge(OTELResourceDetector().detect()).merge(Resource(dict(attributes)))

@@ -32,7 +32,7 @@ _MAX_AT_ONCE_BYTES = 1 << 20    # limit of a document with NaN or Infinity
 _NUMBERS_BYTES = 128 << 10      # text of numbers that orjson parses in one step, in about a millisecond
 _FEW_NUMBERS_BYTES = 256        # length of a list of numbers from which orjson is faster
 
-_OF_NUMBERS = b"-+.0123456789eE, \t\r\n"
+_NUMBER_BYTES = b"-+.0123456789eE, \t\r\n"
 _LONG_LIST = re.compile(rb"\[[-+.0-9eE, \t\r\n]{%d}" % _FEW_NUMBERS_BYTES)
 _FRACTION = re.compile(rb"[.eE]")
 _LONG_NUMBER = re.compile(rb"[0-9]{1000}")
@@ -137,7 +137,7 @@ def _numbers_in_steps(body: bytes | bytearray, at: int, size: int, document: _Do
         comma = piece.rfind(b",")
         if comma >= 0 and not piece[comma + 1:].strip():        # a list does not end with a comma
             comma = piece.rfind(b",", 0, comma)
-        if comma < 0 or piece.translate(None, _OF_NUMBERS):
+        if comma < 0 or piece.translate(None, _NUMBER_BYTES):
             return at
         piece = piece[:comma]
         try:

@@ -13,9 +13,9 @@ NONE: Parameters = MappingProxyType({})
 _MAX_DIGITS = 20                        # digits of a 64-bit integer
 _REGION, _BYTES, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 _RESERVED = "triton_"
-_OF_TRITON = ("triton_enable_empty_final_response",)
-_OF_REQUESTS = frozenset((*_OF_TRITON, "sequence_id", "sequence_start", "sequence_end", "priority", "timeout",
-                          "binary_data_output"))
+_TRITON_PARAMETERS = ("triton_enable_empty_final_response",)
+_REQUEST_PARAMETERS = frozenset((*_TRITON_PARAMETERS, "sequence_id", "sequence_start", "sequence_end", "priority",
+                                 "timeout", "binary_data_output"))
 
 
 def from_messages(messages: Mapping[str, Any]) -> Parameters:
@@ -93,21 +93,21 @@ def reference_of(tensor: str, parameters: Parameters) -> MemoryReference | None:
 
 def for_models(parameters: Parameters) -> Parameters:
     """Return the custom parameters, which are passed to models, without those that the server interprets."""
-    return {name: value for name, value in parameters.items() if name not in _OF_REQUESTS}
+    return {name: value for name, value in parameters.items() if name not in _REQUEST_PARAMETERS}
 
 
 def check_forwarded(headers: Iterable[str]) -> None:
     """Raise InvalidRequestError for a header whose name is reserved as a parameter."""
     for name in headers:
-        if name in _OF_REQUESTS or name == "headers" or name.startswith(_RESERVED):
+        if name in _REQUEST_PARAMETERS or name == "headers" or name.startswith(_RESERVED):
             raise InvalidRequestError(f"Header '{name}' is reserved for Triton usage and cannot be forwarded.")
 
 
 def check_reserved(parameters: Parameters) -> None:
     """Raise InvalidRequestError for an unknown parameter with Triton's reserved prefix."""
     for name in parameters:
-        if name.startswith(_RESERVED) and name not in _OF_TRITON:
+        if name.startswith(_RESERVED) and name not in _TRITON_PARAMETERS:
             raise InvalidRequestError(
                 f"parameter keys starting with '{_RESERVED}' are reserved for Triton usage. Only the following keys "
-                f"starting with '{_RESERVED}' are allowed: {' '.join(_OF_TRITON)}; got '{name}'")
-    typed(parameters, _OF_TRITON[0], bool, False)
+                f"starting with '{_RESERVED}' are allowed: {' '.join(_TRITON_PARAMETERS)}; got '{name}'")
+    typed(parameters, _TRITON_PARAMETERS[0], bool, False)

@@ -18,7 +18,7 @@ from infer_server.errors import ExecutionError, RepositoryError, ServeError, Una
 
 # Errors whose text comes from the disk or an engine. Errors of Python models are redacted where they are received. The
 # texts of other errors repeat what the client sent: redacting these would reveal which folders exist.
-_OF_SERVER = (RepositoryError, ExecutionError, UnavailableError)
+_SERVER_ERRORS = (RepositoryError, ExecutionError, UnavailableError)
 # Folders at the root of a Unix system: Filesystem Hierarchy Standard and macOS.
 _TOP = {"Applications", "Library", "System", "Users", "Volumes", "bin", "boot", "dev", "etc", "home", "lib", "lib32",
         "lib64", "media", "mnt", "nix", "opt", "private", "proc", "root", "run", "sbin", "snap", "srv", "sys", "tmp",
@@ -55,7 +55,7 @@ def redacted(text: str) -> str:
 
 def public_text(error: ServeError) -> str:
     """Return the text of an error that clients may see."""
-    return redacted(str(error)) if isinstance(error, _OF_SERVER) else str(error)
+    return redacted(str(error)) if isinstance(error, _SERVER_ERRORS) else str(error)
 
 
 def _if_path(text: str) -> str:

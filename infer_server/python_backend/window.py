@@ -9,7 +9,7 @@ class SendWindow:
     """Sent and unconsumed responses to one request."""
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
-        """Allow up to `max_responses` responses (0: any number) of `max_bytes` in total; a larger response is sent alone."""
+        """Allow up to `max_responses` (0: any number) of `max_bytes` in total; a larger response is sent alone."""
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._sizes: deque[int] = deque()
         self._bytes = 0

@@ -14,9 +14,9 @@ from infer_server.server import ServerOptions
 
 _ALL_PORTS = frozenset({"grpc", "http", "metrics"})
 # Options of ports and of the process, which are Serve's here.
-_OF_SERVE = re.compile(r"help|version|check|host|workers|listen-|log-|exit-on-error|drain-grace-secs|allowed-hosts|"
-                       r"min-body-rate|body-grace-secs|allow-|http-|metrics-|"
-                       r"grpc-(?!restricted-protocol|header-forward-pattern)")
+_SERVE_OPTIONS = re.compile(r"help|version|check|host|workers|listen-|log-|exit-on-error|drain-grace-secs|"
+                            r"allowed-hosts|min-body-rate|body-grace-secs|allow-|http-|metrics-|"
+                            r"grpc-(?!restricted-protocol|header-forward-pattern)")
 _POLICY = "infer_server.ray.autoscaling:replicas_for_load"
 _REPOSITORY = "model-repository"
 
@@ -83,7 +83,7 @@ def _command_line(arguments: Mapping[str, Any]) -> list[str]:
     line = []
     for name, value in arguments.items():
         option = name.replace("_", "-")
-        if _OF_SERVE.match(option):
+        if _SERVE_OPTIONS.match(option):
             raise ValueError(f"{name}: Ray Serve has the ports and the process; set it in Serve's configuration")
         if option == "model-control-mode" and value == "explicit":
             raise ValueError(f"{name}: a client would load a model in one replica, which the balancer chooses; use "

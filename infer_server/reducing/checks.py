@@ -93,7 +93,7 @@ class Check:
             with _plan_file() as plan:
                 self._build(model, data, plan)
         except EngineError as error:
-            return _of_error(error, model)
+            return _verdict_on_error(error, model)
         return Verdict()
 
     def _compared(self, model: Path, data: Path) -> Verdict:
@@ -103,7 +103,7 @@ class Check:
                 self._build(model, data, plan)
                 return self._judged(plan, model, data)
         except EngineError as error:
-            return _of_error(error, model)
+            return _verdict_on_error(error, model)
 
     def _judged(self, plan: Path, model: Path, data: Path) -> Verdict:
         inputs = read_plan(plan).inputs
@@ -121,7 +121,7 @@ class Check:
                        ) if result else Verdict()
 
 
-def _of_error(error: EngineError, model: Path) -> Verdict:
+def _verdict_on_error(error: EngineError, model: Path) -> Verdict:
     """Return the verdict on a failed build, whose kind is the message without names and numbers."""
     text = str(error).partition("\n")[0].replace(f"{model.parent}/", "")
     return Verdict(f"{type(error).__name__}: {_NAMES_AND_NUMBERS.sub('', text)}", text)

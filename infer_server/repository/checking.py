@@ -77,9 +77,9 @@ def check(roots: Sequence[RepositoryRoot], kind_gpu: str, config_name: str = "",
             of_model = remarks[root, name] = _remarks(root, name, served, kind_gpu, config_name, describe)
             if name in owner:
                 of_model.append(Remark(name, f"is in {owner[name]} as well; rename one of them", True))
-            of_model += _of_threads(served.get(name, ()), threads)
+            of_model += _check_threads(served.get(name, ()), threads)
             owner[name] = root
-    of_steps = _of_ensembles(served, {
+    of_steps = _check_ensembles(served, {
         remark.model for each in remarks.values() for remark in each if remark.is_error})
     for (_, name), of_model in remarks.items():
         yield from [*of_model, *of_steps.get(name, ())] or [Remark(name, "ok")]
@@ -114,7 +114,7 @@ def _check_model(repository: Path, name: str, served: dict[str, list[_Version]],
     for notice in config.notices:
         yield Remark(name, notice)
     if config.requests_gpu:
-        yield from _of_gpus(sources[0], name, kind_gpu, describe is not None)
+        yield from _check_gpus(sources[0], name, kind_gpu, describe is not None)
     for number, source in enumerate(sources):
         if config.kind is not ModelKind.ENSEMBLE and not source.file.exists():
             yield Remark(name, no_such_file(source, source.file.relative_to(repository)), True)
@@ -127,17 +127,17 @@ def _check_model(repository: Path, name: str, served: dict[str, list[_Version]],
     yield from _missing_files(sources[0], repository / name)
 
 
-def _of_ensembles(served: Mapping[str, Sequence[_Version]], unserved: set[str]) -> dict[str, list[Remark]]:
+def _check_ensembles(served: Mapping[str, Sequence[_Version]], unserved: set[str]) -> dict[str, list[Remark]]:
     """Check ensembles until no more fail; `unserved` holds the models that already have an error."""
     while True:
-        remarks_of = {name: list(_of_steps(name, served, unserved)) for name in served}
+        remarks_of = {name: list(_check_steps(name, served, unserved)) for name in served}
         more = {name for name, remarks in remarks_of.items() if any(remark.is_error for remark in remarks)} - unserved
         if not more:
             return remarks_of
         unserved = unserved | more
 
 
-def _of_steps(name: str, served: Mapping[str, Sequence[_Version]], unserved: Set[str]) -> Iterator[Remark]:
+def _check_steps(name: str, served: Mapping[str, Sequence[_Version]], unserved: Set[str]) -> Iterator[Remark]:
     """Check that the models of an ensemble's steps exist, are served, and agree about their tensors."""
     try:
         called_models(name, lambda model: served[model][0].source.config.steps if model in served else ())
@@ -178,7 +178,7 @@ def _of_steps(name: str, served: Mapping[str, Sequence[_Version]], unserved: Set
         yield Remark(name, str(error), True)
 
 
-def _of_gpus(source: Source, name: str, kind_gpu: str, has_models: bool) -> Iterator[Remark]:
+def _check_gpus(source: Source, name: str, kind_gpu: str, has_models: bool) -> Iterator[Remark]:
     if source.may_be_for_gpus and not has_models:
         yield Remark(name, NOT_KNOWN)
         return
@@ -193,7 +193,7 @@ def _of_gpus(source: Source, name: str, kind_gpu: str, has_models: bool) -> Iter
         yield Remark(name, NOT_BUILT)
 
 
-def _of_threads(versions: Sequence[_Version], threads: int) -> Iterator[Remark]:
+def _check_threads(versions: Sequence[_Version], threads: int) -> Iterator[Remark]:
     for config in [version.source.config for version in versions[:1] if version.source.config.kind is ModelKind.ENGINE]:
         try:
             check_threads(config.instances, int(config.build.threads or threads))

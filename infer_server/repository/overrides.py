@@ -19,7 +19,7 @@ from infer_server.repository.folders import Source, read_model
 
 PREFIX = "file:"
 _MAX_PARTS = 8                  # components of a path
-_OF_NAMES = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)     # errors that the client's paths cause
+_NAME_ERRNOS = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)  # errors that the client's paths cause
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def _write(file: Path, content: bytes, failed: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
     except OSError as error:
-        kind = InvalidRequestError if error.errno in _OF_NAMES else UnavailableError
+        kind = InvalidRequestError if error.errno in _NAME_ERRNOS else UnavailableError
         raise kind(f"{failed}: {error.strerror}") from error
 
 

@@ -43,7 +43,7 @@ _FETCHES = 8                                # models that are downloaded at a ti
 _LISTING_SECS = 60.0                        # time for the storage to list files
 _LISTING_OR_COPY_SECS = 10.0                # time for that where a copy will do
 _AWAY_SECS = 5.0                            # time after an error for which copies are used without asking the storage
-_OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)   # errors of the local disk
+_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)  # errors of the local disk
 _MANIFESTS = ".manifests"
 _NAMED = (CONFIGS, WARMUP, INITIAL_STATE)   # folders of a model that configurations refer to
 # Keys under which the various file systems report the version of a file.
@@ -223,7 +223,7 @@ class RemoteFolder(RepositoryRoot):
             result = within(secs, call) if secs else call()
         except Exception as error:
             text = f"{label}: {type(error).__name__}: {error}"
-            if isinstance(error, FileNotFoundError) or isinstance(error, OSError) and error.errno in _OF_DISK:
+            if isinstance(error, FileNotFoundError) or isinstance(error, OSError) and error.errno in _DISK_ERRNOS:
                 raise FetchError(text) from error
             self.is_reachable, self._away_until = False, time.monotonic() + _AWAY_SECS
             raise UnreachableError(text) from error

@@ -83,13 +83,13 @@ class Cluster:
         if self._head is None:
             return
         self.processes()
-        for process in [*self._seen.values(), *self._of_folder()]:
+        for process in [*self._seen.values(), *self._folder_processes()]:
             with suppress(psutil.Error):
                 process.kill()
         self._head.kill()
         self._head.wait()
 
-    def _of_folder(self) -> list[psutil.Process]:
+    def _folder_processes(self) -> list[psutil.Process]:
         """Return the processes whose command line names this cluster's folder: HAProxy outlives its parent."""
         return [process for process in psutil.process_iter(["cmdline"])
                 if str(self._folder) in " ".join(process.info["cmdline"] or ()) and process.pid != os.getpid()]

@@ -37,7 +37,7 @@ def complete_source(source: Source, describe_plan: Callable[[Path], Described]) 
     EngineError, OSError
         The file cannot be read.
     """
-    described = _of_onnx(source) if source.is_onnx else describe_plan(source.file)
+    described = _describe_onnx(source) if source.is_onnx else describe_plan(source.file)
     if described is None:
         return None
     message = complete(with_devices(source.message, ()), source.name, described, source.file.name)
@@ -63,7 +63,7 @@ class _Onnx:
     dependence: str = ""        # unknown before the build
 
 
-def _of_onnx(source: Source) -> _Onnx | None:
+def _describe_onnx(source: Source) -> _Onnx | None:
     """Describe the engine of an ONNX file before its build; None if too much is still open."""
     from infer_server.engines.frontend.onnx_file import outline_of
     config, max_batch = source.config, source.message.max_batch_size
