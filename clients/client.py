@@ -76,7 +76,7 @@ class InferenceClient:
         version : "" is the server's choice.
         timeout : seconds; None waits.
         priority : 1 is the most urgent level; 0 is the model's default.
-        metadata : pairs of a name and a value, sent beside those of the channel.
+        metadata : pairs of a name and a value, sent in addition to those of the channel.
         """
         request = serialised_request(model, inputs, version=version, request_id=request_id, priority=priority)
         return infer_outputs(self._call(pb.ModelInferResponse, request, timeout, metadata))

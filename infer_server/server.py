@@ -88,7 +88,7 @@ class ServerOptions:
     model_memory_bytes: int = 0                 # memory limit of models loaded on demand; 0: all are loaded at start
     config_name: str = ""                       # name of the custom configuration to use instead of config.pbtxt
     poll_secs: float = 0.0                      # interval of polling the repository; 0: none
-    retry_secs: float = 15.0                    # interval at which remote storage that is away is asked again
+    retry_secs: float = 15.0                    # interval of attempts to read unreachable remote storage
     listen_when_ready: bool = False             # True: gRPC and HTTP open after the models of the start are loaded
     load_models: tuple[str, ...] | None = ()    # models to load at start under explicit control; None: all
     load_threads: int = LOADS                   # number of parallel loads
@@ -155,7 +155,7 @@ class Server:
         self.repository.watch(self.lifecycle.changed)
         self._poller = Poller(self.repository, self._roots, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # reason why the repository cannot be read
-        self._looks_again = False               # True while remote storage that is away is asked again
+        self._looks_again = False               # True while unreachable remote storage is retried
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
         self._inflight.watch_limit(self.lifecycle.changed)
         self._listeners = Listeners(PortLimits(options.max_body_bytes, self._inflight, options.max_json_bytes,
@@ -346,7 +346,7 @@ class Server:
         self._polling = asyncio.create_task(self._poll())
 
     async def _poll(self) -> None:
-        """Load what remote storage has kept from being loaded at the start, then poll if that is asked for."""
+        """Load the models that unreachable storage delayed, then poll the repositories if that is enabled."""
         secs = self._options.poll_secs or self._options.retry_secs
         if self._looks_again or not all(root.is_reachable for root in self._roots):
             await load_when_reachable(self._roots, secs, self._load_late)

@@ -21,10 +21,10 @@ from infer_server.clients.channels.status import StatusError
 log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_SECS, _BACKOFF_FACTOR, _MAX_BACKOFF_SECS, _JITTER = 1.0, 1.6, 120.0, 0.2
-_MAX_FAILURES = 100             # failures counted: a power of thousands of them is no float
+_MAX_FAILURES = 100             # failures counted: the backoff of thousands would overflow a float
 DNS = "dns:"                    # scheme of a name whose addresses are all used
 LOOK_UP_SECS = 10.0             # age at which the addresses of a name are looked up again
-_AFTER_FAILURE_SECS = 1.0       # the same after a connection failed: a server has gone, and another may be there
+_AFTER_FAILURE_SECS = 1.0       # age at which they are, after a connection failed: a replacement server may be listed
 _TRY_SECS = 1.0                 # time for an address to be connected to while another one may be tried
 
 
@@ -57,8 +57,8 @@ class Address:
         self._failures = min(self._failures + 1, _MAX_FAILURES)
         self._ejected_until = time.monotonic() + secs * random.uniform(1 - _JITTER, 1 + _JITTER)
 
-    def is_unhealthy(self) -> None:
-        """Leave the address out for a short time: its server can be connected to, but says that it does not serve."""
+    def mark_unhealthy(self) -> None:
+        """Eject the address for a short time: its server accepts connections, but its health check fails."""
         self._failures = 0
         self.failed()
 

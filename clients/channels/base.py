@@ -34,7 +34,7 @@ class ChannelBase:
     def _failed(self, address: Address, is_connected: bool) -> None:
         """Leave an address out whose connection failed, or whose server is not serving."""
         if is_connected:
-            address.is_unhealthy()
+            address.mark_unhealthy()
         else:
             address.failed()
         if self._dns:

@@ -45,7 +45,7 @@ class ClientConnection:
         self._pinged_at: float | None = None
         self.calls: dict[int, PendingCall] = {}     # by stream number
         self.is_ready = False                       # the server's settings have come: it speaks HTTP/2
-        self.takes_calls = True                     # the server has not said that it goes away
+        self.takes_calls = True                     # False after GOAWAY
         self._farewell = ""                         # the reason that it gave
         self._plain_headers: tuple[Header, ...] = ()    # of the last response whose headers say only that it begins
 

@@ -1,4 +1,4 @@
-"""Channels on grpcio, where ngh2 is not installed or grpcio is asked for."""
+"""Channels on grpcio, for machines without ngh2, or if grpcio is requested."""
 from __future__ import annotations
 
 import json

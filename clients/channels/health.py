@@ -1,4 +1,4 @@
-"""gRPC's health check of a connection, if the service config asks for it.
+"""gRPC's health check of a connection, if the service config enables it.
 
 References ---------- https://github.com/grpc/grpc/blob/master/doc/health-checking.md
 """

@@ -15,7 +15,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 def is_balanced(url: str) -> bool:
-    """Return True if a URL stands for several servers: a list of addresses, or a DNS name with dns: in front."""
+    """Return True if a URL names several servers: a list of addresses, or a DNS name with the scheme dns:."""
     return "," in url or url.startswith(DNS)
 
 
@@ -24,7 +24,7 @@ class Tls:
     """PEM files for TLS.
 
     Parameters ---------- root_certificates : certificates of authorities that may sign the server's certificate; None
-    for the system's. certificate, private_key : the client's own, for servers that ask for them.
+    for the system's. certificate, private_key : the client's own, for servers that require them.
     """
     root_certificates: str | Path | None = None
     certificate: str | Path | None = None

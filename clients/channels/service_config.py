@@ -73,7 +73,7 @@ class ServiceConfig:
     document: Mapping[str, Any]
     methods: Mapping[str, MethodConfig]         # by "/service/method", "/service/" or ""
     throttling: tuple[float, float] | None      # tokens at most, and tokens for a call that succeeds
-    health_service: str | None                  # None: health is not asked for
+    health_service: str | None                  # None: no health checks
 
     @classmethod
     def read(cls, source: Mapping[str, Any] | str) -> ServiceConfig:

@@ -22,10 +22,10 @@ class StatusError(Exception):
 
     Parameters
     ----------
-    status : the name of the gRPC status, whatever protocol the call went by.
+    status : the name of the gRPC status, for calls over HTTP, too.
     details : the server's message, or the reason that the client found.
     is_unprocessed : True if no server can have begun to execute the call.
-    pushback_secs : seconds after which the server wants the call repeated; negative: it does not.
+    pushback_secs : seconds after which the call may be repeated (grpc-retry-pushback-ms); negative: it must not be.
     """
 
     def __init__(self, status: str, details: str, *, is_unprocessed: bool = False,

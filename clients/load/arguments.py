@@ -22,7 +22,7 @@ class Options:
     model: str
     version: str
     url: str
-    against: str            # another server, which is measured beside the first; "": none
+    against: str            # another server, which is measured in turn with the first; "": none
     loads: tuple[Load, ...]
     scenario: Scenario | None       # in the place of the loads
     batch: int

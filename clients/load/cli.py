@@ -33,7 +33,7 @@ CLEAR = "\r\033[K"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, 1 or 2 as --help says, 130 when interrupted."""
+    """Run the command. Returns the exit status: 0, 1 or 2 as listed by --help, 130 when interrupted."""
     options = parse(arguments)
     progress = Progress()
     try:

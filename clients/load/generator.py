@@ -86,7 +86,7 @@ class Sender:
     """Sender of requests in turn, which records each result."""
 
     def __init__(self, requests: Sequence[Send], request_bytes: int, timeout: float) -> None:
-        """request_bytes: about what one of them has."""
+        """request_bytes: approximate size of a request."""
         self.recorder = Recorder()
         self.messages: dict[str, str] = {}
         self.max_in_flight = max(1, min(MAX_IN_FLIGHT, MAX_BYTES_IN_FLIGHT // request_bytes))
@@ -163,14 +163,14 @@ async def run_level(load: Load, sender: Sender, batch: int, timing: Timing, seed
     stop = asyncio.Event()
     marks: list[_Mark] = []
     windows: list[LoadWindow] = []
-    throughput_is_given = isinstance(load, Open)
+    is_scheduled = isinstance(load, Open)
     async with asyncio.TaskGroup() as group:
         group.create_task(send_closed(sender, load, stop) if isinstance(load, Closed)
                           else send_open(sender, load, seed, stop))
         await asyncio.sleep(timing.warmup)
         marks.append(_Mark(time.monotonic(), time.thread_time(), await read_statistics()))
         start, ended = marks[0].at, len(sender.recorder)
-        while len(windows) < WINDOWS_IN_DURATION and not is_stable(windows, throughput_is_given):
+        while len(windows) < WINDOWS_IN_DURATION and not is_stable(windows, is_scheduled):
             due = start + timing.duration * len(marks) / WINDOWS_IN_DURATION
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             marks.append(_Mark(time.monotonic(), time.thread_time(), await read_statistics()))
@@ -180,7 +180,7 @@ async def run_level(load: Load, sender: Sender, batch: int, timing: Timing, seed
             windows.append(LoadWindow(len(answered), summary.throughput, latency_of(answered).mean))
             observe(marks[-1].at - start, summary)
         stop.set()
-    stable = is_stable(windows, throughput_is_given)
+    stable = is_stable(windows, is_scheduled)
     begin, end = marks[-1 - WINDOWS if stable else 0], marks[-1]
     return LoadLevel(load, summarise(sender.recorder.since(0), begin.at, end.at, batch),
                      difference(begin.statistics, end.statistics) if begin.statistics and end.statistics else None,

@@ -126,7 +126,7 @@ class LoadWindow:
 def is_stable(windows: Sequence[LoadWindow], throughput_is_scheduled: bool = False) -> bool:
     """Return True if throughput and mean latency of the last three windows are within 10 % of their means.
 
-    In an open loop the schedule gives the throughput: its scatter says nothing about the server, and is left out.
+    In an open loop the schedule determines the throughput, so that only latency is compared.
     """
     last = windows[-WINDOWS:]
     if len(last) < WINDOWS or min(window.requests for window in last) < MIN_REQUESTS:

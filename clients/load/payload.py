@@ -26,7 +26,7 @@ def prepare(metadata: pb.ModelMetadataResponse, batch: int, *, data: Mapping[str
 
     `data` holds an array per input, items on the leading axis; requests take consecutive items and wrap around. Without
     it there is one request of random items. `shapes` gives the item's shape of inputs with dynamic extents.
-    A leading extent of -1 in the metadata is the batch axis (KServe v2); without one, each request is one whole input.
+    A leading extent of -1 in the metadata is the batch axis (KServe v2); without one, a request is one input.
     """
     known = {tensor.name for tensor in metadata.inputs}
     for name in [*(data or {}), *(shapes or {})]:

@@ -28,7 +28,7 @@ from typing import Any
 from infer_server.clients.load.generator import LoadLevel
 from infer_server.clients.load.schedule import Closed
 
-LATE_MS = 5.0           # beyond what an event loop's timer and a busy moment explain
+LATE_MS = 5.0           # lateness that timers and short bursts of CPU use do not explain
 BUSY = 0.9              # share of its time from which on the load generator's thread is the limit
 PERCENTILES = ("mean", "p50", "p90", "p95", "p99")
 

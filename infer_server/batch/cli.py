@@ -54,7 +54,7 @@ def _command(options: argparse.Namespace) -> int:
 
 
 def _plan(model: Path, folder: Path, options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """Return the plan to score with and what identifies it; the plan of an ONNX file is built, and kept in `folder`."""
+    """Return the plan to score with and its identity as JSON values; an ONNX file is built into `folder`."""
     if model.suffix != ".onnx":
         return model, {"file": model.name, "sha256": file_digest(model)}
     from infer_server.cli.build_engine import Bar

@@ -85,7 +85,7 @@ class Summary:
     outcome: Outcome = field(default_factory=Outcome)
 
     def add(self, report: Done) -> None:
-        """Add what a worker reports."""
+        """Add a worker's report."""
         self.engine_seconds += report.engine_seconds
         self.busy_seconds += report.busy_seconds
         if report.outcome:
@@ -101,7 +101,7 @@ class Summary:
 
 
 def inputs_of(source: Source) -> dict[str, Any]:
-    """Return what identifies the input: its files, by names, sizes and times, and the splits."""
+    """Return the identity of the input: names, sizes and times of its files, and the splits."""
     files = [(str(file), (status := file.stat()).st_size, status.st_mtime_ns) for file in source.files]
     return {"files": len(files), "digest": hashlib.sha256(repr(files).encode()).hexdigest(),
             "items": sum(split.items for split in source.splits), "splits": len(source.splits)}
@@ -118,7 +118,7 @@ def run(scorer: Scorer, source: Source, folder: Path, plan: dict[str, Any], proc
     folder : Path
         Folder of the results.
     plan : dict
-        What identifies the plan, as JSON values.
+        Identity of the plan, as JSON values.
     processes : int
         Maximum number of worker processes; with 1 this process scores.
     progress : callable

@@ -1,6 +1,6 @@
-"""Folder of results: a Parquet file for each split, and a manifest of what they were made from.
+"""Folder of results: a Parquet file for each split, and a manifest that identifies plan and input.
 
-A file appears whole, under its name, when its split is done; so a run that was killed is continued by the same command,
+A file gets its name when its split is complete; a run that was killed is therefore continued by the same command,
 and each item is in one file. Readers of Parquet ignore names that begin with `_` or `.`.
 """
 from __future__ import annotations

@@ -171,7 +171,7 @@ class Scorer:
                           *(pa.field(name, output.arrow_type) for name, output in self._named({}).items())])
 
     def settings(self) -> dict[str, Any]:
-        """Return what the result depends on, beside the plan, as JSON values."""
+        """Return the settings that determine the result, in addition to the plan, as JSON values."""
         preprocess = self.preprocess
         return {"inputs": self.inputs, "outputs": self.outputs, "columns": self.columns and list(self.columns),
                 "batch": self.batch, "top_k": self.top_k, "labels": list(self.labels),

@@ -1,7 +1,7 @@
 """compare-engine: compare a plan or an ONNX file with another, output by output and layer by layer.
 
     compare-engine int8.plan fp32.plan --data photos/       which layers of the INT8 plan are inexact
-    compare-engine model.plan model.onnx                    a plan beside ONNX Runtime, or the NumPy reference
+    compare-engine model.plan model.onnx                    a plan against ONNX Runtime, or the NumPy reference
     compare-engine quantised.onnx model.onnx --min-sqnr 20  two ONNX files; status 1 below 20 dB
 
 B is the reference. Tensors are matched by their names: those that one side fuses away or renames are counted and left

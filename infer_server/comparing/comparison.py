@@ -39,7 +39,7 @@ class Comparison:
     Attributes
     ----------
     a, b : str
-        Names of the two sides, with what ran them. B is the reference.
+        Names of the two sides and of their runtimes. B is the reference.
     source : str
         Where the items came from.
     items : int
@@ -53,7 +53,7 @@ class Comparison:
     threshold : float
         SQNR in dB below which a layer diverges.
     notes : tuple of str
-        What limits the comparison, a sentence each.
+        Limitations of the comparison, a sentence each.
     """
     a: str
     b: str

@@ -54,7 +54,7 @@ class Side(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the file with what runs it, for reports."""
+        """Name of the file and of the runtime that executes it, for reports."""
 
     @property
     def inputs(self) -> Mapping[str, str]:
@@ -89,11 +89,11 @@ class Side(Protocol):
         """Return a function that shows these inner tensors in float. Raises EngineError."""
 
     def generator(self) -> Generator:
-        """Return what generates inputs. Raises EngineError."""
+        """Return the generator of inputs. Raises EngineError."""
 
 
 def side_of(path: str | Path) -> Side:
-    """Open a plan or an ONNX file, which is told by its suffix .onnx. Raises EngineError, OSError."""
+    """Open a plan, or an ONNX file, which is recognised by its suffix .onnx. Raises EngineError, OSError."""
     return OnnxSide(Path(path)) if Path(path).suffix == ".onnx" else PlanSide(Path(path))
 
 

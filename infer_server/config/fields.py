@@ -23,7 +23,7 @@ class Verdict(Enum):
     SERVED = "served"           # as in Triton
     MAPPED = "mapped"           # mapped to an equivalent setting
     ADVISORY = "advisory"       # kept and reported; the model works without it
-    REFUSED = "refused"         # the model would not work as intended
+    REFUSED = "refused"         # the field cannot be ignored: the model would not work as intended
 
 
 @dataclass(frozen=True)

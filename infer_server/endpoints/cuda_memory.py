@@ -1,6 +1,6 @@
 """CUDA shared memory: regions on GPUs that clients register by an IPC handle to pass tensors.
 
-An engine on the same GPU reads and writes numeric tensors in place; for all others they are copied through host memory.
+An engine on the same GPU reads and writes numeric tensors in place; all other tensors are copied through host memory.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md
 """

@@ -21,7 +21,7 @@ from infer_server.fleet.report import as_json, as_text, require_matplotlib, writ
 from infer_server.fleet.service import ServiceTimes, measured, read_times, stated
 from infer_server.fleet.simulate import BALANCERS, Fleet
 
-REQUEST_MS = 0.65       # CPU of a small request over gRPC beside its execution: docs/benchmarks/serving.md
+REQUEST_MS = 0.65       # CPU of a small request over gRPC without its execution: docs/benchmarks/serving.md
 HOP_MS = 0.6            # two ways through a data centre's network and a balancer
 
 

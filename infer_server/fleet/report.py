@@ -15,13 +15,13 @@ COLOURS = {"p50": "#4C78A8", "p99": "#E45756"}
 
 
 def cores_of(answer: Answer, threads: int) -> tuple[int, float]:
-    """Return the cores of all instances, and those that the event loops take beside them."""
+    """Return the cores of all instances, and the additional cores that the event loops use."""
     fleet = answer.fleet
     return fleet.servers * fleet.instances * threads, answer.goal.rate * fleet.request_seconds
 
 
 def assumptions(answer: Answer) -> list[str]:
-    """Return what the answer rests on, a sentence each."""
+    """Return the assumptions of the answer, a sentence each."""
     fleet, times = answer.fleet, answer.fleet.times
     lines = [f"times of batches: {times.source}; " + ", ".join(
                  f"{size}: {1e3 * seconds:.3g} ms" for size, seconds in zip(times.sizes, times.seconds, strict=True)),

@@ -14,7 +14,7 @@ from infer_server.engines.ir.graph import Array
 
 USUAL_SPREAD = 0.08         # standard deviation of the logarithm of a time where none was measured
 TOLERANCE = 1.05            # as infer_server.batching.batch_times: a smaller batch within this factor is preferred
-OVERHEAD = 1e-4             # seconds of a batch beside its execution, likewise
+OVERHEAD = 1e-4             # seconds of a batch in addition to its execution; as in batch_times, too
 QUANTILES = np.linspace(0, 1, 101)
 
 

@@ -1,9 +1,9 @@
 """Event simulation of servers behind balancers: latencies of Poisson requests of one item each.
 
-A server has `instances`; when one is free, it takes what waits as the server's batcher does without deadlines: a share
-of it if other instances are idle, and no more than pays. Before that a request passes the server's one event loop,
-which takes `request_seconds` for it. A balancer knows the requests that it has itself sent to each server and that are
-not answered; several balancers know nothing of each other.
+A server has `instances`. A free one takes waiting requests as the server's batcher does without deadlines: a share of
+them if other instances are idle, up to the batch size that pays. Before that a request passes the server's event loop,
+which takes `request_seconds` for it. A balancer knows the unanswered requests that it has itself sent to each server,
+and none of other balancers.
 """
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ CONNECTIONS = 4             # connections of clients for each server, for "conne
 
 @dataclass(frozen=True)
 class Fleet:
-    """Servers and what is in front of them.
+    """Servers and the balancers in front of them.
 
     balancer         one of BALANCERS
-    balancers        processes that balance, each by what it knows
-    batch            most items of a batch
+    balancers        number of balancing processes, which do not know each other's requests
+    batch            maximum number of items of a batch
     request_seconds  time of a request on the server's event loop
     hop_seconds      time of a request on the way to a server and back
     slow             share of the servers that take `slower` times as long
@@ -78,7 +78,7 @@ def simulate(fleet: Fleet, arrivals: Array, seed: int = 0) -> Array:
     queues: list[deque[int]] = [deque() for _ in range(fleet.servers)]
     idle, loop_free = [fleet.instances] * fleet.servers, [0.0] * fleet.servers
     ended = [0.0] * count
-    # (time, order, server, what): a batch ends, or a request leaves the event loop
+    # (time, order, server, event): a batch ends (its requests), or a request (its index) leaves the event loop
     events: list[tuple[float, int, int, list[int] | int]] = []
     order = 0
 

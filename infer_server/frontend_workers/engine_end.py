@@ -57,7 +57,7 @@ class EngineEnd(Link):
         self._unread: dict[int, OpenCall] = {}              # responses that clients have not read yet
 
     def begin(self, settings: WorkerSettings) -> None:
-        """Send the settings, upon which the worker listens."""
+        """Send the settings; the worker then opens its ports."""
         self.send(link.SETTINGS, 0, pickle.dumps(settings))
 
     async def send_away(self) -> None:
@@ -168,7 +168,7 @@ class EngineEnd(Link):
 
 
 class _Reply(InferReply):
-    """The reply to a call of ModelInfer that a frontend worker hands on."""
+    """The reply to a ModelInfer call that a frontend worker forwards."""
     __slots__ = ("_end", "_number", "_peer", "_about")
 
     def __init__(self, end: EngineEnd, frame: Frame) -> None:

@@ -41,7 +41,7 @@ class Frame(NamedTuple):
     about: bytes = b""              # metadata
     peer: bytes = b""               # the client's address
     received_ns: int = 0
-    remaining_secs: float = NEVER   # until the client gives up
+    remaining_secs: float = NEVER   # until the client's deadline
 
 
 class Link(asyncio.BufferedProtocol):

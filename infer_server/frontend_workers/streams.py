@@ -55,7 +55,7 @@ class ForwardedStreams:
 
 
 class _ForwardedContext:
-    """The CallContext of a call that a frontend worker hands on."""
+    """The CallContext of a call that a frontend worker forwards."""
 
     def __init__(self, begun: Frame, end: Link) -> None:
         self._number, self._end, self._peer = begun.number, end, begun.peer.decode()

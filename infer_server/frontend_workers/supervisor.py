@@ -39,7 +39,7 @@ class FrontendWorkers:
     """Frontend workers of a server. Call start() once, then close() once, on one event loop."""
 
     def __init__(self, count: int, inflight: Inflight, methods: Methods) -> None:
-        """Set the number of workers, and what counts and serves the gRPC calls that they forward."""
+        """Set the number of workers, the counter of calls in flight, and the gRPC methods that they forward."""
         self._count, self._inflight, self._methods = count, inflight, methods
         self._workers: list[_FrontendWorker] = []
 
@@ -74,7 +74,7 @@ class _FrontendWorker:
     """Frontend worker: a process, which is restarted when it ends."""
 
     def __init__(self, number: int, make_end: MakeEnd, code: bytes) -> None:
-        """Take the digest of this process's code: a worker with other code would not understand the link."""
+        """code: digest of this process's modules; a worker started with other code would not understand the link."""
         self.name = f"front {number}"
         self._make_end, self._code = make_end, code
         self._process: subprocess.Popen[bytes] | None = None
@@ -173,7 +173,7 @@ class _FrontendWorker:
 
 
 def _start_process(descriptor: int) -> subprocess.Popen[bytes]:
-    # Signals go to all processes of a terminal or of a service; this one tells frontend workers when to end.
+    # Signals go to all processes of a terminal or of a service; the engine process decides when workers end.
     with blocked(_SERVER_SIGNALS):
         return subprocess.Popen([sys.executable, "-P", "-m", "infer_server.frontend_workers.process", str(descriptor)],
                                 pass_fds=[descriptor], stdin=subprocess.DEVNULL)

@@ -34,7 +34,7 @@ class Exchanges(Protocol):
 
 
 class WorkerInflight(Inflight):
-    """Inflight of a worker: it also tells the engine process, which counts the calls too, when responses are read."""
+    """Inflight of a worker: it also notifies the engine process, which counts the same calls, of read responses."""
 
     def __init__(self, max_bytes: int, send_timeout_secs: float, end: WorkerEnd) -> None:
         super().__init__(max_bytes, send_timeout_secs)
@@ -67,7 +67,7 @@ class WorkerEnd(Link):
         send_away : callable
             Called before calls are rejected.
         drain : callable
-            Called once; the argument says whether accepted requests are to be answered first.
+            Called once; the argument is True if accepted requests are to be answered first.
         """
         super().__init__()
         self._start, self._send_away, self._drain = start, send_away, drain
@@ -81,7 +81,7 @@ class WorkerEnd(Link):
         self.send(link.READ, number)
 
     def closed(self, reason: Exception | None) -> None:
-        if reason and not isinstance(reason, OSError):      # a bug of ours, which cannot be logged over the link
+        if reason and not isinstance(reason, OSError):      # a bug, which cannot be logged over the link
             traceback.print_exception(reason)
             os._exit(1)
         os._exit(0)

@@ -24,7 +24,7 @@ class Latencies:
         self._since_ns = 0
 
     def add(self, times_ns: Sequence[int], now_ns: int, counts: Iterable[int] = itertools.repeat(1)) -> None:
-        """Count durations, each as often as `counts` says."""
+        """Count each duration `counts` times."""
         if now_ns - self._since_ns > _HALF_NS:
             self._turn(now_ns)
         recent = self._recent

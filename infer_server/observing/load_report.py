@@ -24,7 +24,7 @@ from infer_server.protos import orca
 HEADER = "endpoint-load-metrics-format"
 TRAILER = "endpoint-load-metrics-bin"
 _RESPONSE_HEADER = "endpoint-load-metrics"
-_SAMPLE_SECS = 1.0              # age at which a report is made anew
+_SAMPLE_SECS = 1.0              # age at which a report is renewed
 
 
 class LoadTotals(NamedTuple):

@@ -142,7 +142,7 @@ def _numbers_in_steps(body: bytes | bytearray, at: int, size: int, document: _Do
         piece = piece[:comma]
         try:
             values = orjson.loads(b"[%b]" % piece)
-        except ValueError:                          # ijson says where it is wrong, and reads numbers beyond float64
+        except ValueError:                          # ijson reports the position, and reads numbers beyond float64
             return at
         if not values:
             return at

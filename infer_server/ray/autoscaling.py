@@ -63,7 +63,7 @@ class Meter:
 
 
 class Context(Protocol):
-    """Interface of what Serve passes to a policy: ray.serve.config.AutoscalingContext."""
+    """Interface of the argument that Serve passes to a policy: ray.serve.config.AutoscalingContext."""
     config: Any
     current_num_replicas: int
     target_num_replicas: int
@@ -72,7 +72,7 @@ class Context(Protocol):
 
 
 def replicas_for_load(context: Context) -> tuple[float, dict[str, Any]]:
-    """Return the number of replicas that the ongoing calls or the loads of the replicas ask for.
+    """Return the number of replicas that the ongoing calls or the loads of the replicas require.
 
     Serve applies the delays, the factors and the limits of the autoscaling configuration to it.
     """

@@ -1,6 +1,6 @@
 """Replica of Ray Serve: a server without ports of its own.
 
-Behind HAProxy the gRPC server of the replica calls it by handlers of ours (servicer.py). Behind Serve's Python proxy,
+Behind HAProxy the gRPC server of the replica calls it by the handlers of servicer.py. Behind Serve's Python proxy,
 Serve calls the methods of the deployment, which have the names of the gRPC methods.
 """
 from __future__ import annotations
@@ -91,7 +91,7 @@ class InferServer:
         return self._meter.read()
 
     async def close(self) -> None:
-        """Answer what is in flight and stop."""
+        """Answer the requests in flight and stop."""
         await self.server.stop()
 
 

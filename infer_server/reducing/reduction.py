@@ -1,4 +1,4 @@
-"""Reduction of a failing model to a small one that fails alike, written beside the inputs that it fails on.
+"""Reduction of a failing model to a small one that fails alike, written together with the inputs that it fails on.
 
     reduction = reduce_model("model.onnx", "reduced.onnx", Check("differs", "fp16"))
     print(reduction)
@@ -91,7 +91,7 @@ class Reduction:
 def reduce_model(model: str | os.PathLike[str], output: str | os.PathLike[str], check: Check, *,
                  data: Source | None = None, preprocess: str = "", max_checks: int = MAX_CHECKS,
                  timeout: float = TIMEOUT, stage: Stage = lambda name, nodes: None) -> Reduction:
-    """Write the smallest part of a model that still fails a check as the whole does.
+    """Write the smallest part of a model that fails a check as the complete model does.
 
     Parameters
     ----------
@@ -216,7 +216,7 @@ def _feed(path: Path, check: Check, data: Source | None, preprocess: str) -> dic
         generator = OnnxSide(path).generator()
     except EngineError:
         if isinstance(data, str | Path) and Path(data).suffix == ".npz" and Path(data).is_file():
-            return read_values(Path(data))      # without the types of the inputs: one item as it is
+            return read_values(Path(data))      # the types of the inputs are unknown: the file holds one item
         if check.name == BUILD_FAILS and data is None:
             return {}
         raise

@@ -1,4 +1,4 @@
-"""Search for the smallest fragment of a model that still fails as the whole does.
+"""Search for the smallest fragment of a model that fails as the complete model does.
 
 1. Outputs: one output that fails alone, then a bisection for the shortest beginning of its nodes that fails.
 2. Inputs: a bisection for the latest tensors that can be fed with recorded values.
@@ -32,7 +32,7 @@ class Search:
     """
 
     def __init__(self, model: FragmentExtractor, fails: Fails, max_checks: int, stage: Stage) -> None:
-        """fails: returns True if a fragment fails as the whole model does."""
+        """fails: returns True if a fragment fails as the complete model does."""
         self._model, self._check, self._most, self._stage = model, fails, max_checks, stage
         self._known: dict[Fragment, bool] = {}
         self.best, self.checks, self.complete = model.needed(model.whole), 0, False

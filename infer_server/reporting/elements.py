@@ -68,12 +68,12 @@ def _finite(value: Any) -> Any:
 
 # ---- parts of a page
 def section(identifier: str, title: str, *children: Child, about: str = "") -> Element:
-    """Return a section with a heading, and a paragraph that says what it shows."""
+    """Return a section with a heading and an explaining paragraph."""
     return el("section", el("h2", title), el("p", about, class_="about") if about else None, *children, id=identifier)
 
 
 def missing(reason: str) -> Element:
-    """Return the line that stands for a part without data."""
+    """Return the line that replaces a part without data."""
     return el("p", reason, class_="missing")
 
 

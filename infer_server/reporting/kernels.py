@@ -113,7 +113,7 @@ def trace_link(data: ReportData) -> Element:
 
 
 def details(data: ReportData) -> list[dict[str, Any]]:
-    """Return the data of each kernel for the panel beside the graph."""
+    """Return the data of each kernel for the panel next to the graph."""
     return [{"name": row.step.name, "ops": row.title, "fuses": list(row.step.fuses[:40]), "precision": row.precision,
              "tactic": row.step.tactic, "shape": "×".join(map(str, row.shape)), "us": row.us, "bound": row.bound_us,
              "limit": row.limit, "macs": row.step.macs, "bytes": row.step.bytes, "sqnr": row.sqnr_db,

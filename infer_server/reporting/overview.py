@@ -60,7 +60,7 @@ def _constants(data: ReportData) -> int:
 
 # ---- findings
 def findings(data: ReportData) -> Element:
-    """Return the cards with the answers that most readers want."""
+    """Return the cards at the top: the least accurate layers, the slowest kernels, and the calibration's trials."""
     cards = [_card("Layers that cost most accuracy", *_costly(data)),
              _card("Kernels that take most time", *_slow(data)), _card("What the calibration tried", *_tried(data))]
     return el("div", cards, class_="cards")

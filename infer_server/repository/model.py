@@ -324,7 +324,7 @@ class QueuedModel(Model):
         return False
 
     def _reschedules(self, request: Request, result: Any, execution: BatchExecution | None) -> bool:
-        """Reschedule a request if its model asked for that; return False if it is finished."""
+        """Reschedule a request if its model returned RESCHEDULE; return False if it is finished."""
         if result is not RESCHEDULE or request.reply.gone:
             return False
         assert self._sequences is not None

@@ -26,7 +26,7 @@ from infer_server.clients.load.transports import over_shared_memory, split_url
 from infer_server.clients.load.transports.over_grpc import GrpcTransport
 from infer_server.clients.load.transports.over_http import HttpTransport
 from infer_server.clients.load.transports.over_shared_memory import SharedMemoryTransport
-from infer_server.clients.load.transports.transport import MAX_DESCRIPTOR_SHARE, SETUP_SECS, StartedSend
+from infer_server.clients.load.transports.transport import MAX_OPEN_DESCRIPTORS, SETUP_SECS, StartedSend
 from infer_server.protos import inference as pb
 from scripts.testing.numpy_engine import write_model
 from tests.clients.channels.peers import Proxy, proxy_to
@@ -170,7 +170,7 @@ def test_statistics_do_not_wait_for_the_requests_of_the_load(server: RunningServ
         transport = HttpTransport(urls(server)["http"].removeprefix("http://"))
         async with AsyncExitStack() as stack:
             stack.push_async_callback(transport.close)
-            for _ in range(MAX_DESCRIPTOR_SHARE):
+            for _ in range(MAX_OPEN_DESCRIPTORS):
                 await stack.enter_async_context(transport.slots.one(SETUP_SECS))
             return len(await transport.statistics("affine", ""))
 

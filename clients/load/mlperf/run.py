@@ -1,7 +1,7 @@
-"""Runs of the load generator: it says on a thread of its own what is to be sent, and is told what is answered.
+"""Runs of MLPerf's load generator, which issues samples from a thread of its own and is notified of each answer.
 
-A sample is a request of one item. The generator knows no failures: a request that fails is answered to it, and counted
-here. https://github.com/mlcommons/inference/tree/master/loadgen
+A sample is a request of one item. The generator has no notion of failures: a failed request is reported as answered,
+and counted here. https://github.com/mlcommons/inference/tree/master/loadgen
 """
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _MARK = ":::MLLOG "
 _MS = 1e6                   # nanoseconds
-_TRIALS = 3                 # requests that tell about what a server can do, the last of them
-_MAX_IN_FLIGHT = 4096       # beyond, samples wait here, and their wait is counted
+_TRIALS = 3                 # requests that estimate the server's speed before the run; the last one counts
+_MAX_IN_FLIGHT = 4096       # further samples wait in the client; their latency includes the wait
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class _System:
                     await request(self._timeout)
         except StatusError as error:
             self.errors[error.status] += 1
-        except Exception as error:                      # a task's own is seen by nobody
+        except Exception as error:                      # nothing awaits the task: raised after the run
             self.failure, self.stopped = self.failure or error, True
         finally:
             self.samples += 1

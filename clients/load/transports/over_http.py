@@ -16,7 +16,7 @@ from infer_server.clients.codec import datatype_of, encode
 from infer_server.clients.errors import ResponseError, error_of
 from infer_server.clients.load.transports.http_connection import Answer, HttpClientConnection, connect
 from infer_server.clients.load.transports.transport import (
-    MAX_DESCRIPTOR_SHARE,
+    MAX_OPEN_DESCRIPTORS,
     SETUP_SECS,
     Feed,
     Send,
@@ -32,14 +32,14 @@ _STATUSES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_D
 
 
 class HttpTransport(Transport):
-    max_in_flight = MAX_DESCRIPTOR_SHARE
+    max_in_flight = MAX_OPEN_DESCRIPTORS
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
         self._address, self._host, self._port = address, host.strip("[]"), int(port)
         self._free: list[HttpClientConnection] = []
         self._all: set[HttpClientConnection] = set()
-        self.slots = Slots(MAX_DESCRIPTOR_SHARE)
+        self.slots = Slots(MAX_OPEN_DESCRIPTORS)
         self._outside = Slots(1)        # for calls outside the load, which do not wait for its connections
 
     async def metadata(self, model: str, version: str) -> pb.ModelMetadataResponse:

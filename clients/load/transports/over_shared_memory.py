@@ -1,4 +1,4 @@
-"""Requests over gRPC whose tensors lie in shared memory of this machine: the messages say where.
+"""Requests over gRPC whose tensors are in shared memory of this machine; the messages hold their offsets.
 
 Inputs are written once, into one region that all requests read. Outputs need a place for each request in flight: places
 are made when more of them are, of the sizes that the model's first answer had.
@@ -22,7 +22,7 @@ from infer_server.clients.codec import datatype_of, encode
 from infer_server.clients.errors import ResponseError, ServerError, error_of
 from infer_server.clients.load.transports.over_grpc import GrpcTransport
 from infer_server.clients.load.transports.transport import (
-    MAX_DESCRIPTOR_SHARE,
+    MAX_OPEN_DESCRIPTORS,
     SETUP_SECS,
     Feed,
     Send,
@@ -34,12 +34,12 @@ _ALIGNMENT = 64
 
 
 class SharedMemoryTransport(GrpcTransport):
-    max_in_flight = MAX_DESCRIPTOR_SHARE
+    max_in_flight = MAX_OPEN_DESCRIPTORS
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self._address = address
-        self._slots = Slots(MAX_DESCRIPTOR_SHARE)
+        self._slots = Slots(MAX_OPEN_DESCRIPTORS)
         self._regions: list[SharedMemory] = []
         self._named: list[str] = []                     # regions for which registration was sent, answered or not
         self._output_bytes: Mapping[str, int] = {}

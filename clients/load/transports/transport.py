@@ -11,11 +11,11 @@ from infer_server.clients.codec import Array
 from infer_server.protos import inference as pb
 
 Feed = Mapping[str, Array]                      # a request's inputs by name
-# Sends a request, and waits so many seconds at most for its answer: the serialised response where it has one. Raises
+# Function that sends a request and waits at most that many seconds; returns the serialised response, if any. Raises
 # StatusError.
 Send = Callable[[float], Awaitable[bytes | None]]
 SETUP_SECS = 30.0                               # timeout of calls that are not part of the load
-MAX_DESCRIPTOR_SHARE = 512                      # requests in flight that have one each: below what a process may have
+MAX_OPEN_DESCRIPTORS = 512                      # requests in flight with a file descriptor each
 
 
 class StartedSend(ABC):

@@ -82,7 +82,7 @@ def described(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
     """Return the status and message that end a call; log unexpected exceptions and malformed messages."""
     if isinstance(error, GrpcStatusError):
         return error.code, error.details
-    if not isinstance(error, ServeError):       # a bug of ours: the client gets the class only, the log has the rest
+    if not isinstance(error, ServeError):       # a bug: the client gets the class only, the log has the rest
         log.error("a call failed", exc_info=error)
         return grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}"
     if isinstance(error, MalformedMessageError):        # not sent by clients of the protocol

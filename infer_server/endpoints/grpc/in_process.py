@@ -19,7 +19,7 @@ _STREAMS = frozenset(method.path for service in (protos.INFERENCE_SERVICE, proto
 
 @dataclass(frozen=True)
 class _Options:
-    """Properties of a call beside its messages; see InProcessGrpc.call()."""
+    """Properties of a call other than its messages; see InProcessGrpc.call()."""
     metadata: Iterable[tuple[str, Any]]
     timeout_secs: float | None
     peer: str

@@ -326,7 +326,7 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(refused.response)
             return
         if left <= 0 and is_waiting:
-            left = _LOOKING_SECS            # the client waits for a response of ours
+            left = _LOOKING_SECS            # the client waits for a response
         if left <= 0 and self._transport:
             self._transport.close()
         elif left < math.inf:

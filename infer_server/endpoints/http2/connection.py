@@ -66,7 +66,7 @@ class Shared:
             connection.drain()
 
     async def drained(self) -> None:
-        """Wait until all clients have been told, at most _LEAVING_SECS."""
+        """Wait until all clients have been sent the final GOAWAY, at most _LEAVING_SECS."""
         await wait_until(lambda: all(connection.has_gone_away for connection in self.connections), _LEAVING_SECS)
 
 
@@ -121,7 +121,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._limits.start()
         if self._shared.is_draining:
             self.has_gone_away = True
-            self.close()                        # its GOAWAY tells the client that no request was processed
+            self.close()                        # sends GOAWAY: no request was processed
         else:
             self.flush()
 
@@ -136,7 +136,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         if self._lingers:
             return
         self._limits.received()
-        self._flushing = True               # as this function will do
+        self._flushing = True               # this function flushes at its end
         self._reads.begin()
         try:
             self._receive_data(data)
@@ -220,7 +220,7 @@ class Http2Connection(asyncio.BufferedProtocol):
                 self.failed(error)
 
     def write(self, stream: int, data: bytes, writer: PartsWriter) -> bool:
-        """Send a part of an answer. False: there is no room; `writer.sent` is called when it has been sent."""
+        """Send a part of an answer. False: it is queued, and `writer.sent` will be called when it has been sent."""
         with Sending(self):
             self._http2.send_data(stream, data)
         self._limits.sent()
@@ -242,7 +242,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     def failed(self, error: NGH2Error) -> None:
         """Take note that something cannot be sent: a stream has been reset, or the connection is ending."""
         if isinstance(error, StreamProtocolError):
-            log.debug("%s: %s", self.peer, error)       # the event that says so follows
+            log.debug("%s: %s", self.peer, error)       # an event reports the reset
         else:
             log.info("%s: %s: its connection is closed", self.peer, error)
             self.abort()
@@ -271,7 +271,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        """Send what the windows and the transport have room for."""
+        """Send as much as the flow-control windows and the transport accept."""
         self._flushing = False
         transport, http2 = self._transport, self._http2
         if transport is None:

@@ -23,7 +23,7 @@ class ConnectionSettings:
     keepalive_secs: float = 7200.0              # silence after which the client is pinged
     keepalive_timeout_secs: float = 20.0        # time to answer a ping before the connection is aborted
     keepalive_without_calls: bool = False       # send and permit pings while no call is open
-    max_pings_without_data: int = 2             # maximum consecutive pings of ours; 0: unlimited
+    max_pings_without_data: int = 2             # maximum consecutive pings sent by the server; 0: unlimited
     min_ping_interval_secs: float = 300.0       # minimum interval of a client's pings
     max_ping_strikes: int = 2                   # early pings before a client is disconnected; 0: unlimited
     max_age_secs: float = math.inf              # age after which a connection is drained

@@ -18,7 +18,7 @@ class Tensors:
     """Available tensors by the ensemble's names, with the parameters of the responses that contained them."""
 
     def __init__(self, arrays: dict[str, NDArray[Any]], absent: set[str], batched: dict[str, bool]) -> None:
-        """Begin with arrays by name; `absent` tensors will not come, `batched` tells which have a batch axis."""
+        """Begin with arrays by name. absent: names without a value. batched: True for arrays with a batch axis."""
         self._arrays, self._absent, self._batched = arrays, absent, batched
         self._makers: dict[str, int] = {}               # index of the step that made each tensor
         self._parameters: dict[int, Parameters] = {}    # response parameters by step

@@ -46,7 +46,7 @@ class Padding:
 
 
 def padding_of(config: ModelConfig, engine: Engine, context: ExecutionContext) -> Padding | None:
-    """Return the padding that a configuration asks for; None if it asks for none.
+    """Return the padding that a configuration requests; None if it requests none.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def _takes(engine: Engine, inputs: Mapping[str, int], extent: int) -> bool:
 
 
 class _Trial:
-    """Comparison of an item that is executed alone with the same item, padded, beside a longer one."""
+    """Comparison of an item executed alone with the same item padded, in a batch with a longer one."""
 
     def __init__(self, engine: Engine, context: ExecutionContext, inputs: Mapping[str, int]) -> None:
         self._engine, self._context, self._inputs = engine, context, inputs

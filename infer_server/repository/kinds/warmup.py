@@ -32,7 +32,7 @@ class _NoReply:
 
 
 def warmup_requests(model: Model, message: model_config.ModelConfig, folder: Path) -> Iterator[Request]:
-    """Yield the warm-up requests of a model, each as often as its count says.
+    """Yield the warm-up requests of a model, each `count` times.
 
     Models with sequences have none: a sample contains control inputs, which requests lack, but no sequence parameters.
 
@@ -101,4 +101,4 @@ def _generated(spec: model_config.ModelWarmup.Input, shape: tuple[int, ...], dat
 
 
 def _nothing(computed: Arrays) -> None:
-    """Encode nothing, since nobody reads the response."""
+    """Encode nothing: the response is discarded."""

@@ -147,7 +147,7 @@ class InferCall(InferReply):
         remaining_secs = None
         if self._timer:                     # the time that the message took to arrive is part of the deadline
             remaining_secs = max(0.0, self._timer.when() - self._connection.loop.time())
-        # A bytearray, which nobody changes, serves as bytes.
+        # A bytearray that is not modified any more serves as bytes.
         self._calls.take(self, data, time.monotonic_ns(), remaining_secs)       # type: ignore[arg-type]
 
     async def _inflate(self, data: bytes) -> None:

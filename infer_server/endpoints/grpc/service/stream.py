@@ -74,7 +74,7 @@ class _InferStream:
         finally:
             self.over = True
             work.add_done_callback(_retrieve_exception)
-            for part in parts:          # not `work`: if one part has failed, it is done, and the other would go on
+            for part in parts:          # not `work`: it is done if one part has failed, while the other still runs
                 part.cancel()
             self._failure.cancel()
             self._drop()
@@ -139,7 +139,7 @@ class _InferStream:
         self.settled()
 
     def fails_with(self, error: Exception, open_call: OpenCall | None) -> bool:
-        """End the stream with a request's error if the client wants that; return False if not."""
+        """End the stream with a request's error if the client requested that; return False if not."""
         if self._ends_with_status:
             self._unsent.append((error, open_call))
             self._changed.set()
