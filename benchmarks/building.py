@@ -3,8 +3,8 @@
     python -m benchmarks.building resnet50 mobilenet_v2                 # of the zoo, INT8
     python -m benchmarks.building m.onnx --precision bf16 --write       # also into docs/benchmarks
 
-Times exclude calibration: ranges are made first, and the measured builds read them from the cache. Each build and each
-load is a process of its own. CPU time, which depends less on other load, is listed with the wall time.
+Times exclude calibration: the ranges are determined first, and the measured builds read them from the cache. Each
+build and each load runs in its own process. CPU time, which depends less on other load, is listed with the wall time.
 """
 from __future__ import annotations
 

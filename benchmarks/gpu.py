@@ -64,10 +64,10 @@ from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.runtime.engine import Engine
 
-RANGE = (-4.0, 6.0)         # range of each tensor's values: no time depends on it, nor the exactness of integers
+RANGE = (-4.0, 6.0)         # range of each tensor's values; times do not depend on it
 RELATIVE = 2e-2             # error of FP16 against the CPU's plan, relative to the largest output
 CHECKED, TUNED_FOR = 3, (1, 128)        # items; batches that tactics are timed for
-AT_ONCE = 8                 # problems of families, each in its process
+AT_ONCE = 8                 # problems that are checked concurrently, each in a process
 REPEATS, SLOWEST = 20, 25
 COPIED, SIDE = 1 << 30, 4096            # for the measured peaks: bytes copied; M, N and K of the product
 
@@ -125,7 +125,7 @@ class Bench:
                 yield name, precision
 
 
-# ---- is it right?
+# ---- correctness
 def right(bench: Bench) -> None:
     """Check a few problems of every family against their references, each in a process of its own."""
     from scripts.testing.gpu.cases import CASES
@@ -203,7 +203,7 @@ def networks(bench: Bench) -> None:
             bench.results(key, f"{'yes' if fine else 'NO'}: bytes equal {equal}, largest error {error:.2e}")
 
 
-# ---- how fast?
+# ---- speed
 def peaks(bench: Bench) -> None:
     """Measure the card's peak rates of memory and products with our kernels, and list the cost model's assumptions."""
     device, card = bench.device, CARDS[bench.target]

@@ -1,4 +1,4 @@
-"""Models to measure, of the zoo by name or ONNX files, with their data and build options."""
+"""Models to measure, from the zoo by name or from ONNX files, with their data and build options."""
 from __future__ import annotations
 
 import hashlib
@@ -32,7 +32,7 @@ class Model:
     calibration: str                    # --calib: random pictures by default
     preprocess: str = ""                # --preprocess
     shapes: tuple[str, ...] = ()        # --shape, each
-    accuracy: Path | None = None        # a script as benchmarks.measure.accuracy reads it
+    accuracy: Path | None = None        # script with the model's metric, see benchmarks.measure.accuracy
 
     @property
     def name(self) -> str:

@@ -1,13 +1,13 @@
 """DeepBench's inference problems (benchmarks/deepbench.py) against OpenVINO and ONNX Runtime, on one thread.
 
     python -m benchmarks.ops --results ops.json --write                 # all of them, fp32 and INT8: hours
-    python -m benchmarks.ops --results ops.json --write                 # again: goes on where it was interrupted
+    python -m benchmarks.ops --results ops.json --write                 # again: resumes where it was interrupted
     python -m benchmarks.ops --class recurrent --match lstm --precision int8 --minutes 20
 
-Each problem is a model of one node. Its builds are those of benchmarks.peers, each runtime is judged by its fastest,
-and they take turns in one process; their outputs are compared with ONNX Runtime's in float32. What takes least time
-comes first, so that --minutes measures as many problems as it can; --results keeps every case as it is measured, and
-skips what it has. Needs the extra "bench".
+Each problem is a model of one node. Its builds are those of benchmarks.peers; the fastest of each runtime counts,
+and they take turns in one process. Their outputs are compared with ONNX Runtime's in float32. Problems with the least
+work come first, so that --minutes measures as many as possible. --results stores every case when it is measured;
+stored cases are not measured again. Needs the extra "bench".
 """
 from __future__ import annotations
 

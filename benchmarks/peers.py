@@ -5,7 +5,7 @@
     python -m benchmarks.peers a.onnx b.onnx --calib a=a.npz --calib b=calib.py:items --cache built --prepare
 
 All runtimes take turns in one process: one thread is measured in user-mode cycles where the machine counts them, else
-in CPU time; several threads by the clock on the wall. Every build's outputs are compared with ONNX Runtime's in
+in CPU time; several threads in wall time. Every build's outputs are compared with ONNX Runtime's in
 float32. An option with MODEL= is for the model of that name (its file's, without .onnx), one without for all. Needs the
 extra "bench".
 """

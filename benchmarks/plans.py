@@ -1,12 +1,12 @@
-"""Two plans of one model, before and after a change: their costs in turns, their outputs byte for byte.
+"""Comparison of two plans of one model, before and after a change: costs in turns, and outputs byte for byte.
 
     python -m benchmarks.plans before.plan after.plan
     python -m benchmarks.plans before/ after/ --batch 1,8 --seconds 10      # folders: all plans that both have, by name
-    python -m benchmarks.plans fixed.plan open.plan         # what the open plan makes for the fixed one's shapes
+    python -m benchmarks.plans fixed.plan open.plan         # open.plan, specialised for the fixed shapes
 
-Both lie in one process, so the weights and the buffers of one have pushed those of the other out of the nearest caches:
-so it is where a server has several models. One thread, in user-mode cycles where the machine counts them, else in CPU
-time. --steps lists the steps whose tactics differ, with what each takes in its place in the network.
+Both run in one process, so each evicts the weights and buffers of the other from the nearest caches, as in a server
+with several models. One thread, in user-mode cycles where the machine counts them, else in CPU time. --steps lists
+the steps whose tactics differ, with the time of each within the network.
 """
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from infer_server.engines.plan.plan import Step
 from infer_server.engines.runtime.context import ExecutionContext
 from infer_server.engines.runtime.specialisation import Specialisation
 
-PROFILES = 30           # runs in which every step is timed apart
+PROFILES = 30           # runs in which every step is timed
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,13 +1,13 @@
-"""Several threads on one request: how much faster, alone and under contention; and whether every byte is right.
+"""Benchmark of several threads on one request: the speed-up, alone and under contention, and a check of every byte.
 
     python -m benchmarks.threads m.plan                         # 2 threads, 5 s for each condition, 5,000 requests
     python -m benchmarks.threads m.plan --threads 4 --seconds 10 --requests 0 --write       # no check
     python -m benchmarks.threads m.plan --seconds 0 --batch 4 --write                       # the check alone
 
-Contexts of one and of several threads take turns in one process, so that a busy moment meets both; the table shows the
-medians of wall-clock times, batch 1. Then requests that queue: a context of one thread on each core against one context
-of all threads. Last the check: batches of random size, at random times, while a process
-on each core computes in bursts; every output of every request is compared with what one thread makes of the same input.
+Contexts of one and of several threads take turns in one process, so that other load affects both; the table shows the
+medians of wall times at batch 1. A second table shows queued requests: a context of one thread on each core against one
+context of all threads. The check runs batches of random size at random times, while a process on each core computes in
+bursts; every output of every request is compared with that of one thread on the same input.
 """
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ import numpy as np
 from benchmarks.runtimes.runtimes import Feed, Session
 from infer_server.engines.ir.graph import Array
 
-# The least cosine of any output with the float32 reference. INT8's is that of a network that still works, not of a good
-# one: how good it is, the model's metric says.
+# Minimum cosine of any output with the float32 reference, by precision. INT8's excludes broken networks only; the
+# model's own metric measures its accuracy.
 MIN_COSINE = {"fp32": 0.99999, "bf16": 0.99, "int8": 0.9}
 
 Outputs = Sequence[Array]

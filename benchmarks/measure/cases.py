@@ -71,7 +71,7 @@ class Bench:
             return Row(build.runtime, build.name, failure=session)
         try:
             agreement = compare(reference, _outputs(session))
-        except Exception as error:      # the runtime's own, or ValueError of other outputs
+        except Exception as error:      # an error of the runtime, or ValueError if the outputs differ in shape
             return Row(build.runtime, build.name, failure=_reason(error))
         agrees = agreement.cosine >= MIN_COSINE[self.precision]
         if not agrees:

@@ -1,8 +1,8 @@
-"""The work of a call: user-mode core cycles, or where there is no counter for them, CPU time.
+"""Counter of the work of a call: core cycles in user mode, or CPU time on machines without a cycle counter.
 
-Wall clock moves with other people's load and with the core's clock by tens of percent; user-mode cycles of this process
-and of the threads it makes later move by one to three. CPU time is free of the load, but not of the clock. Make the
-counter before a runtime makes its threads, take the programs in turn, and compare their minima.
+Wall time varies by tens of percent with other load and with the core's frequency; user-mode cycles of this process and
+of threads that it starts later vary by one to three. CPU time depends on the frequency, but not on the load. Create the
+counter before a runtime starts its threads, run the programs in turn, and compare their minima.
 """
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 Array = NDArray[Any]
 
-BLOCK = 32                  # weights of four bits that have a scale
+BLOCK = 32                  # number of four-bit weights that share a scale
 _MAX_TOKENS = 4096
 _MICROSOFT = "com.microsoft"
 
@@ -32,7 +32,7 @@ class Decoder:
         return self.hidden // self.heads
 
     def feeds(self, new: int, past: int, random: np.random.Generator) -> dict[str, Array]:
-        """Return inputs for `new` tokens behind `past` others."""
+        """Return inputs for `new` tokens after `past` cached ones."""
         feeds: dict[str, Array] = {"input_ids": random.integers(0, self.words, (1, new)),
                                    "attention_mask": np.ones((1, new + past), np.int64)}
         for layer in range(self.layers):
@@ -42,7 +42,7 @@ class Decoder:
         return feeds
 
     def next_feeds(self, outputs: dict[str, Array]) -> dict[str, Array]:
-        """Return the inputs of the step behind one with these outputs."""
+        """Return the inputs of the step that follows one with these outputs."""
         past = outputs["present.0.key"].shape[2]
         return {"input_ids": outputs["logits"][:, -1:].argmax(-1), "attention_mask": np.ones((1, past + 1), np.int64),
                 **{f"past.{layer}.{kind}": outputs[f"present.{layer}.{kind}"]

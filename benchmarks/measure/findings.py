@@ -59,7 +59,7 @@ class Findings:
         self._start_anew()
 
     def _start_anew(self) -> None:
-        """Restart the program, which continues after the failed case, if findings are kept in a file."""
+        """Restart the program if results are stored in a file; it continues after the failed part."""
         if self.path:
             left = str(max(self.end - time.monotonic(), 0) / 60)
             os.execv(sys.executable, [*sys.orig_argv, "--minutes", left])

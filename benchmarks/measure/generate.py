@@ -1,12 +1,12 @@
-"""A decoder that generates tokens one by one, beside ONNX Runtime: each step has a length that was never met.
+"""Benchmark of a decoder that generates tokens one by one, against ONNX Runtime: each step has a new length.
 
     python -m benchmarks.measure.generate                       # 8 layers of 1024, weights of float32 and of four bits
     python -m benchmarks.measure.generate --layers 4 --hidden 384 --heads 6 --shared-heads 2 --inner 1024 --words 4000
-    python -m benchmarks.measure.generate --capacity 2048       # ours appends to its caches in place
+    python -m benchmarks.measure.generate --capacity 2048       # our caches are updated in place
 
-One thread each; CPU time of the process, by turns: both run the same step, whose inputs are ONNX Runtime's outputs.
-With --capacity only the tokens are; the caches are filled by a prompt.
-"first" is the slowest of the first four steps, "new" the slowest of the others: a length whose kernels are made.
+One thread each; CPU time of the process. Both run each step in turn, on inputs from ONNX Runtime's previous outputs.
+With --capacity, only the tokens are ONNX Runtime's; our caches are filled by a prompt.
+"first" is the slowest of the first four steps; "new" is the slowest of the others, when kernels are compiled.
 """
 from __future__ import annotations
 

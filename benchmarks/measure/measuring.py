@@ -1,8 +1,8 @@
 """Interleaved measurement of programs, in alternating turns of a few calls each.
 
-A turn begins with a warm-up call, which is not counted unless it is so long that this makes no difference. The result
-of a program is the median over its turns of each turn's median. Two programs are compared turn by turn, so that load
-that slows the machine for seconds affects both sides of a ratio.
+A turn begins with a warm-up call, which is counted only if calls are so long that warming up does not matter. The
+result of a program is the median over its turns of each turn's median. Two programs are compared turn by turn, so that
+load that slows the machine for seconds affects both sides of a ratio.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goodput of an encoder served to clients whose requests have mixed lengths: each alone, and padded to buckets.
+"""Throughput of an encoder for requests of mixed lengths: executed one by one, and padded to buckets.
 
     python -m benchmarks.measure.mixed_lengths                          # 4 layers of 256, 32 clients, 8 to 256 tokens
     python -m benchmarks.measure.mixed_lengths --model encoder.onnx     # inputs of int64 [N, T]

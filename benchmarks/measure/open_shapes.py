@@ -1,9 +1,9 @@
-"""The symbolic plan of a plan with open extents, beside ONNX Runtime at the same shapes.
+"""Benchmark of the symbolic plan of a plan with open extents, against ONNX Runtime at the same shapes.
 
     python -m benchmarks.measure.open_shapes minilm.plan minilm.onnx 1,77 8,128
     python -m benchmarks.measure.open_shapes det.plan det.onnx 1,416,352        # the batch, then each open extent
 
-Nothing is specialised. "first": CPU time of the first run at the shape. One thread each, by turns.
+No shape is specialised. "first": CPU time of the first run at the shape. One thread each, in turns.
 """
 from __future__ import annotations
 

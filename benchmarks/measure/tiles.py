@@ -1,9 +1,9 @@
-"""Costs of the instructions of a matrix unit, and of vector instructions beside its products, in core cycles.
+"""Costs of a matrix unit's instructions, and of vector instructions that overlap with its products, in core cycles.
 
     python -m benchmarks.measure.tiles [--seconds 3]
 
-Each figure is the median over turns of a loop's time over that of a chain of dependent additions, one a cycle, that
-runs just before it: the clock moves, and is lower while tiles are in use. The machine must have the unit.
+Each figure is the median over turns of a loop's time divided by that of a chain of dependent additions (one a cycle)
+that runs just before it, since the frequency varies and is lower while tiles are used. The machine must have the unit.
 """
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _called(call: Callable[..., None], table: np.ndarray, code: LoadedCode) -> N
     call(table.ctypes.data, 0, 1, 0, 1)
 
 
-# ---- what is measured
+# ---- measured loops
 def products(instruction: str, sums: int) -> Body:
     def body(f: Function, tiles: Tiles, memory: Value, iteration: Value, _: Sums) -> None:
         for n in range(4):
@@ -76,7 +76,7 @@ def products(instruction: str, sums: int) -> Body:
 
 
 def loads(span: int, pitch: int) -> Body:
-    """Load registers from consecutive places of the first `span` bytes."""
+    """Load registers from consecutive addresses of the first `span` bytes."""
     def body(f: Function, tiles: Tiles, memory: Value, iteration: Value, _: Sums) -> None:
         tiles.load(0, memory + iteration.remainder(span // (16 * pitch)) * (16 * pitch), pitch)
     return body
@@ -97,7 +97,7 @@ def store(f: Function, tiles: Tiles, memory: Value, iteration: Value, _: Sums) -
 
 
 def vectors(isa: Isa, count: int, products: int) -> Body:
-    """Emit `count` multiply-adds of whole vectors into SUMS sums, spread behind `products` products."""
+    """Emit `count` vector multiply-adds into SUMS accumulators, interleaved with `products` products."""
     def body(f: Function, tiles: Tiles, memory: Value, iteration: Value, sums: Sums) -> None:
         factor, parts = f.load(isa.floats, hidden(memory), isa.bytes), max(products, 1)
         for n in range(parts):
@@ -132,7 +132,7 @@ def chain(f: Function, tiles: Tiles, memory: Value, iteration: Value, _: Sums) -
 
 
 def measure(isa: Isa, seconds: float) -> list[tuple[str, float]]:
-    """Return (what, cycles of each) of all cases."""
+    """Return (name, cycles per instruction) of all loops."""
     memory = aligned(np.zeros(MEMORY, np.uint8))
     clock, loops = loop(isa, memory, chain, 64), cases(isa, memory)
     turns: dict[str, list[float]] = {name: [] for name in loops}

@@ -1,4 +1,4 @@
-"""The README's picture: eight models in INT8 beside both peers, drawn from a file of results.
+"""The README's picture: eight models in INT8 against two peers, drawn from a file of results.
 
     python -m benchmarks.reports.picture            # docs/benchmarks/results/peers-avx512.json -> eight-models.png
 """

@@ -1,7 +1,7 @@
-"""Builds that a case compares: our plan, and for each peer every model that it might run fastest.
+"""Builds that a case compares: our plan, and for each peer all models that may be its fastest.
 
     fp32    the ONNX file
-    bf16    the ONNX file, OpenVINO told to compute in bf16; ONNX Runtime in float32, having nothing narrower
+    bf16    the ONNX file; OpenVINO is set to bf16, ONNX Runtime runs float32, as it has no bf16
     int8    our exported Q/DQ model in both runtimes; NNCF's in OpenVINO; ONNX Runtime's static percentile Q/DQ in both;
             where there is attention, NNCF's transformer mode, and Q/DQ around MatMul, Gemm and Conv only; where a
             layer recurs, ONNX Runtime's dynamic quantisation
@@ -22,7 +22,7 @@ from benchmarks.runtimes.quantisers import QUANTISERS, save_items, traits
 from benchmarks.runtimes.runtimes import OPENVINO, ORT, OURS, versions
 
 CALIBRATION_ITEMS = 64      # at most, for the peers' quantisers
-# Of what decides our plans, and of what decides the ranges in them: calibration takes longer than the rest of a build.
+# Folders whose sources determine our plans, and the ranges in them: calibration takes longer than the rest of a build.
 COMPILER = ("engines", "calibration", "infer_server/cli")
 CALIBRATION = ("calibration", "engines/passes", "engines/frontend", "infer_server/cli")
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +75,7 @@ class Workshop:
             self.log(f"{runtime}, {name}: {why}")
             return Build(runtime, name, None, why)
 
-    # ---- each by a process of its own
+    # ---- builds, each in its own process
     def _plan_file(self, model: Model, precision: str) -> Path:
         data = model.data_digest if precision == "int8" else ""
         key = digest(model.source.read_bytes(), self._compiler, precision, data, *model.build_options)
@@ -106,7 +106,7 @@ class Workshop:
         return folder / file
 
     def _run(self, output: Path, description: str, module: str, *arguments: str) -> Path:
-        """Run a command of ours unless its output exists. Raises CalledProcessError."""
+        """Run a module of this repository unless its output exists. Raises CalledProcessError."""
         if not output.exists():
             self.log(description)
             subprocess.run([sys.executable, "-m", module, *arguments], check=True, capture_output=True, text=True)

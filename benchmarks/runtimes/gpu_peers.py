@@ -7,7 +7,7 @@ from typing import Any
 
 Log = Callable[[str, Any], None]
 CALLS, WARM_UP = 20, 5
-# Rows at batch 128, columns, depth: ResNet-50's products as matrices, MiniLM's, and one that is all arithmetic.
+# M at batch 128, N, K: products of ResNet-50 and of MiniLM, and one that is bound by arithmetic.
 PRODUCTS = ((401408, 64, 576), (401408, 256, 64), (100352, 128, 1152), (25088, 256, 2304), (6272, 512, 4608),
             (6272, 2048, 512), (16384, 1536, 384), (4096, 4096, 4096))
 

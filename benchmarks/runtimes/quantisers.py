@@ -2,8 +2,8 @@
 
     python -m benchmarks.runtimes.quantisers NAME MODEL.onnx ITEMS.npz OUTPUT
 
-ITEMS.npz holds calibration items as `save_items` writes them. The process isolates what quantisers do: they start
-threads that a cycle counter opened later would not see, change global settings, and may crash on a model.
+ITEMS.npz holds calibration items as `save_items` writes them. The process isolates side effects of quantisers: they
+start threads that a cycle counter opened later would not see, change global settings, and may crash on a model.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.runtimes.runtimes import OPENVINO, ORT, Feed
 PER_CHANNEL_OPSET = 13      # first opset whose QuantizeLinear has an axis
 TARGET_OPSET = 17
 RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
-ORT_STRIDE = 8              # items of which ONNX Runtime keeps every tensor before it counts: 64 can take 13 GB
+ORT_STRIDE = 8              # items whose tensors ONNX Runtime keeps until it updates its histograms: 64 can take 13 GB
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Quantiser:
     make: Callable[[Path, Sequence[Feed], Path], None]
     suffix: str
     runtimes: tuple[str, ...]
-    only: str = ""                      # worth trying only where a model has this: see `traits`
+    only: str = ""                      # trait of models that it is tried for, see `traits`; "": all models
 
 
 def save_items(path: Path, items: Sequence[Feed]) -> None:
@@ -96,7 +96,7 @@ def _ort(model: Path, items: Sequence[Feed], output: Path, operators: Sequence[s
     if any(opset.domain == "" and opset.version < PER_CHANNEL_OPSET for opset in loaded.opset_import):
         loaded = onnx.version_converter.convert_version(loaded, TARGET_OPSET)
     onnx.save(loaded, prepared)
-    # Its symbolic shape inference gives up on some graphs that the plain one handles.
+    # Its symbolic shape inference fails on some graphs that onnx's shape inference handles.
     quant_pre_process(prepared, prepared, skip_symbolic_shape=True)
     ort.quantize_static(prepared, output, Reader(), quant_format=ort.QuantFormat.QDQ, per_channel=True,
                         activation_type=ort.QuantType.QUInt8, weight_type=ort.QuantType.QInt8,
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         QUANTISERS[name].make(Path(model), load_items(Path(items)), Path(output))
     except BaseException:
-        Path(output).unlink(missing_ok=True)        # half a model is none
+        Path(output).unlink(missing_ok=True)        # an incomplete file
         raise
 
 

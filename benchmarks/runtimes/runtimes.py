@@ -1,8 +1,8 @@
-"""The runtimes behind one interface: a model loaded for feeds of one shape, on so many threads.
+"""Compared runtimes behind one interface: a model loaded for feeds of one shape and a number of threads.
 
 Each is set up as its documentation advises for one request at a time: inputs are placed beforehand, shapes are fixed,
-and outputs are not copied inside the inference. What a Python call costs is in every figure: some 10 us of OpenVINO's,
-less of the others', which counts for models of 100 us and not for larger ones.
+and outputs are not copied inside the inference. Every figure includes a Python call: some 10 us for OpenVINO, less for
+the others. This matters for models of 100 us, not for larger ones.
 """
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Session(Protocol):
     note: str                       # remark for the report about how the runtime runs the model, or ""
 
     def set_inputs(self, feed: Feed) -> None:
-        """Copy a feed of the loaded shapes to where `infer` reads it."""
+        """Copy a feed of the loaded shapes into the buffers that `infer` reads."""
 
     def infer(self) -> None:
-        """Run one inference on the placed feed, and nothing else."""
+        """Run one inference on the feed of set_inputs()."""
 
     def outputs(self) -> list[Array]:
         """Return copies of the last inference's outputs, in the model's order."""
@@ -63,7 +63,7 @@ class OnnxRuntime:
         import onnxruntime
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
-        # Its threads would spin on into the turns of the others.
+        # Else its threads would spin during the turns of other runtimes.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         for name, extent in _symbolic_extents(model, feed).items():
             options.add_free_dimension_override_by_name(name, extent)
@@ -92,7 +92,7 @@ class OpenVino:
         import openvino as ov
         self._tensor = ov.Tensor
         hints: dict[str, object] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
-        if precision != "int8":         # there it may take what it likes for the layers that stay in float
+        if precision != "int8":         # in INT8 it chooses the precision of layers that stay in float
             hints["INFERENCE_PRECISION_HINT"] = {"fp32": "f32", "bf16": "bf16"}[precision]
         core = ov.Core()
         network = core.read_model(model)

@@ -29,7 +29,7 @@ class Case:
     model: str
     protocol: str
     at_a_time: int
-    shared: bool = False                # the input lies in system shared memory
+    shared: bool = False                # the input is in system shared memory
     as_json: bool = False               # the tensors are numbers in the JSON
 
 
@@ -49,7 +49,7 @@ CASES = (
 @dataclass(frozen=True)
 class Measured:
     cpu_us: float                       # CPU time per request of the server's first process
-    others_us: float                    # and of the processes that it has started
+    others_us: float                    # CPU time per request of the processes that it has started
     engine_us: float                    # the engine's part of this time
     rate: float
     p50_us: float

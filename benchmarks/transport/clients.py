@@ -48,7 +48,7 @@ class Client(ABC):
 
 
 class Blocking(Client):
-    """Client that is called from threads."""
+    """Blocking client: each request in flight has a thread."""
 
     def __init__(self, name: str, call: Callable[[], object]) -> None:
         self.name, self._call = name, call
@@ -67,7 +67,7 @@ class Blocking(Client):
 
 
 class Asynchronous(Client):
-    """Client that is called from tasks of one event loop."""
+    """Asynchronous client: each request in flight is a task of one event loop."""
 
     def __init__(self, name: str, runner: asyncio.Runner, call: Callable[[], Awaitable[object]]) -> None:
         self.name, self._runner, self._call = name, runner, call

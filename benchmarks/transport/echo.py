@@ -1,8 +1,8 @@
-"""A bare unary gRPC echo on libnghttp2: the least that a request costs a server in Python.
+"""A bare unary gRPC server on libnghttp2: the lower bound of a Python server's cost per request.
 
     python -m benchmarks.transport.echo GRPC_PORT HTTP_PORT
 
-Each call is answered with 64 bytes; ModelStatistics is answered with nothing, and every HTTP request with 200.
+Each call is answered with 64 bytes, ModelStatistics with an empty message, and every HTTP request with status 200.
 """
 from __future__ import annotations
 

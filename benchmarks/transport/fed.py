@@ -1,8 +1,8 @@
-"""Benchmark of the engine process under --workers, fed by stand-ins for frontend workers that repeat equal requests.
+"""Benchmark of the engine process under --workers: processes in place of frontend workers send equal requests.
 
     python -m benchmarks.transport.fed --rounds 5
 
-The engine process has one core, the processes that feed it another. It is the bottleneck if it is always busy.
+The engine process has one core, the sending processes another. It is the bottleneck if it is always busy.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FED = [case for case in CASES if case.at_a_time > 1 and not (case.shared or cas
 
 
 class Feeder(Link):
-    """Link that stands in for a frontend worker and sends the case's request."""
+    """Link that replaces a frontend worker and sends the case's request."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A closed loop of HTTP/1.1 requests over bare connections, one in flight on each: the client costs next to nothing."""
+"""A closed loop of HTTP/1.1 requests over bare connections, one in flight on each, with negligible client cost."""
 from __future__ import annotations
 
 import selectors

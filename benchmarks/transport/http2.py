@@ -1,9 +1,8 @@
-"""A closed loop of gRPC calls over a bare HTTP/2 connection, so that the client costs its core next to nothing.
+"""A closed loop of gRPC calls over a bare HTTP/2 connection, with negligible client cost.
 
-A client of gRPC's takes longer for a small request than a good server does, and would be what is measured. Here all
-that repeats is made once: a request is its header block of a few bytes, which refers to the table that the first one
-filled (RFC 7541), and the same message. Of an answer only the frames are read: a call that ended with a message has
-succeeded.
+gRPC's clients take longer for a small request than a fast server does, so they would be the bottleneck. Here a request
+is encoded once: a header block of a few bytes, which refers to the HPACK table that the first request filled
+(RFC 7541), and the message. Only the frames of an answer are read: a call that ended with a message has succeeded.
 """
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class _Stream:
     begun: float
     window: int                     # bytes that may be sent
     sent: int = 0                   # bytes of the message sent so far
-    answered: bool = False          # a message came
+    answered: bool = False          # True once a message has arrived
 
 
 class Connection:
@@ -177,7 +176,8 @@ def _header_blocks(path: str) -> tuple[bytes, bytes]:
                ("grpc-accept-encoding", "identity, deflate, gzip")]
     literals = [bytes((0x40 | index,)) + _text(value) for index, value in named]
     literals += [b"\x40" + _text(name) + _text(value) for name, value in unnamed]
-    indexed = bytes(0x80 | (_FIRST_DYNAMIC + i) for i in reversed(range(len(literals))))    # the last is the first
+    # The newest entry has the lowest index.
+    indexed = bytes(0x80 | (_FIRST_DYNAMIC + i) for i in reversed(range(len(literals))))
     return _POST + _HTTP + b"".join(literals), _POST + _HTTP + indexed
 
 

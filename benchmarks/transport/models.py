@@ -1,4 +1,4 @@
-"""Two models that compute next to nothing, of 64 bytes and of 600 KB."""
+"""Two models with negligible computation, whose inputs have 64 bytes and 600 KB."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,14 +1,14 @@
-"""The field's workloads at full size: each built, compared with ONNX Runtime, and timed beside its peers at batch 1.
+"""Benchmark of the field's workloads at full size: each is built, compared with ONNX Runtime, and timed at batch 1.
 
     python -m benchmarks.zoo resnet50 bert_large --int8                 # float32 and INT8
     python -m benchmarks.zoo --int8 --cache built --prepare             # all of them: build and compare, time nothing
-    python -m benchmarks.zoo --int8 --cache built --write               # ... and then time what was built
-    python -m benchmarks.zoo unet3d --cache built --beside OpenVINO --turns 1       # where an inference takes a minute
+    python -m benchmarks.zoo --int8 --cache built --write               # ... and then time the builds
+    python -m benchmarks.zoo unet3d --cache built --beside OpenVINO --turns 1       # for inferences of a minute
 
-One thread, our plan and one build of a peer by turns. In INT8 a peer runs our exported Q/DQ model and the float32 one,
-and has the time of the faster (the row says so of the latter: recurrent layers are unfolded in the former). Weights and
-inputs are seeded random numbers, ranges those of four such inputs (minmax). Whatever is finished is kept in --cache and
-in the table at once; what failed, or took longer than --limit, is tried again. Needs the extra "bench".
+One thread; our plan and one build of a peer take turns. In INT8 a peer runs our exported Q/DQ model and the float32
+one, and the faster time counts; a row notes if that is float32, since exported recurrent layers are unrolled. Weights
+and inputs are seeded random numbers, ranges those of four such inputs (minmax). Each result is stored in --cache and in
+the table at once; failures, and parts that took longer than --limit, are tried again. Needs the extra "bench".
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small language for writing the CNNs of the literature as ONNX models with seeded random weights.
+"""Builder for writing the CNNs of the literature as ONNX models with seeded random weights.
 
 An architecture is a function from a Net and the image tensor to the output tensors, a line a layer:
 
@@ -11,7 +11,7 @@ An architecture is a function from a Net and the image tensor to the output tens
 
 Names are those of a PyTorch export: node "/layer1.0/conv1/Conv", its output ".../Conv_output_0", its weight
 "layer1.0.conv1.weight". Weights follow He et al. 2015 and each BatchNormalization holds the statistics of what reaches
-it (statistics.py), so that activations keep a sane range however deep the network: quantisation errors mean something.
+it (statistics.py), so that activations keep their range in deep networks, and quantisation errors are representative.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Pads = int | tuple[int, int] | tuple[int, int, int, int]    # all sides | (rows,
 Kernel = int | tuple[int, int]
 Activation = str | None
 # The mean before an activation, in standard deviations. At 0, BN and ReLU amplify noise against the signal by 1.47 a
-# layer (Yang et al. 2019), and INT8 drowns after a dozen; trained networks are not like that.
+# layer (Yang et al. 2019), so INT8 fails after a dozen; trained networks do not have this property.
 ACTIVE = 1.5
 LARGE = np.iinfo(np.int64).max                              # "to the end" of a Slice
 

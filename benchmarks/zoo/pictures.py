@@ -52,7 +52,7 @@ def feeds_for(model: onnx.ModelProto, count: int = 1, seed: int = 0) -> dict[str
         if value.name in below:
             feeds[value.name] = random.integers(0, below[value.name], shape)
         elif len(shape) == 4 and shape[1] == 3 and shape[2] == shape[3]:
-            feeds[value.name] = images(shape[0], 3, shape[2], seed).copy()      # runtimes want to write
+            feeds[value.name] = images(shape[0], 3, shape[2], seed).copy()      # runtimes require a writable array
         else:
             feeds[value.name] = random.standard_normal(shape, np.float32)
     return feeds

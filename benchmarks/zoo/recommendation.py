@@ -1,4 +1,4 @@
-"""DLRM (Naumov et al. 2019) as it is trained on Criteo's Kaggle data.
+"""DLRM (Naumov et al. 2019) with the sizes for Criteo's Kaggle data.
 
 Bags of embeddings, a bottom and a top MLP, and the products of all pairs of features between them. Tables have at most
 100,000 rows.

@@ -1,4 +1,4 @@
-"""Batch normalisation statistics for random weights: each layer gets the mean and the variance of what reaches it.
+"""Batch normalisation statistics for random weights: each layer gets the mean and the variance of its input.
 
 A trained network has this property, and a random one with mean 0 and variance 1 does not: its activations drift by a
 factor a layer. One pass of data is enough, because each layer is normalised by its own batch before the next sees it.
@@ -56,7 +56,7 @@ def _normalise_by_batch(probe: onnx.ModelProto, node: onnx.NodeProto) -> tuple[s
             return add("ReduceMean", value, axes=[0, 2], keepdims=1)
         return add("ReduceMean", value, "all_but_channels", keepdims=1)
 
-    rows = add("Reshape", x, "rows")        # [items, channels, places], however many axes those have
+    rows = add("Reshape", x, "rows")        # [items, channels, positions], for any number of spatial axes
     mean = mean_of(rows)
     centred = add("Sub", rows, mean)
     mean, variance = (add("Reshape", value, "flat") for value in (mean, mean_of(add("Mul", centred, centred))))

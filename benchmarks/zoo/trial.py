@@ -3,7 +3,7 @@
 Each part runs in its own process, so that memory which a large model keeps does not affect the next.
 
     python -m benchmarks.zoo.trial built NAME PRECISION FOLDER [by-cost]    # model, plan, Q/DQ model, facts
-    python -m benchmarks.zoo.trial timed NAME PRECISION FOLDER PEER BUILD SECONDS TURNS      # adds the times beside one
+    python -m benchmarks.zoo.trial timed NAME PRECISION FOLDER PEER BUILD SECONDS TURNS      # adds the times of a peer
 """
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Facts:
     error: float = 0.0                      # max |difference| / max |reference|, the maximum of all outputs
     sqnr_db: float = 0.0                    # the minimum of all outputs
     unit: str = ""
-    beside: dict[str, dict[str, PeerTimes]] = field(default_factory=dict)   # without those that nobody asked for
+    beside: dict[str, dict[str, PeerTimes]] = field(default_factory=dict)   # by peer and build; only measured ones
 
     def timed(self, peer: str, kind: str, result: PeerTimes, unit: str = "") -> Facts:
         """Return these results with the result of a peer's build added."""
@@ -110,7 +110,7 @@ def build(name: str, precision: str, folder: Folder, by_cost: bool) -> Facts:
     if precision == "int8":
         try:
             onnx.save(onnx_from_graph(graph_at(built.plan)), folder.exported)
-        except (EngineError, ValueError) as reason:     # the latter: more than a file of ONNX may hold
+        except (EngineError, ValueError) as reason:     # ValueError: more than an ONNX file may hold
             print(f"{name}: no Q/DQ model: {reason}", file=sys.stderr)
     feed = folder.feed()
     reference = OnnxRuntime(folder.model, feed, "fp32", 1)
@@ -162,7 +162,7 @@ def timed(facts: Facts, folder: Folder, peer: str, kind: str, seconds: float, tu
         sessions = {peer: LOADERS[peer](model, feed, "fp32" if kind == FLOAT else facts.precision, 1),
                     OURS: LOADERS[OURS](folder.plan, feed, facts.precision, 1)}
         costs = interleaved(clock, {runtime: session.infer for runtime, session in sessions.items()}, seconds, turns)
-    except Exception as error:      # whatever a runtime raises at a model that it does not like
+    except Exception as error:      # any error by which a runtime rejects a model
         print(f"{facts.name}: {peer}, {kind}: {error}", file=sys.stderr)
         return facts.timed(peer, kind, PeerTimes(failure=f"ended in {type(error).__name__}"))
     return facts.timed(peer, kind, PeerTimes(costs[OURS], costs[peer]), clock.unit)

@@ -1,4 +1,4 @@
-"""The workloads of the field's suites (MLPerf, and what came before it), at their real sizes and shrunk.
+"""Workloads of benchmark suites (MLPerf and its predecessors), at their published sizes and shrunk.
 
     model = WORKLOADS["bert_large"].full()          # an onnx.ModelProto; pictures.feeds_for makes feeds
     model = WORKLOADS["bert_large"].tiny()          # the same network, small enough for a test
@@ -28,7 +28,7 @@ from benchmarks.zoo.vision.volumes import unet3d
 
 @dataclass(frozen=True)
 class Workload:
-    """Network of the zoo with its options, and those that shrink it."""
+    """Network of the zoo, with its options and the options of a small variant."""
     build: Architecture
     options: Mapping[str, Any] = field(default_factory=dict)
     shrunk: Mapping[str, Any] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from benchmarks.zoo.builder import Net, Tensor
 from benchmarks.zoo.vision.resnet import pyramid_base
 from benchmarks.zoo.vision.ssd import decoded
 
-ANCHORS = 3                 # at each place of a level
+ANCHORS = 3                 # at each position of a level
 OVERLAP, MIN_SCORE = 0.5, 0.05
 
 
