@@ -31,13 +31,13 @@ from infer_server import load_engine
 from infer_server.engines.errors import EngineError
 from infer_server.engines.preprocess import load_preprocess
 
-DATA = Path(os.path.relpath(Path(__file__).parent / "demo_data"))        # printed as a user would type it
+DATA = Path(os.path.relpath(Path(__file__).parent / "demo_data"))        # relative, as in a user's command
 MODEL, INPUT, OUTPUT = "digits", "image", "logits"
 MAX_BATCH = 32
 CLIENTS = 32
 CONCURRENCY = (1, 8, 32)
 
-# What a sound build reaches with room to spare; below it, something is broken.
+# Limits that a correct build meets with a wide margin.
 MIN_TOP1 = 0.97
 MAX_INT8_LOSS = 0.01
 
@@ -137,7 +137,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], address: str, log: Path, 
                 if client.is_model_ready(MODEL):
                     return
             except triton.InferenceServerException:
-                # Nobody listens yet: the deadline decides.
+                # The server does not listen yet: retry until the deadline.
                 time.sleep(0.1)
             else:
                 time.sleep(0.1)

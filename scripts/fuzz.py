@@ -27,10 +27,10 @@ from scripts.stress import add_front, front, serving
 from scripts.testing.numpy_engine import write_model
 
 ANSWER_SECS = 120.0
-MORE_SECS = 0.5                     # after which a client says that it sends no more
+MORE_SECS = 0.5                     # time after which a client closes its write side
 AT_A_TIME = 16
 MODEL = "m"
-# Control would take the model away from under the other messages; that it is refused is tested elsewhere.
+# Without the repository's control calls, which would unload the model; that they are refused is tested elsewhere.
 CALLS = [method for method in protos.methods(protos.INFERENCE_SERVICE) if "Repository" not in method.name]
 PATHS = ["/", "/v2", "/v2/health/ready", f"/v2/models/{MODEL}", f"/v2/models/{MODEL}/infer", "/v2/logging",
          f"/v2/models/{MODEL}/versions/1/stats", "/v2/repository/index", "/v2/systemsharedmemory/region/r/register",
@@ -112,7 +112,7 @@ def http_message(rng: random.Random) -> bytes:
 async def over_http(port: int, messages: int, rng: random.Random, seen: Counter[str]) -> None:
     for _ in range(messages):
         message = http_message(rng)
-        if rng.random() < 0.5:          # the body alone, under a head that is right
+        if rng.random() < 0.5:          # mutates only the body; the head stays valid
             head, _, body = message.partition(b"\r\n\r\n")
             body = mutated(body, rng)
             head = head.rsplit(b"\r\n", 1)[0] + f"\r\nContent-Length: {len(body)}".encode()
@@ -137,7 +137,7 @@ async def _read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> b
     """Return all that the server answers.
 
     The server waits for the rest of a truncated request. After MORE_SECS without an end the write side is closed; a
-    client that closes it at once counts as gone, and gets no answer.
+    client that closes it at once is taken for disconnected, and gets no answer.
     """
     reading = asyncio.ensure_future(reader.read())
     await asyncio.wait([reading], timeout=MORE_SECS)

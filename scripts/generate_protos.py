@@ -25,10 +25,10 @@ def main() -> int:
         for source in sources:
             stem = source.removesuffix(".proto")
             stub = (Path(stubs) / f"{stem}_pb2.pyi").read_text()
-            # protoc writes stubs for modules named *_pb2 at the top level; ours are modules of a package.
+            # protoc writes stubs for top-level modules named *_pb2; here they are modules of a package.
             replacement = r"from infer_server.protos import \1 as \2"
             stub = re.sub(r"^import (\w+)_pb2 as (\w+)$", replacement, stub, flags=re.MULTILINE)
-            # What strict type checking misses in protoc's stubs: types of a message given as a dict, and of `global`.
+            # Completes protoc's stubs for strict type checking: types of messages passed as dicts, and of `global`.
             imports, body = stub.split("DESCRIPTOR", 1)
             body = re.sub(r"\b_Mapping\b(?!\[)", "_Mapping[str, object]", body)
             body = body.replace("**kwargs)", "**kwargs: object)")

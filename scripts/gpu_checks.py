@@ -1,7 +1,7 @@
 """Command line shared by the long checks of GPU kernels.
 
-A check consists of parts, one for each subject and architecture. Results are written as they come; parts that have one
-are not run again, so a check can be stopped and resumed.
+A check consists of parts, one for each subject and architecture. Each result is written at once, and parts with a
+result are not run again: a check can be stopped and resumed.
 """
 from __future__ import annotations
 

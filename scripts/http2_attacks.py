@@ -177,7 +177,7 @@ def attack(address: tuple[str, int], pieces: Pieces, linger_secs: float = 3.0) -
                 pass
         except TimeoutError:
             return "open"
-        except OSError:                 # reset, since the server has not read everything
+        except OSError:                 # reset: the server closed the connection before it read everything
             pass
         return "closed"
 
@@ -209,7 +209,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 
 class Watcher(threading.Thread):
-    """Client that continuously asks whether the server is live."""
+    """Client that continuously checks that the server is live."""
 
     def __init__(self, port: Port, address: str) -> None:
         super().__init__(daemon=True)

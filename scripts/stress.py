@@ -75,7 +75,7 @@ def add_front(parser: argparse.ArgumentParser) -> None:
 
 
 def front(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the server's options for the front and the workers."""
+    """Return the server's options --grpc-front and --workers."""
     return "--grpc-front", options.grpc_front, "--workers", options.workers
 
 
@@ -89,7 +89,8 @@ def serving(repository: Path, *options: str, command: Sequence[str] = NUMPY_SERV
         ports = [int(port) for port in re.findall(r":(\d+)(?=,|$)", listening.partition("gRPC on")[2], re.M)]
         while not next(process.stderr).endswith("INFO ready\n"):        # all of its models are
             pass
-        log = threading.Thread(target=deque, args=(process.stderr, 0))     # read, or a server that says much would wait
+        # Read the log, so that the server does not block on a full pipe.
+        log = threading.Thread(target=deque, args=(process.stderr, 0))
         log.start()
         try:
             yield Running(process, *ports[:3])
@@ -164,7 +165,7 @@ async def terminate(options: argparse.Namespace) -> None:
 
 
 async def send_on(address: str, persistent: bool) -> Counter[str]:
-    """Send requests on one connection until nobody listens any more, and count their statuses."""
+    """Send requests on one connection until the server has stopped listening, and count their statuses."""
     ended, data = Counter[str](), request("m", 4)
     async with grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         call = channel.unary_unary(INFER)

@@ -196,7 +196,7 @@ def to_onnx(net: DigitNet) -> onnx.ModelProto:
         [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["N", 1, SIDE, SIDE])],
         [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", 10])], w.weights)
     model = helper.make_model(graph, producer_name="train_digits", opset_imports=[helper.make_opsetid("", 17)])
-    model.ir_version = 8            # the version current with opset 17, so that older readers accept it
+    model.ir_version = 8            # the IR version of opset 17, so that older readers accept it
     onnx.checker.check_model(model, full_check=True)
     return model
 

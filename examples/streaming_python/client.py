@@ -1,4 +1,4 @@
-"""Print words as they come.
+"""Print the words of a stream as they arrive.
 
     python client.py localhost:8001 [TEXT]
 """

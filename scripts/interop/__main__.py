@@ -1,11 +1,11 @@
 """Check clients, tools and proxies of other projects against this server, with a table of the results.
 
-    python -m scripts.interop                           # all that is installed here
+    python -m scripts.interop                           # all installed peers
     python -m scripts.interop --only nginx --only curl
-    python -m scripts.interop --write docs/reference/interop.md   # puts the table into the document
+    python -m scripts.interop --write docs/reference/interop.md   # update the document's table
 
 Servers run in their own processes, with engines of this project and models in Python. Programs that are not installed
-are left out, and the table says so; npm, if installed, installs @grpc/grpc-js into the user's cache.
+are listed as not tested. npm, if installed, installs @grpc/grpc-js into the user's cache.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MARKS = "<!-- begin: python -m scripts.interop -->\n", "<!-- end -->"
 
 
 def encrypted(peer: Peer) -> Peer:
-    """Return the peer under another name, for a server whose ports are encrypted."""
+    """Return the peer under another name, for a server with TLS."""
     return Peer(f"{peer.name}, TLS", peer.version, peer.checks)
 
 
@@ -33,7 +33,7 @@ def run(names: list[str], folder: Path, front: str) -> list[Outcome]:
     """Run the checks of all peers whose names contain one of `names`."""
     report = partial(print, flush=True)
     chosen = [peer for peer in (*clients.PEERS, *programs.PEERS, *programs.PLAIN_PEERS) if _is_chosen(peer.name, names)]
-    # Of Triton's clients over HTTP each has its own way to trust a certificate: asked without TLS only.
+    # Triton's HTTP clients are tested without TLS only: each configures trusted certificates differently.
     over_tls = [encrypted(peer) for peer in chosen if peer not in programs.PLAIN_PEERS
                 and not peer.name.startswith("tritonclient.http")]
     repository = folder / "models"

@@ -84,7 +84,7 @@ def _is(status: str, call: Callable[[], Any]) -> None:
     assert status in code, f"{code} instead of {status}"
 
 
-# ---- grpcio, synchronous: these are asked through proxies, too
+# ---- grpcio, synchronous: these checks also run through proxies
 def unary(target: Target) -> None:
     with stub_to(target) as stub:
         for _ in range(20):

@@ -86,7 +86,7 @@ def program(name: str, how: str) -> str:
 
 
 def output(command: list[str | Path], env: Mapping[str, str] | None = None) -> str:
-    """Return what a program prints. Raises AssertionError if it fails."""
+    """Return the output of a program. Raises AssertionError if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * TIMEOUT_SECS, env=env)
     text = done.stdout + done.stderr
     assert done.returncode == 0, f"exit status {done.returncode}: {text.strip()[-400:]}"

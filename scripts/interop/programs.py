@@ -169,7 +169,7 @@ PEERS = (
         "unary, 200 at a time, 5 MB, streams, errors, deadlines, cancellation": grpc_js}),
     Peer("grpc_health_probe", partial(_version_of, "grpc_health_probe", "of grpc-ecosystem"),
          {"health": grpc_health_probe}))
-# It does not take a certificate over HTTP that it does not know: it is asked without TLS.
+# perf_analyzer rejects unknown certificates over HTTP: it is tested without TLS.
 PLAIN_PEERS = (
     Peer("perf_analyzer", _perf_analyzer_version, {
         "gRPC": lambda target: perf_analyzer(target, "grpc"),

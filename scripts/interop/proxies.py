@@ -1,6 +1,6 @@
-"""Proxies in front of the server: nginx, HAProxy and Envoy, and a server behind them that stops while load runs.
+"""Proxies in front of the server: nginx, HAProxy and Envoy; also with a server behind them that stops under load.
 
-HAProxy and Envoy speak HTTP/2 to the HTTP port, too; nginx speaks it to the gRPC port alone.
+HAProxy and Envoy also use HTTP/2 for the HTTP port; nginx uses it for the gRPC port only.
 """
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def nginx(folder: Path, ports: Ports, backends: Backends, certificate: Path) -> 
     spooled = "".join(f"{name}_temp_path {folder}/{name}; " for name in (
         "client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
     tls = f"ssl_certificate {certificate}; ssl_certificate_key {certificate.with_suffix('.key')};"
-    # Workers of root are another user's by default, and could not keep large bodies in files of the folder.
+    # As root, nginx's workers run as another user by default, and could not buffer large bodies in the folder.
     user = "user root;" if os.geteuid() == 0 else ""
     (folder / "nginx.conf").write_text(f"""
 {user} worker_processes 1; error_log {folder}/error.log; pid {folder}/nginx.pid;

@@ -19,7 +19,7 @@ _POLL_SECS = 0.05
 
 
 def free_ports(count: int) -> list[int]:
-    """Return numbers of ports that nobody listens on."""
+    """Return numbers of free ports."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
@@ -53,7 +53,7 @@ class ServerProcess:
         return time.monotonic() - began
 
     def status(self, path: str) -> int:
-        """Return the status of a path of the metrics port; 0 if nobody listens."""
+        """Return the status of a path of the metrics port; 0 if no server listens."""
         try:
             with urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=5) as response:
                 return int(response.status)

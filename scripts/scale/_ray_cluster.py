@@ -44,7 +44,7 @@ class Cluster:
             "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{haproxy}/server-state",
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{haproxy}/haproxy.cfg",
             "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{haproxy}/admin.sock"}
-        self._starts = 3            # Ray gives up if its raylet has not started within 30 s
+        self._starts = 3            # attempts: Ray exits if its raylet has not started within 30 s
         self._head: subprocess.Popen[bytes] | None = None
         self._seen: dict[int, psutil.Process] = {}
 
@@ -57,7 +57,7 @@ class Cluster:
         return self
 
     def _has_started(self) -> bool:
-        """Return True if Serve can be asked; start Ray if it has not been started, or has given up."""
+        """Return True if Serve answers; start Ray if it has not been started, or has failed to start."""
         if self._head is None or self._head.poll() is not None:
             if not self._starts:
                 raise RuntimeError(f"Ray does not start:\n{(self._folder / 'ray.log').read_text()[-2000:]}")
@@ -70,7 +70,7 @@ class Cluster:
             with open(self._folder / "ray.log", "wb") as log:
                 self._head = subprocess.Popen([BIN / command[0], *command[1:]], env=self._environment, stdout=log,
                                               stderr=subprocess.STDOUT)
-        with socket.socket() as dashboard:      # a cheap look first: the machine is busy with the start
+        with socket.socket() as dashboard:      # a cheap check first: the start keeps the machine busy
             if dashboard.connect_ex(("127.0.0.1", self._dashboard)):
                 return False
         return self._serve("status").returncode == 0
@@ -121,7 +121,7 @@ class Cluster:
             raise RuntimeError(f"serve deploy: {done.stderr[-2000:]}")
 
     def status(self) -> dict[str, Any]:
-        """Return what `serve status` says of the application."""
+        """Return the application's entry of `serve status`."""
         import yaml
         status = yaml.safe_load(self._serve("status").stdout) or {}
         application = status.get("applications", {}).get("models", {})

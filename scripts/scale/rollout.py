@@ -4,7 +4,7 @@
     python -m scripts.scale rollout --front grpcio --open-at-once
 
 The client is grpcio's channel with round_robin over the three addresses: no health checks, no retries, no proxy. The
-model is a Python model that takes two seconds to load. Bar: no call is lost.
+model is a Python model that takes two seconds to load. Limit: no call is lost.
 """
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rollout(options: tuple[str, ...], concurrency: int) -> Counter[str]:
-    """Return the ends of the calls during a rollout over three servers."""
+    """Return the number of calls by outcome during a rollout over three servers."""
     with TemporaryDirectory() as folder:
         models = Path(folder, "models")
         (models / MODEL / "1").mkdir(parents=True)

@@ -1,8 +1,8 @@
-"""Check bulk scoring: the bytes of a loop, each id once after a kill, and the processor time of a loop.
+"""Check bulk scoring against a loop over an engine: equal bytes, each id once after a kill, and the processor time.
 
-20,000 digits in Parquet are scored by the command, by a loop over one engine that reads and writes the same, and with
---spark and --ray by those engines. Bars: equal bytes; after a kill at half, each id once and the same files; processor
-time at most 1.05 of the loop's, start-up apart (the least of interleaved turns in one process).
+20,000 digits in Parquet are scored by the command, by a loop over one engine that reads and writes the same files, and
+with --spark and --ray by these frameworks. Limits: equal bytes; after a kill at half, each id once and the same files;
+processor time at most 1.05 of the loop's, without start-up (the minimum of interleaved turns in one process).
 """
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print each number beside its bar; return 1 if one is missed."""
+    """Print each number with its limit; return 1 if one is missed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plan, rows = folder / "digits.plan", folder / "rows.parquet"

@@ -1,8 +1,8 @@
-"""Check servers whose models and plans are in an object store that is slow, away or damaged.
+"""Check servers whose models and plans are in an object store that is slow, unreachable or damaged.
 
     python -m scripts.scale store               # pip install s3fs 'moto[server]'
 
-An S3 server (moto) runs as a child process, behind a proxy that makes it late or unreachable. Bars:
+An S3 server (moto) runs as a child process, behind a proxy that makes it slow or unreachable. Limits:
 
     models      20 models, each response 0.3 s late: ready in at most 2.5 times the time of a folder
     away        the store is gone at the start, and copies are on the disk: ready, with infer_repository_reachable 0
@@ -66,7 +66,7 @@ def _models(folder: Path, store: BadStore, turns: int) -> bool:
         _save(plan, folder / "models" / f"m{number}" / "1" / "model.plan")
     _upload(folder / "models", store)
     local, remote = list[float](), list[float]()
-    for turn in range(turns):               # in turns: the machine may be busier at one time than at another
+    for turn in range(turns):               # in turns, since other load varies
         store.delay_secs = 0.0
         local.append(_ready(str(folder / "models"), folder / "log", store))
         store.delay_secs = DELAY_SECS
@@ -79,7 +79,7 @@ def _models(folder: Path, store: BadStore, turns: int) -> bool:
 
 
 def _away(folder: Path, store: BadStore, turns: int) -> bool:
-    """Start with copies while the store is away."""
+    """Start from copies while the store is unreachable."""
     _save(_plan(folder), folder / "models" / "m" / "1" / "model.plan")
     _upload(folder / "models", store)
     settings = (f"s3://{BUCKET}/models", folder / "log", store, "--repository-cache", str(folder / "copies"),
@@ -112,7 +112,7 @@ def _shared(folder: Path, store: BadStore, turns: int) -> bool:
 
 
 def _damaged(folder: Path, store: BadStore, turns: int) -> bool:
-    """Damage the plans in the store, and count what is refused and built."""
+    """Damage the plans in the store, and count refused plans and builds."""
     _foreign(folder)
     _builds(folder, store, "a")
     files = _client(store)
@@ -139,7 +139,7 @@ def _server(models: str, log: Path, store: BadStore, *options: str) -> ServerPro
 
 
 def _ready(models: str, log: Path, store: BadStore, *options: str) -> float:
-    """Return the seconds until a server is ready, which then is ended."""
+    """Start a server, end it, and return the seconds until it was ready."""
     server = _server(models, log, store, *options)
     try:
         return server.start()

@@ -25,7 +25,7 @@ from scripts.soak.models import write_repository
 from scripts.soak.run import Soak
 from scripts.stress import Running, add_front, front, serving
 
-_WARM_SECS = 20.0                   # in which the rates are found that --load is a share of
+_WARM_SECS = 20.0                   # time for measuring the rates that --load is a share of
 _SETTLING_SECS = 5.0                # time for the server to notice disconnected clients and to return memory
 _REPORT_SECS = 60.0
 OPTIONS = ("--model-control-mode", "explicit", "--load-model=*", "--cores", "1", "--allow-client-shm")

@@ -22,7 +22,7 @@ from scripts.soak.models import MORTAL, PASSING, RELOADED, STEADY
 from scripts.stress import INFER
 
 Accident = Callable[[], Awaitable[None]]
-_HALF_OPEN = 64                     # connections that are left half way at a time
+_HALF_OPEN = 64                     # maximum number of half-open connections
 _KILLED = f"""
 import sys, time
 from scripts.testing.mute_client import MuteClient

@@ -161,7 +161,7 @@ class OverHttp:
 
 
 class InSharedMemory:
-    """Requests with inputs and outputs in a shared-memory region, which is registered anew now and then."""
+    """Requests with inputs and outputs in a shared-memory region, which is registered again at intervals."""
 
     def __init__(self, channel: Channel, example: Example) -> None:
         self._channel, self._example = channel, example
@@ -208,7 +208,7 @@ async def clients(address: str, http_port: int, repository: Path, rng: random.Ra
                   seen: Counter[str]) -> AsyncIterator[Sequence[tuple[str, SendRequest]]]:
     """Yield (name, request function) of each client, by kind of request and protocol.
 
-    seen: counts that clients keep themselves.
+    seen: counts of outcomes that clients update themselves.
     """
     async with AsyncExitStack() as stack:
         channel = Channel(await stack.enter_async_context(grpc.aio.insecure_channel(address)))

@@ -8,13 +8,13 @@ from onnx import TensorProto, helper
 
 from infer_server.engines import build_engine
 
-# y = 2 x + 1 of 4 numbers: one that stays, one that is loaded anew again and again, one that comes and goes, one in
-# Python whose processes are killed.
+# y = 2 x + 1 of 4 numbers: one that stays loaded, one that is reloaded repeatedly, one that is loaded and unloaded, and
+# one in Python whose processes are killed.
 STEADY, RELOADED, PASSING, MORTAL = "steady", "reloaded", "passing", "mortal"
 CHAIN = "chain"                     # an ensemble of the first two: y = 4 x + 3
 SUM = "sum"                         # adds the numbers of a sequence so far
-COUNTED = "counted"                 # in Python, decoupled: as many responses as it is asked for, numbered
-DIGITS = "digits"                   # the network of scripts/demo: most of the work
+COUNTED = "counted"                 # in Python, decoupled: as many responses as the request says, numbered
+DIGITS = "digits"                   # the network of scripts/demo, which takes most of the time
 DIGITS_BATCH = 32                   # images a request
 
 _NETWORK = Path(__file__).parent.parent / "demo_data" / "model.onnx"

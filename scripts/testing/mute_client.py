@@ -1,4 +1,4 @@
-"""gRPC client that sends requests and does not read; HTTP/2 by hand, because every library reads.
+"""gRPC client that sends requests and does not read. It implements HTTP/2 itself, because every library reads.
 
 https://www.rfc-editor.org/rfc/rfc9113 and, for the literal header fields,
 https://www.rfc-editor.org/rfc/rfc7541#section-6.2.2
@@ -45,7 +45,7 @@ class MuteClient:
             if window <= 0:
                 kind, stream, _ = self.read_frame()
                 if kind == _RST_STREAM and stream == self._stream:
-                    return                          # the server takes no more of this request
+                    return                          # the server has reset the stream
                 continue
             piece, left = left[:window], left[window:]
             self._send(_frame(_DATA, 0 if left or announced else _END_STREAM, self._stream, piece))

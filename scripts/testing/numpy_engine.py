@@ -26,14 +26,14 @@ TIMEOUT_SECS = 120          # time limit of everything a test waits for; longer 
 
 
 class Gate:
-    """Gate that blocks executions while it is closed, so that a test knows which execute and which wait."""
+    """Gate that blocks executions while it is closed, so that a test controls which ones proceed."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._closed = False
         self._waiting = 0
         self._passes = 0
-        self.waiting_items = 0          # items of the executions that are held
+        self.waiting_items = 0          # items of the blocked executions
 
     @contextmanager
     def closed(self) -> Iterator[None]:

@@ -59,4 +59,4 @@ class Case:
             self.inputs[0] = (self.inputs[0].view(np.uint32) >> 16).astype(np.uint16)
         if lengths:
             self.inputs[-1] = np.resize(np.array([3, 0, STEPS, 1], np.int32), batch)
-        self.node, self.real = node, [weights, *units]      # as the operator takes them
+        self.node, self.real = node, [weights, *units]      # constants in the operator's layout

@@ -94,7 +94,7 @@ def _extents(random: np.random.Generator, shape: list[int], axes: list[int], ops
         attrs["axes"] = named
     changes = {axis: float(random.choice(SCALES) if random.integers(3) else random.uniform(0.3, 3)) for axis in axes}
     scales = np.array([max(changes.get(axis, 1.0), min(1.001 / shape[axis], 1.0)) for axis in named], np.float32)
-    if opset < 11:          # two nodes stand for growing and shrinking: what grows by less than a pixel is not the case
+    if opset < 11:          # growing and shrinking are two operators: growth by less than a pixel becomes 1
         scales = np.where((scales > 1) & (np.floor(scales * shape) == shape), np.float32(1), scales)
     if attrs.get("antialias") and attrs["coordinate_transformation_mode"] == "tf_crop_and_resize":
         # ONNX Runtime copies an axis that keeps its extent, but extrapolates it.
@@ -102,7 +102,7 @@ def _extents(random: np.random.Generator, shape: list[int], axes: list[int], ops
                           np.float32(1), scales)
     tensors: dict[str, NDArray[Any]] = {}
     inputs = ["x", "", "scales"] if opset >= 11 else ["x", "scales"]
-    if opset == 11:         # has no optional inputs yet: tensors without elements stand for them
+    if opset == 11:         # no optional inputs yet: empty tensors instead
         inputs[1], tensors["roi"] = "roi", np.zeros(0, np.float32)
     if attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
         ends = np.sort(np.round(random.uniform(-0.2, 1.2, (2, len(named))), 2), 0)

@@ -1,4 +1,4 @@
-"""Runner of problems on tensors that end at an unreadable page, with a check for writes beside outputs."""
+"""Runner of problems on tensors that end at an unreadable page, with a check for writes outside of outputs."""
 from __future__ import annotations
 
 import ctypes
@@ -61,16 +61,16 @@ def random_array(random: np.random.Generator, dtype: str, shape: tuple[int, ...]
 
 
 class Runner(Protocol):
-    """Backend's way to run one problem. A line in RUNNERS (runners.py) puts a backend into the suite."""
+    """Interface by which a backend runs one problem. RUNNERS (runners.py) lists the backends of the suite."""
     @property
     def name(self) -> str: ...
 
     @property
     def lanes(self) -> int:
-        """Return the elements of a vector, as lowering asks for them."""
+        """Return the number of elements of a vector, for lowering."""
 
     def ways(self, problem: Problem) -> list[Any]:
-        """Return all kernels of the backend for a problem, each of which is run."""
+        """Return all kernels of the backend for a problem; the suite runs each."""
 
     def execute(self, problem: Any, inputs: list[Array], outputs: list[Array], constants: dict[str, Any], batch: int,
                 **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""A few problems of every family that GPUs have kernels for, with inputs for some items.
+"""A few problems of every kernel family for GPUs, with inputs for some items.
 
 tests/gpu/test_kernels.py runs each once on the emulated GPU, scripts/gpu_families.py by every tactic on every
 architecture, benchmarks/gpu.py by every tactic on a real one.
@@ -83,7 +83,7 @@ def pointwise(precision: str) -> Case:
 
 
 def functions(_: str) -> Case:
-    """Return a Pointwise of exponentials and the like, which give the same bits as on CPUs."""
+    """Return a Pointwise of exponentials and similar functions, with the same bits as on CPUs."""
     b = ProgramBuilder(False)
     value = b.operand()
     for name in ("gelu", "tanh", "sigmoid", "log", "sin", "float16", "bfloat16", "exp", "erf"):
@@ -321,7 +321,7 @@ def lstm(rounds: bool, precision: str) -> Case:
 class Family(NamedTuple):
     """Kernel family in the tests on GPUs.
 
-    case: returns its problem in a precision. precisions: those that it exists in; CI runs the first. sums: floats are
+    case: returns its problem in a precision. precisions: supported ones; CI runs the first. sums: floats are
     summed in another order than the reference's.
     """
     case: Callable[[str], Case]
@@ -365,7 +365,7 @@ FAMILIES: Mapping[str, Family] = {
     "scatter of many parts": Family(partial(scatter, 1100)), "extreme": Family(extreme)}
 
 
-# Each with its tolerance.
+# Problems with a tolerance.
 CASES: Mapping[str, tuple[Callable[[], Case], float]] = {
     f"{name}, {precision}": (partial(family.case, precision), TOLERANCE[precision] if family.sums else 0)
     for name, family in FAMILIES.items() for precision in family.precisions}

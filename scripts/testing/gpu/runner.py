@@ -77,7 +77,7 @@ class GpuRunner:
 
     def execute(self, problem: Problem | Way, inputs: list[Array], outputs: list[Array], constants: dict[str, Any],
                 batch: int, pieces: int = 1, aligned: int = ALIGNED, text: str = "") -> None:
-        """Run the problem; a launch is one piece. aligned: alignment of each tensor's address in bytes."""
+        """Run the problem by one launch. aligned: alignment of each tensor's address in bytes."""
         way, device = way_of(problem, self.gpu, aligned), self.open(self.gpu)
         grid, tensors = way.kernel.grid(way.tactic), [*inputs, *outputs]
         with ScopedResources(device) as resources:
@@ -98,7 +98,7 @@ class GpuRunner:
                 stream.copy_out(array, address)
             stream.wait()
         for tensor, old, new in zip(tensors, [tensor.copy() for tensor in tensors], results, strict=True):
-            tensor[new != old] = new[new != old]        # tensors may be parts of one
+            tensor[new != old] = new[new != old]        # tensors may share one allocation
 
 
 def at_hand() -> GpuRunner:

@@ -69,7 +69,7 @@ def cuFuncSetAttribute(cuda: Libcuda, function: int, attribute: int, value: int)
     most = max(gpu.shared for gpu in GPUS.values() if gpu.name.rstrip("a") == cuda.architecture)
     if attribute != 8 or value > most:
         raise Refused(INVALID)
-    cuda.get(function, Function).most_shared = value
+    cuda.get(function, Function).max_shared = value
 
 
 # ---- streams
@@ -96,7 +96,7 @@ def cuLaunchKernel(cuda: Libcuda, function: int, columns: int, rows: int, layers
     entry: Function = cuda.get(function, Function)
     kernel = entry.kernel
     if (0 in (columns, rows, threads) or columns >= 1 << 31 or rows > MAX_COLUMNS or (layers, more, most) != (1, 1, 1)
-            or threads > (kernel.threads or MAX_THREADS) or shared > entry.most_shared):
+            or threads > (kernel.threads or MAX_THREADS) or shared > entry.max_shared):
         raise Refused(INVALID)
     assert len(table) == len(kernel.parameters), f"{kernel.name} takes {len(kernel.parameters)} arguments"
     values = [(c_ulonglong if kind.endswith("64") else c_uint).from_address(pointer).value
@@ -147,7 +147,7 @@ def cuGraphLaunch(cuda: Libcuda, ready: int, stream: int | None) -> None:
         cuda.stream(stream).put(task, seconds)
 
 
-# ---- the clock
+# ---- events
 @call(Out(c_void_p), c_uint)
 def cuEventCreate(cuda: Libcuda, event: c_void_p, flags: int) -> None:
     event.value = cuda.new(Event())

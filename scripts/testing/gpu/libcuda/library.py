@@ -20,8 +20,8 @@ from scripts.testing.gpu.ptx.text import Kernel
 Clock = Callable[[Kernel, tuple[int, int], int], float]     # seconds of a launch: its kernel, grid, threads of a block
 Task = Callable[[], None]
 
-LEGACY = 1                      # the handle of the stream that is meant by none
-WITHOUT_ASKING = 48 << 10       # bytes of shared memory
+LEGACY = 1                      # handle of the default stream
+DEFAULT_SHARED_BYTES = 48 << 10  # bytes of shared memory that need no attribute
 INVALID, MEMORY, NOT_BEGUN, ORDINAL, IMAGE, CONTEXT, NO_BINARY, BAD_PTX, OLD = (
     1, 2, 3, 101, 200, 201, 209, 218, 222)
 HANDLE, NOT_FOUND, RESOURCES, LOST, CAPTURING, CAPTURE_OVER = 400, 500, 701, 719, 900, 901
@@ -36,7 +36,7 @@ TEXTS = {INVALID: "invalid argument", MEMORY: "out of memory", NOT_BEGUN: "initi
 
 
 class Refused(Exception):
-    """Exception with the status that a call returns."""
+    """Exception with the status code that the call returns."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Out:
     type: Any
 
 
-TABLE = object()                # an argument that is an array, or bytes
+TABLE = object()                # type of an argument that is an array, or bytes
 CALLS: dict[str, tuple[Callable[..., None], tuple[Any, ...], bool]] = {}
 
 
@@ -57,7 +57,7 @@ def call(*kinds: Any, anywhere: bool = False) -> Callable[[Callable[..., None]],
     return register
 
 
-USED = threading.local()        # the stack of each thread's contexts
+USED = threading.local()        # stack of contexts of each thread
 
 
 def used() -> Libcuda | None:
@@ -69,7 +69,7 @@ def used() -> Libcuda | None:
 class Stream:
     tasks: list[Task] = field(default_factory=list)
     captured: list[tuple[Task, float]] | None = None
-    spoiled: bool = False           # the capture
+    spoiled: bool = False           # True if a forbidden call has ended the capture
     timed: Event | None = None      # launches after this event only advance the clock, and do not run
     seconds: float = 0.0
 
@@ -106,7 +106,7 @@ class Ready(Graph):
 @dataclass
 class Function:
     kernel: Kernel
-    most_shared: int = WITHOUT_ASKING
+    max_shared: int = DEFAULT_SHARED_BYTES
 
 
 class Libcuda:
@@ -122,9 +122,9 @@ class Libcuda:
         self.opened: list[int] = []             # memory handles opened from other processes
         self.lost = False                       # after a hardware error, every call fails
         self.version, self.ptx = 13000, 9.0  # CUDA version that the driver reports; latest PTX version that it compiles
-        self.refusal = IMAGE                    # what it says of machine code,
-        self.lazy = False                       # ... and that it says so no sooner than a kernel of it is asked for
-        self.copies: Counter[str] = Counter()   # bytes that were copied, by where from and to
+        self.refusal = IMAGE                    # status for machine code, which it cannot run ...
+        self.lazy = False                       # ... returned by the lookup of a kernel instead of the load
+        self.copies: Counter[str] = Counter()   # copied bytes by direction
         self.objects: dict[int, Any] = {LEGACY: Stream()}
         self._lock, self._last, self._process = threading.RLock(), 0x1000, os.getpid()
 
@@ -172,7 +172,7 @@ class Libcuda:
         return stream
 
     def wait_for(self, stream: Stream) -> None:
-        """Finish a stream's tasks, with those of the legacy stream in their middle.
+        """Finish a stream's tasks, with those of the legacy stream interleaved.
 
         Waiting for a stream that is being captured ends the capture with an error.
         """

@@ -25,7 +25,7 @@ def cuMemAlloc_v2(cuda: Libcuda, address: c_ulonglong, size: int) -> None:
         address.value = cuda.memory.allocate(size)
     except MemoryError as error:
         raise Refused(MEMORY) from error
-    cuda.bytes_at(address.value, size)[:] = 0xA5        # whatever was there
+    cuda.bytes_at(address.value, size)[:] = 0xA5        # garbage: fresh memory is uninitialised
     cuda.allocated[address.value] = size
 
 
@@ -99,7 +99,7 @@ def cuMemGetAddressRange_v2(cuda: Libcuda, begin: c_ulonglong, size: c_size_t, a
 
 @call(c_ulonglong, c_void_p, c_size_t, c_void_p)
 def cuMemcpyHtoDAsync_v2(cuda: Libcuda, address: int, host: int, size: int, stream: int | None) -> None:
-    target, data = cuda.bytes_at(address, size), _lasting(cuda, host, size, stream)
+    target, data = cuda.bytes_at(address, size), _host_memory(cuda, host, size, stream)
 
     def copy() -> None:
         cuda.copies["from the host"] += size
@@ -109,7 +109,7 @@ def cuMemcpyHtoDAsync_v2(cuda: Libcuda, address: int, host: int, size: int, stre
 
 @call(c_void_p, c_ulonglong, c_size_t, c_void_p)
 def cuMemcpyDtoHAsync_v2(cuda: Libcuda, host: int, address: int, size: int, stream: int | None) -> None:
-    target, data = cuda.bytes_at(address, size), _lasting(cuda, host, size, stream)
+    target, data = cuda.bytes_at(address, size), _host_memory(cuda, host, size, stream)
 
     def copy() -> None:
         cuda.copies["to the host"] += size
@@ -117,8 +117,8 @@ def cuMemcpyDtoHAsync_v2(cuda: Libcuda, host: int, address: int, size: int, stre
     cuda.stream(stream).put(copy)
 
 
-def _lasting(cuda: Libcuda, host: int, size: int, stream: int | None) -> Array:
-    """Memory of the host that a copy is from or to; of a graph only what is pinned."""
+def _host_memory(cuda: Libcuda, host: int, size: int, stream: int | None) -> Array:
+    """Return the host memory of a copy; only pinned memory is allowed in a graph."""
     pinned = any(host - begin >= 0 and host + size <= begin + len(each) for begin, each in cuda.pinned.items())
     if not pinned and cuda.stream(stream).captured is not None:
         cuda.stream(stream).spoiled = True

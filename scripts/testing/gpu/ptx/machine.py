@@ -15,7 +15,7 @@ from scripts.testing.gpu.ptx.text import Fault, Instruction, Kernel
 WARP = 32
 LANES = 1 << 16         # threads that run together, at most
 TOGETHER = {"bar": 0, "barrier": 0, "ldmatrix": WARP, "mma": WARP, "shfl": WARP, "wgmma": 4 * WARP}
-# ^ who must be there; 0: all of the block
+# ^ number of threads that must arrive; 0: all of the block
 
 TYPES = {f"{kind}{bits}": np.dtype(f"{name}{bits}") for kind, name in (("b", "uint"), ("u", "uint"), ("s", "int"))
          for bits in (8, 16, 32, 64)} | {"f16": np.dtype(np.float16), "f32": np.dtype(np.float32),
@@ -140,7 +140,7 @@ class Run:
         values = self.pick(self.registers[instruction.guard.lstrip("!")])
         return ~values if instruction.guard[0] == "!" else values
 
-    # ---- who runs
+    # ---- running threads
     def pick(self, values: Array) -> Array:
         return values if self.sel is None else values[self.sel]
 

@@ -1,7 +1,7 @@
-"""The memories of the machine, and what it holds against their users.
+"""Global and shared memory of the machine, with checks for races and invalid accesses.
 
-Global memory: allocations with gaps between them that no kernel may touch; a byte that a thread has written is that
-thread's until the launch ends. Shared memory: who touched each word since which barrier.
+Global memory consists of allocations with inaccessible gaps between them; a byte that a thread has written belongs to
+that thread until the launch ends. Shared memory records the threads that access each word between barriers.
 """
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Memory:
             raise Fault("outside of what is allocated")
         return offsets
 
-    # ---- who wrote what
+    # ---- records of writers
     def begin_launch(self) -> None:
         self._launch += 1
         if self._launch > _LAUNCHES:
@@ -92,8 +92,8 @@ class Memory:
 class Shared:
     """The shared memory of the blocks that run together.
 
-    Of threads that write parts of one word, those are found that write to equal places, not those whose places overlap
-    otherwise in one instruction; of all others, those that touch one word.
+    Of threads that write parts of one word in one instruction, those with equal addresses are detected, not those whose
+    parts overlap otherwise; in all other cases, threads that access one word are detected.
     """
 
     def __init__(self, blocks: int, size: int) -> None:
@@ -102,8 +102,8 @@ class Shared:
         self.bytes = np.zeros(blocks * self.size, np.uint8)
         self.epoch = np.zeros(blocks, np.int64)                 # barriers so far
         self.written, self.writer = np.full(words, -1), np.full(words, -1)      # epoch, thread
-        self.in_parts = np.zeros(words, bool)                   # since that barrier by parts of a word alone
-        self.parts = np.full(len(self.bytes), -1)               # of these bytes: epoch and thread
+        self.in_parts = np.zeros(words, bool)                   # all writes since the barrier were of parts
+        self.parts = np.full(len(self.bytes), -1)               # epoch and thread of the last write of each byte
         self.read, self.reader = np.full(words, -1), np.full(words, -1)
         self.on_its_way = np.zeros(words, bool)
         self.unfenced = np.zeros(words, bool)                   # written, and not yet seen by wgmma

@@ -90,7 +90,7 @@ def _high(a: Array, b: Array) -> Array:
     if bits < 64:
         wide = np.dtype(f"{a.dtype.kind}{2 * a.dtype.itemsize}")
         return (a.astype(wide) * b.astype(wide) >> bits).astype(a.dtype)
-    whole = [int(x) * int(y) >> 64 for x, y in zip(a, b, strict=True)]      # Python's integers are long enough
+    whole = [int(x) * int(y) >> 64 for x, y in zip(a, b, strict=True)]      # Python's integers do not overflow
     return np.array(whole, a.dtype)
 
 
@@ -171,7 +171,7 @@ def _dp2a(run: Run, i: Instruction) -> None:
 _COMPARE: dict[str, Any] = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
                             "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
                             "hs": np.greater_equal}
-_UNORDERED = {f"{word}u": word for word in ("eq", "ne", "lt", "le", "gt", "ge")}        # true of what is no number
+_UNORDERED = {f"{word}u": word for word in ("eq", "ne", "lt", "le", "gt", "ge")}        # true if an operand is NaN
 
 
 @action("setp", modifiers=" ".join([*_COMPARE, *_UNORDERED, "num", "nan"]))

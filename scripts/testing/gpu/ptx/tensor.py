@@ -99,9 +99,9 @@ _GROUPED = {("k32", "s32", "u8", "s8"): ("1",), ("k16", "f32", "f16", "f16"): ("
 @action("wgmma", modifiers="sync aligned fence commit_group wait_group mma_async u8 s8 bf16 "
         + " ".join(f"m64n{n}k{k}" for n in range(8, 257, 8) for k in (16, 32)))
 def _wgmma(run: Run, i: Instruction) -> None:
-    """m64: a lane's sums are those of mma.m16n8, its warp's 16 pixels, for 8 couts after 8 couts.
+    """Compute m64 products: a lane's sums are those of mma.m16n8 on its warp's 16 pixels, for each 8 couts in turn.
 
-    Sums are there at once: what waits for them stands in the same piece of assembly.
+    Sums are available at once, as the instructions that wait for them follow in the same inline assembly.
     """
     if i.op[1] != "mma_async":
         return

@@ -39,8 +39,8 @@ class Kernel:
     registers: dict[str, str]           # beginning of a register's name -> type
     code: tuple[Instruction, ...]
     labels: dict[str, int]
-    threads: int                        # most threads of a block; 0: any number
-    unread: frozenset[str]              # registers that are named but once: of loads of several, LLVM fills the gaps
+    threads: int                        # maximum number of threads of a block; 0: unlimited
+    unread: frozenset[str]              # registers that occur once: unused results of vector loads
 
 
 def parse(text: str) -> dict[str, Kernel]:
