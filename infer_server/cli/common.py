@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 from infer_server.engines.debug import debugging
 from infer_server.engines.errors import CompilerFault, ConfigError, EngineError, NoKernelError
@@ -22,6 +21,7 @@ USER_ERROR = 2              # exit code of errors that the user can correct
 FAULT = 70                  # exit code of internal errors: EX_SOFTWARE of sysexits.h
 NOT_VERIFIED = 1            # exit code of build-engine --verify if the plan, which is written, fails
 Cell = str | int | float
+ABOVE_0 = math.ulp(0.0)      # lower bound of number_type() that excludes 0
 
 
 def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser,
@@ -179,18 +179,21 @@ def parse_shapes(text: str) -> dict[str, tuple[int | None, ...]]:
     return dict(map(parse_shape, text.split(",")))
 
 
-def _at_least_0(unit: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of {unit}, 0 or more")
-    return value
+def number_type(kind: str, low: float = -math.inf, high: float = math.inf) -> Callable[[str], float]:
+    """Return an argparse type for finite numbers from `low` to `high`; its error says that a text is not `kind`."""
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and low <= value <= high):
+            raise argparse.ArgumentTypeError(f"'{text}' is not {kind}")
+        return value
+    return parse
 
 
-# argparse types for times and sizes of at least 0
-seconds, gibibytes = partial(_at_least_0, "seconds"), partial(_at_least_0, "GiB")
+seconds = number_type("a number of seconds, 0 or more", low=0.0)
+gibibytes = number_type("a number of GiB, 0 or more", low=0.0)
 
 
 def boolean(text: str) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,11 +18,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from infer_server.calibration.data.items import Feed
-from infer_server.cli.common import guarded, positive, up_to
+from infer_server.cli.common import guarded, number_type, positive, up_to
 from infer_server.comparing.comparison import ITEMS, MAX_BYTES, THRESHOLD_DB, WORST, compare
 
 TOO_FAR = 1             # exit code if an output is below --min-sqnr
 MAX_ITEMS = 100_000
+decibels = number_type("a number of dB")
 
 
 def _command(options: argparse.Namespace) -> int:
@@ -41,17 +41,6 @@ def _command(options: argparse.Namespace) -> int:
     low = ", ".join(errors.name for errors in result.outputs if not errors.sqnr_db >= options.min_sqnr)
     print(f"compare-engine: below --min-sqnr {options.min_sqnr:g}: {low}", file=sys.stderr)
     return TOO_FAR
-
-
-def decibels(text: str) -> float:
-    """Parse a finite number of dB, as an argparse type."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of dB")
-    return value
 
 
 def make_parser() -> argparse.ArgumentParser:

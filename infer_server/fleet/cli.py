@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from infer_server.cli.common import guarded, natural, positive
+from infer_server.cli.common import ABOVE_0, guarded, natural, number_type, positive
 from infer_server.engines.errors import ConfigError
 from infer_server.fleet.planning import Goal, Simulation
 from infer_server.fleet.report import as_json, as_text, require_matplotlib, write_plot
@@ -23,6 +23,8 @@ from infer_server.fleet.simulate import BALANCERS, Fleet
 
 REQUEST_MS = 0.65       # CPU of a small request over gRPC without its execution: docs/benchmarks/serving.md
 HOP_MS = 0.6            # two ways through a data centre's network and a balancer
+above_0 = number_type("a number above 0", low=ABOVE_0)
+at_least_0 = number_type("a number of at least 0", low=0.0)
 
 
 def _command(options: argparse.Namespace) -> int:
@@ -110,33 +112,8 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
                          help=f"how requests are balanced (default {BALANCERS[0]})")
     servers.add_argument("--balancers", type=positive, default=1, metavar="N",
                          help="number of balancers, each of which knows its own requests only (default 1)")
-    servers.add_argument("--slow", type=share, default=0.0, metavar="SHARE",
+    servers.add_argument("--slow", type=number_type("a share from 0 to 1", 0.0, 1.0), default=0.0, metavar="SHARE",
                          help="share of the servers that take three times as long (default 0)")
-
-
-def above_0(text: str) -> float:
-    """Parse a number above 0, as an argparse type."""
-    if (value := at_least_0(text)) == 0:
-        raise argparse.ArgumentTypeError("it must be above 0")
-    return value
-
-
-def at_least_0(text: str) -> float:
-    """Parse a number of at least 0, as an argparse type."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of at least 0")
-    return value
-
-
-def share(text: str) -> float:
-    """Parse a share from 0 to 1, as an argparse type."""
-    if (value := at_least_0(text)) > 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a share from 0 to 1")
-    return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,19 +10,19 @@ message apart from names and numbers, the process crashes, the check takes too l
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from infer_server.cli.common import guarded, positive
+from infer_server.cli.common import ABOVE_0, guarded, number_type, positive
 from infer_server.engines.errors import ConfigError
 from infer_server.reducing.checks import DIFFERS, NAMES, Check
 from infer_server.reducing.reduction import MAX_CHECKS, TIMEOUT, check_model, reduce_model
 
 FAILS = 1               # exit code of --check-only if the model fails
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+seconds = number_type("a number of seconds", low=ABOVE_0)
 
 
 def _command(options: argparse.Namespace) -> int:
@@ -44,28 +44,6 @@ def _command(options: argparse.Namespace) -> int:
     return 0
 
 
-def tolerance(text: str) -> float:
-    """Parse a share of a range, as an argparse type."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a share such as 1e-3")
-    return value
-
-
-def seconds(text: str) -> float:
-    """Parse a positive number of seconds, as an argparse type."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds")
-    return value
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("reduce-model", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -78,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
                             f"by name, and returns True or a text if the model fails (default {DIFFERS})")
     check.add_argument("--precision", choices=PRECISIONS, default="fp32",
                        help="precision of the engine; int8 is calibrated on the item (default fp32)")
-    check.add_argument("--tolerance", type=tolerance, metavar="SHARE",
+    check.add_argument("--tolerance", type=number_type("a share such as 1e-3", low=0.0), metavar="SHARE",
                        help="largest error, as a share of the output's range, that passes (default: the limits of "
                             "build-engine --verify)")
     check.add_argument("--timeout", type=seconds, default=TIMEOUT, metavar="S",
