@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from infer_server.batching.request import Arrays, parameters_of
 from infer_server.config.config import TensorSpec
 from infer_server.endpoints.http.exchange import Exchange
-from infer_server.endpoints.http.infer import LITTLE_JSON_BYTES, HttpReply
+from infer_server.endpoints.http.infer import LITTLE_JSON_BYTES, HttpInferenceCall, HttpReply
 from infer_server.endpoints.http.messages import HttpResponse, error_text, json_text, member
 from infer_server.endpoints.services import InferenceServices
 from infer_server.errors import ExecutionError, InvalidRequestError
@@ -30,7 +30,7 @@ from infer_server.protocol.json_tensors import MANY, NO_JSON, from_json, json_pi
 from infer_server.protocol.json_values import JsonArray, Steps, flat
 from infer_server.protocol.parameters import Parameters
 from infer_server.repository.model import Model
-from infer_server.serving import InferenceCall, Served
+from infer_server.serving import Served
 
 _EVENTS = "text/event-stream; charset=utf-8"
 _PARAMETERS = "parameters"              # optional member that holds further inputs and parameters
@@ -76,16 +76,12 @@ def _submit(exchange: Exchange, call: GenerateCall, services: InferenceServices,
     exchange.when_left(services.inferences.submit(call, reply).cancel)
 
 
-class GenerateCall(InferenceCall):
+class GenerateCall(HttpInferenceCall):
     """Generate request; its response is a JSON object as text."""
-    protocol = "HTTP"
 
     def __init__(self, exchange: Exchange, body: Any, model: Model, version: str, services: InferenceServices) -> None:
         """Read the request from the parsed body of an exchange. Raises InvalidRequestError if it is malformed."""
-        request = exchange.request
-        self.model, self.version, self.received_ns = model.name, version, request.received_ns
-        self._services, self._open_call, self._headers = services, exchange.open_call, request.headers
-        self._answer_bytes = 0                  # 0: unknown
+        super().__init__(exchange.request, model.name, version, services, exchange.open_call)
         self.id = member(body, "id", str, "")
         members = {**body, **member(body, _PARAMETERS, dict, {})}
         specs = {spec.name: spec for spec in model.config.inputs}
@@ -101,12 +97,6 @@ class GenerateCall(InferenceCall):
                                           f"'string', for it is no input of model '{model.name}', which has "
                                           f"{', '.join(specs)}")
 
-    def client(self) -> str:
-        return self._open_call.client.peer() if self._open_call.client else ""
-
-    def headers(self) -> Iterable[tuple[str, str]]:
-        return self._headers.items()
-
     def inputs(self) -> Sequence[InputTensor]:
         return self._inputs
 
@@ -115,10 +105,6 @@ class GenerateCall(InferenceCall):
 
     def parameters(self) -> Parameters:
         return self._parameters
-
-    def expect(self, response_bytes: int, decoded_bytes: int) -> None:
-        self._answer_bytes = response_bytes
-        self._services.inflight.expect(self._open_call, response_bytes, decoded_bytes)
 
     def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, NDArray[Any]]:
         return {tensor.name: shaped(tensor, values) if isinstance(values := self._values[tensor.name], np.ndarray)

@@ -32,13 +32,7 @@ from infer_server.endpoints.tensors import (
 )
 from infer_server.errors import InvalidRequestError, ServeError, TooLargeError
 from infer_server.gpu_tensors import GpuBuffer
-from infer_server.protocol.codec import (
-    InputTensor,
-    declared_inputs,
-    encode_raw,
-    from_raw,
-    object_bytes,
-)
+from infer_server.protocol.codec import InputTensor, declared_inputs, encode_raw, from_raw, object_bytes
 from infer_server.protocol.json_documents import LARGE_BYTES, read_inference
 from infer_server.protocol.json_inference import Form, as_object, typed
 from infer_server.protocol.json_tensors import MANY, NO_JSON, from_json, json_pieces, read_values, to_json
@@ -81,12 +75,11 @@ async def _infer_large(exchange: Exchange, size: int, model: str, version: str, 
     head = await inflight.steps.run(exchange.while_present(read_inference(request.body, size, hold)))
     _check_counts(head, loaded.config)
     call = HttpCall(request, Form(head), memoryview(request.body)[size:], model, version, services, exchange.open_call)
-    fits = True
     try:
         loaded.signature.fit(call.inputs())
     except InvalidRequestError:         # submit() raises it again and counts it
-        fits = False
-    if fits:
+        pass
+    else:
         await call.read_json(exchange)
         if size == len(request.body):
             exchange.request = request._replace(body=b"")
@@ -117,28 +110,40 @@ class _InferReply(HttpReply):
         self._exchange.respond(response)
 
 
-class HttpCall(InferenceCall):
-    """Inference request over HTTP; its response is an HttpResponse."""
+class HttpInferenceCall(InferenceCall):
+    """Base class of inference requests over HTTP."""
     protocol = "HTTP"
-    _in_place: Sequence[TensorLocation] = ()  # shared memory that is read during execution; set by contents()
 
-    def __init__(self, request: HttpRequest, form: Form, binary: memoryview, model: str, version: str,
-                 services: InferenceServices, open_call: OpenCall) -> None:
-        """Take the body of a request in two parts: the JSON, parsed, and the binary tensors."""
+    def __init__(self, request: HttpRequest, model: str, version: str, services: InferenceServices,
+                 open_call: OpenCall) -> None:
         self.model, self.version, self.received_ns = model, version, request.received_ns
         self.services, self._open_call, self._headers = services, open_call, request.headers
-        self._read: dict[int, NDArray[Any] | InvalidRequestError] = {}      # long JSON arrays, by the input's position
-        self._answer_bytes = 0                                              # 0: not known
-        self._form, self._binary = form, binary
-        self.id = form.id
-        self.form = form if form.is_cached else None
-        self._coding = accepted(request.headers) if "accept-encoding" in request.headers else ""
+        self._answer_bytes = 0                  # 0: unknown
 
     def client(self) -> str:
         return self._open_call.client.peer() if self._open_call.client else ""
 
     def headers(self) -> Iterable[tuple[str, str]]:
         return self._headers.items()
+
+    def expect(self, response_bytes: int, decoded_bytes: int) -> None:
+        self._answer_bytes = response_bytes
+        self.services.inflight.expect(self._open_call, response_bytes, decoded_bytes)
+
+
+class HttpCall(HttpInferenceCall):
+    """Inference request over HTTP; its response is an HttpResponse."""
+    _in_place: Sequence[TensorLocation] = ()  # shared memory that is read during execution; set by contents()
+
+    def __init__(self, request: HttpRequest, form: Form, binary: memoryview, model: str, version: str,
+                 services: InferenceServices, open_call: OpenCall) -> None:
+        """Take the body of a request in two parts: the JSON, parsed, and the binary tensors."""
+        super().__init__(request, model, version, services, open_call)
+        self._read: dict[int, NDArray[Any] | InvalidRequestError] = {}      # long JSON arrays, by the input's position
+        self._form, self._binary = form, binary
+        self.id = form.id
+        self.form = form if form.is_cached else None
+        self._coding = accepted(request.headers) if "accept-encoding" in request.headers else ""
 
     def inputs(self) -> Sequence[InputTensor]:
         return declared_inputs(self._form.inputs, self.model)
@@ -160,10 +165,6 @@ class HttpCall(InferenceCall):
                 except InvalidRequestError as error:
                     self._read[i] = error
         self._form.forget_values()
-
-    def expect(self, response_bytes: int, decoded_bytes: int) -> None:
-        self._answer_bytes = response_bytes
-        self.services.inflight.expect(self._open_call, response_bytes, decoded_bytes)
 
     def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, Any]:
         arrays: dict[str, Any] = {}
@@ -360,8 +361,7 @@ def json_size(request: HttpRequest) -> int:
     length = request.headers.get(_JSON_BYTES)
     if length is None:
         return len(request.body)
-    size = digits(length)
-    if size is None:
+    if (size := digits(length)) is None:
         raise InvalidRequestError(f"Unable to parse Inference-Header-Content-Length, got: {length}, which is no number "
                                   "of bytes")
     if size > len(request.body):
