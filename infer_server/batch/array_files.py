@@ -49,7 +49,10 @@ def _counts(io: IoTensor, rank: int) -> bool:
 def _mapped(array: Array, io: IoTensor, start: int, stop: int, size: int) -> Iterator[Array]:
     for first in range(start, stop, size):
         count = min(size, stop - first)
-        yield np.array(array[first:first + count]) if _counts(io, array.ndim) else _repeated(array, count)
+        if _counts(io, array.ndim):
+            yield np.array(array[first:first + count])
+        else:
+            yield np.broadcast_to(array, (count, *array.shape))
 
 
 def _streamed(stream: IO[bytes], io: IoTensor, rank: int, start: int, stop: int, size: int) -> Iterator[Array]:
@@ -83,7 +86,3 @@ def _array(stream: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[np.generic
 def _skip(stream: IO[bytes], count: int) -> None:
     while count > 0 and (part := stream.read(min(BLOCK, count))):
         count -= len(part)
-
-
-def _repeated(array: Array, count: int) -> Array:
-    return np.broadcast_to(array, (count, *array.shape))

@@ -146,7 +146,7 @@ class Scorer:
                 bad |= {int(row): fitted for row in rows}
                 continue
             begin = time.perf_counter()
-            outputs = self.items.run(self._loaded(), fitted)
+            outputs = self.items.run(_engine(self.plan, os.stat(self.plan).st_mtime_ns, self.threads), fitted)
             self.engine_seconds += time.perf_counter() - begin
             for name, groups in results.items():
                 groups.append(Group(rows, outputs[name]))
@@ -202,8 +202,6 @@ class Scorer:
                 raise ConfigError(f"top_k needs one score a class, but output '{name}' has {axes} axes an item; choose "
                                   "others by `outputs`")
 
-    def _loaded(self) -> Engine:
-        return _engine(self.plan, os.stat(self.plan).st_mtime_ns, self.threads)
 
     def _column(self, frame: Frame, io: IoTensor, bad: dict[int, str]) -> Column:
         name = self.inputs[io.name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def add_tracing(parser: argparse.ArgumentParser) -> None:
                              "opentelemetry,url=URL and opentelemetry,resource=KEY=VALUE; its rate applies to requests "
                              "without a client's span (0: none of these)")
     for option, setting in _OLDER.items():
-        parser.add_argument(f"--{option}", dest="trace_config", action="append", type=partial(_as_setting, setting),
+        parser.add_argument(f"--{option}", dest="trace_config", action="append", type=f"{setting}={{}}".format,
                             help=argparse.SUPPRESS)
 
 
@@ -70,9 +69,6 @@ def parsed(texts: list[str]) -> SpanSettings | TraceSettings | None:
         return None
     return _checked_spans(replace(span_settings, rate=file_settings.rate, count=file_settings.count), enabled)
 
-
-def _as_setting(setting: str, text: str) -> str:
-    return f"{setting}={text}"
 
 
 def _mode(settings: list[tuple[str, str]]) -> str:

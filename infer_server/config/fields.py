@@ -217,7 +217,7 @@ def treatment(path: str) -> Treatment:
 def findings(message: Message) -> list[Finding]:
     """Return the fields of a configuration that are not just served, each once, in the order of the descriptor."""
     by_line: dict[str, Finding] = {}
-    for path in _set_paths(message, ""):
+    for path, _ in _fields(message, ""):
         line = _line(path)
         if line in TREATMENTS and TREATMENTS[line].verdict is not Verdict.SERVED:
             by_line.setdefault(line, Finding(line, TREATMENTS[line]))
@@ -231,10 +231,6 @@ def _line(path: str) -> str:
         line = line.rpartition(".")[0]
     return line if line in TREATMENTS else path
 
-
-def _set_paths(message: Message, above: str) -> Iterator[str]:
-    """Yield the paths of all fields that are set, messages before their fields."""
-    return (path for path, _ in _fields(message, above))
 
 
 def _fields(message: Message, above: str) -> Iterator[tuple[str, Any]]:

@@ -26,19 +26,13 @@ class FrontendWorker:
     """Ports and link of a frontend worker. Not thread-safe: belongs to the event loop."""
 
     def __init__(self) -> None:
-        self.end = WorkerEnd(self._begin, self._send_away, self._finish)
+        self.end = WorkerEnd(lambda settings: self._do(self._listen(settings)),
+                             lambda: self._do(self._send_goaway()),
+                             lambda answered: self._do(self._close(answered)))
         self.ended = asyncio.Event()
         self._tasks = set[asyncio.Task[None]]()     # the event loop keeps only weak references to tasks
         self._listeners: Listeners
 
-    def _begin(self, settings: WorkerSettings) -> None:
-        self._do(self._listen(settings))
-
-    def _send_away(self) -> None:
-        self._do(self._send_goaway())
-
-    def _finish(self, answered: bool) -> None:
-        self._do(self._close(answered))
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

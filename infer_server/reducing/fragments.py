@@ -1,7 +1,7 @@
 """Fragments of an ONNX model: some of its nodes, whose missing inputs become graph inputs or constants."""
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -228,8 +228,4 @@ def weights_count(model: onnx.ModelProto) -> int:
 
 def operators(model: onnx.ModelProto) -> Sequence[str]:
     """Return the operators of a model's nodes, without Constant."""
-    return _without_constants(model.graph.node)
-
-
-def _without_constants(nodes: Iterable[onnx.NodeProto]) -> list[str]:
-    return [node.op_type for node in nodes if node.op_type != "Constant"]
+    return [node.op_type for node in model.graph.node if node.op_type != "Constant"]

@@ -79,14 +79,12 @@ class Search:
         low, high = 0, len(nodes)       # nodes[:high] fails, nodes[:low] is not known to
         while high - low > 1:
             middle = (low + high) // 2
-            fails = self._fails(self._beginning(nodes[:middle]))
+            fails = self._fails(Fragment(nodes[:middle], self._model.frontier(nodes[:middle])))
             low, high = (low, middle) if fails else (middle, high)
         last = self._model.outputs_of(nodes[high - 1]) if nodes else ()
         if not (last and self._fails(Fragment(nodes[:high], last))):
             self._remove(lambda: self.best.outputs, lambda left: replace(self.best, outputs=left, frozen=True))
 
-    def _beginning(self, nodes: Sequence[int]) -> Fragment:
-        return Fragment(tuple(nodes), self._model.frontier(nodes))
 
     def _latest_inputs(self) -> None:
         """Bisect for the latest position before which all nodes can be replaced by their recorded results."""

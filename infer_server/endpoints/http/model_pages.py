@@ -52,7 +52,8 @@ class ModelPages:
         return json_response(to_json(await self._models.ModelStatistics(request)))
 
     async def index(self, request: HttpRequest, repository: str) -> HttpResponse:
-        message = inference.RepositoryIndexRequest(repository_name=repository, ready=_ready_only(request))
+        ready = bool(member(request.json(), "ready", bool, False))
+        message = inference.RepositoryIndexRequest(repository_name=repository, ready=ready)
         return json_response([{name: value for name, value in to_json(entry).items() if value or name == "name"}
                               for entry in (await self._models.RepositoryIndex(message)).models])
 
@@ -112,7 +113,3 @@ def _decoded(name: str, text: Any) -> bytes:
         return base64.b64decode(text, validate=True)
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"parameter '{name}': expected base64: {error}") from error
-
-
-def _ready_only(request: HttpRequest) -> bool:
-    return bool(member(request.json(), "ready", bool, False))

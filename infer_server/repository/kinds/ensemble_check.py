@@ -88,7 +88,8 @@ def check_tensors(config: ModelConfig, models: Sequence[ModelConfig | None]) -> 
     makers = dict(_ends(config, models, producers=True))
     for name, reader in _ends(config, models, producers=False):
         maker = makers.get(name)
-        if maker and not (_same_datatype(maker, reader) and _same_shape(maker, reader)):
+        if maker and not _is_of_files(maker, reader) and not (
+                maker.spec.datatype == reader.spec.datatype and _same_shape(maker, reader)):
             raise ModelConfigError(f"ensemble_scheduling: '{name}' is {maker}, but {reader}")
 
 
@@ -106,9 +107,6 @@ def _ends(config: ModelConfig, models: Sequence[ModelConfig | None], producers: 
                                                  spec.name == files)
 
 
-def _same_datatype(maker: _End, reader: _End) -> bool:
-    return maker.spec.datatype == reader.spec.datatype or _is_of_files(maker, reader)
-
 
 def _is_of_files(maker: _End, reader: _End) -> bool:
     return reader.takes_files and maker.spec.datatype.name == "BYTES"
@@ -116,8 +114,6 @@ def _is_of_files(maker: _End, reader: _End) -> bool:
 
 def _same_shape(maker: _End, reader: _End) -> bool:
     """Return True if a shape fits both views, possibly after `ensemble_tensors._with_batch` converted it."""
-    if _is_of_files(maker, reader):
-        return True
     one, other = maker.spec.dims, reader.spec.dims
     if maker.batched == reader.batched:
         return _may_be_equal(one, other)

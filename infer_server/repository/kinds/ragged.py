@@ -48,7 +48,8 @@ class RaggedExecutor:
         context.execute(1)
         computed_ns = time.monotonic_ns()
         outcomes = self._scatter(context, batch)
-        return outcomes, BatchExecution(_items(batch), batch[0].enqueued_ns, started_ns, copied_ns, computed_ns,
+        items = sum(request.items for request in batch)
+        return outcomes, BatchExecution(items, batch[0].enqueued_ns, started_ns, copied_ns, computed_ns,
                                         time.monotonic_ns(), self._gpu)
 
     def _inputs(self, batch: Sequence[Request]) -> dict[str, list[NDArray[Any]]]:
@@ -123,9 +124,6 @@ def _concatenate_into(slots: NDArray[Any], parts: Sequence[NDArray[Any]]) -> Non
         copy_into(slots[first:first + len(part)], part)
         first += len(part)
 
-
-def _items(batch: Sequence[Request]) -> int:
-    return sum(request.items for request in batch)
 
 
 def single_request_shapes(ragged: Ragged, shapes: Shapes) -> Shapes:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from functools import partial
 from typing import Any
 
 from infer_server.endpoints.grpc.methods import Methods
@@ -46,12 +47,10 @@ class Nghttp2Server:
                                                    dualstack_ipv6=host == "::", reuse_port=self._shares_port)
         else:
             options |= {"host": host, "port": port, "reuse_port": self._shares_port or None}
-        self._server = await self._shared.loop.create_server(self._connect, **options)
+        self._server = await self._shared.loop.create_server(
+            partial(GrpcConnection, self._shared, self._methods), **options)
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
-
-    def _connect(self) -> GrpcConnection:
-        return GrpcConnection(self._shared, self._methods)
 
     @property
     def is_connected(self) -> bool:
