@@ -26,12 +26,12 @@ def cost(one: Candidate) -> float:
 
 def test_the_loss_is_what_the_kernels_of_least_cost_take_beyond_the_fastest_each_as_often_as_it_runs() -> None:
     (a, b), (c, d) = candidates(32), candidates(64)
-    found = {a.kernel.problem: {a: 10.0, b: 8.0}, c.kernel.problem: {c: 4.0, d: 5.0}}
-    assert loss(AVX2, found, {a.kernel.problem: 3, c.kernel.problem: 1}) == pytest.approx(34 / 28 - 1)
-    assert loss(AVX2, found, {a.kernel.problem: 0, c.kernel.problem: 1}) == 0
+    actual = {a.kernel.problem: {a: 10.0, b: 8.0}, c.kernel.problem: {c: 4.0, d: 5.0}}
+    assert loss(AVX2, actual, {a.kernel.problem: 3, c.kernel.problem: 1}) == pytest.approx(34 / 28 - 1)
+    assert loss(AVX2, actual, {a.kernel.problem: 0, c.kernel.problem: 1}) == 0
 
 
 def test_times_are_compared_with_costs_in_cycles_but_for_those_far_from_the_fastest() -> None:
     a, b = candidates(32)
-    found = {a.kernel.problem: {a: cost(a) / 1000, b: cost(b) / 100}}
-    assert ratios(AVX2, [found], 2e9) == {"DirectContraction": [pytest.approx(2.0)]}
+    actual = {a.kernel.problem: {a: cost(a) / 1000, b: cost(b) / 100}}
+    assert ratios(AVX2, [actual], 2e9) == {"DirectContraction": [pytest.approx(2.0)]}

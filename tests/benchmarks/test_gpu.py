@@ -44,17 +44,17 @@ def test_every_step_runs_what_fails_is_said_and_nothing_is_done_twice(
     arguments = ["--emulated", "sm_80", "--models", "trial", "--checked", "", "--precisions", "int8", "--batches", "1",
                  "--match", "resize, int8", "--steps", ",".join(gpu.STEPS), "--results", str(tmp_path / "found.json")]
     gpu.main(arguments)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert [key for key in found if key.startswith("FAILED")] == ["FAILED broken"]
-    assert "the reason" in found["FAILED broken"]
-    assert found["right: resize, int8"] == "yes, by 1 tactics" and found["network: trial int8"].startswith("yes")
-    assert found["speed: trial int8 tuned for 1, batch 1"]["items/s"] > 0
-    assert found["speed: trial int8 tuned for 1"]["timed"] and not found["speed: trial int8 by the model"]["timed"]
-    assert found["steps: trial int8"]["estimated"] > 0 and "peak: fp16, TOP/s" in found
+    actual = json.loads((tmp_path / "found.json").read_text())
+    assert [key for key in actual if key.startswith("FAILED")] == ["FAILED broken"]
+    assert "the reason" in actual["FAILED broken"]
+    assert actual["right: resize, int8"] == "yes, by 1 tactics" and actual["network: trial int8"].startswith("yes")
+    assert actual["speed: trial int8 tuned for 1, batch 1"]["items/s"] > 0
+    assert actual["speed: trial int8 tuned for 1"]["timed"] and not actual["speed: trial int8 by the model"]["timed"]
+    assert actual["steps: trial int8"]["estimated"] > 0 and "peak: fp16, TOP/s" in actual
     for name in ("checked", "_speed"):
         monkeypatch.setattr(gpu, name, None)        # the second run finds all there
     gpu.main(arguments)
-    assert json.loads((tmp_path / "found.json").read_text()).keys() == found.keys()
+    assert json.loads((tmp_path / "found.json").read_text()).keys() == actual.keys()
 
 
 class Awaited(threading.Event):
@@ -86,8 +86,8 @@ def test_what_has_no_end_is_given_up_and_the_rest_starts_anew_behind_it(
     results = Findings(tmp_path / "found.json", minutes=5)
     with results.part("endless", seconds=0.01):
         assert anew.wait(60)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert "no end after 0.01 s" in found["FAILED endless"] and "anew.wait" in found["FAILED endless"]
+    actual = json.loads((tmp_path / "found.json").read_text())
+    assert "no end after 0.01 s" in actual["FAILED endless"] and "anew.wait" in actual["FAILED endless"]
     assert begun[0][:-2] == sys.orig_argv and begun[0][-2] == "--minutes" and 3 < float(begun[0][-1]) <= 5
     assert not results.is_due("endless")
 

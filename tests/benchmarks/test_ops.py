@@ -56,17 +56,17 @@ def test_a_sparse_product_has_as_many_zeros_as_it_says() -> None:
 
 
 def test_only_what_no_result_has_is_measured_and_only_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
 
     def measured(problem, precision, *others):
-        asked.append(f"{problem.name}, {precision}")
+        requested.append(f"{problem.name}, {precision}")
         return case(problem.name, 1, 1)
 
     monkeypatch.setattr(ops, "measured", measured)
     options = ops.parse(["--class", "recurrent", "--match", "vanilla"])
     known = [case("vanilla-64-batch1-steps96", 1, 1)]
-    assert len(list(ops.measure(options, measuring.WallClock(), known))) == len(asked) == 3
-    assert "vanilla-64-batch1-steps96, fp32" not in asked and "vanilla-64-batch1-steps96, int8" in asked
+    assert len(list(ops.measure(options, measuring.WallClock(), known))) == len(requested) == 3
+    assert "vanilla-64-batch1-steps96, fp32" not in requested and "vanilla-64-batch1-steps96, int8" in requested
     options.minutes = 0
     assert not list(ops.measure(options, measuring.WallClock(), known))
 

@@ -153,8 +153,8 @@ def test_a_script_judges_outputs(tmp_path: Path) -> None:
 def test_calibration_items_survive_their_file(tmp_path: Path) -> None:
     items = [{"a:b": np.full((1, 2), i), "c": np.float32([i])} for i in range(12)]
     save_items(tmp_path / "items.npz", items)
-    for found, item in zip(load_items(tmp_path / "items.npz"), items, strict=True):
-        assert found.keys() == item.keys() and all(np.array_equal(found[name], item[name]) for name in item)
+    for actual, item in zip(load_items(tmp_path / "items.npz"), items, strict=True):
+        assert actual.keys() == item.keys() and all(np.array_equal(actual[name], item[name]) for name in item)
 
 
 def test_an_option_of_one_model_comes_before_one_for_all() -> None:

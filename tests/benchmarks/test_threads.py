@@ -18,11 +18,11 @@ ROWS, COLUMNS = 40, 64
 def test_every_answer_under_bursts_is_that_of_one_thread() -> None:
     plan = mix_plan(READS, [2, 4], ROWS, COLUMNS)
     for _ in range(50):                 # on a busy machine helpers may come too late for all of them
-        found = check(Specialisation(plan), Specialisation(plan, threads=3), requests=150, batch=4)
-        assert (found.requests, found.wrong) == (150, 0)
-        if found.by_helpers:
+        actual = check(Specialisation(plan), Specialisation(plan, threads=3), requests=150, batch=4)
+        assert (actual.requests, actual.wrong) == (150, 0)
+        if actual.by_helpers:
             break
-    assert found.by_helpers > 0
+    assert actual.by_helpers > 0
 
 
 @pytest.mark.usefixtures("eager")
@@ -44,9 +44,9 @@ def test_both_contexts_are_timed_and_chunks_counted() -> None:
     one, several = ready(Specialisation(plan)), ready(Specialisation(plan, threads=2))
     before = sum(chunk_counts(several))
     for _ in range(200):                # on a busy machine a helper may come too late for many requests in a row
-        found = speed("nothing else", one, several, seconds=0.02)
+        actual = speed("nothing else", one, several, seconds=0.02)
         if sum(chunk_counts(several)) > before:
             break
-    assert found.p99_ms >= found.several_ms
+    assert actual.p99_ms >= actual.several_ms
     assert sum(chunk_counts(several)) > before, "no helper ran a chunk, and none was late"
     several.close()

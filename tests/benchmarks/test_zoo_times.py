@@ -57,8 +57,8 @@ def test_our_plan_and_a_peers_build_take_as_many_turns_each(tmp_path: Path) -> N
     onnx.save(WORKLOADS["rnnt_decoder"].tiny(), folder.model)
     build_engine(folder.model, cache=False, timing=False, max_batch=1).save(folder.plan)
     facts = timed(Facts("rnnt_decoder", "fp32"), folder, ORT, FLOAT, 0.0, 2)
-    beside = facts.beside[ORT][FLOAT]
-    assert facts.unit and len(beside.ours) == len(beside.theirs) == len(beside.ratios) == 2
+    neighbour = facts.beside[ORT][FLOAT]
+    assert facts.unit and len(neighbour.ours) == len(neighbour.theirs) == len(neighbour.ratios) == 2
     assert timed(facts, folder, ORT, QDQ, 0.0, 1).beside[ORT][QDQ].failure == "no Q/DQ model"
     folder.plan.write_bytes(b"")
     assert timed(facts, folder, ORT, FLOAT, 0.0, 1).beside[ORT][FLOAT].failure

@@ -14,12 +14,12 @@ from infer_server.clients.load.schedule import Open
 def test_percentiles_are_latencies_that_occurred_and_enclose_numpys_interpolation(count: int) -> None:
     values = np.random.default_rng(count).lognormal(size=count)
     for percent in (50, 90, 95, 99):
-        found = percentile(values, percent)
-        assert found in values
-        assert (values <= found).mean() >= percent / 100
-        assert (values < found).mean() < percent / 100
+        actual = percentile(values, percent)
+        assert actual in values
+        assert (values <= actual).mean() >= percent / 100
+        assert (values < actual).mean() < percent / 100
         below, above = (np.percentile(values, percent, method=method) for method in ("lower", "higher"))
-        assert below <= found <= above
+        assert below <= actual <= above
 
 
 def test_nothing_measured_is_nan_and_not_zero() -> None:

@@ -27,15 +27,15 @@ with_loadgen = pytest.mark.skipif(importlib.util.find_spec("mlperf_loadgen") is 
 
 @pytest.mark.parametrize("limit", [0.4, 10.0, 777.0])
 def test_the_highest_rate_is_found_from_above_and_from_below(limit: float) -> None:
-    asked: list[float] = []
+    requested: list[float] = []
 
     async def holds(rate: float) -> bool:
-        asked.append(rate)
+        requested.append(rate)
         return rate <= limit
 
-    found = asyncio.run(highest_rate(holds, 10.0))
-    assert found <= limit < found * PRECISION and found in asked
-    assert len(asked) < 2 * abs(math.log2(limit / 10)) + 10
+    actual = asyncio.run(highest_rate(holds, 10.0))
+    assert actual <= limit < actual * PRECISION and actual in requested
+    assert len(requested) < 2 * abs(math.log2(limit / 10)) + 10
 
 
 def test_where_no_rate_holds_none_is_found() -> None:
@@ -89,10 +89,10 @@ def test_samples_that_fail_are_counted_and_two_servers_compared(
 
 @with_loadgen
 def test_an_error_that_is_no_answer_ends_the_run_and_is_raised() -> None:
-    asked: list[float] = []
+    requested: list[float] = []
 
     async def send(timeout: float) -> None:
-        asked.append(timeout)
+        requested.append(timeout)
         raise ValueError("no failure of the server's")
 
     async def once() -> float:
@@ -101,7 +101,7 @@ def test_an_error_that_is_no_answer_ends_the_run_and_is_raised() -> None:
     target = SimpleNamespace(url="nowhere", requests=[send], try_once=once)
     with pytest.raises(ValueError, match="no failure of the server's"):
         asyncio.run(measure(Scenario("Offline", 0.0, 50, 1, None), target, 0.05, 1.0, 0))    # type: ignore[arg-type]
-    assert len(asked) == 1
+    assert len(requested) == 1
 
 
 @with_loadgen
@@ -138,12 +138,12 @@ def test_rates_that_do_not_hold_may_fail_and_the_run_that_counts_may_not(
 
 def test_a_scenario_that_cannot_run_says_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
                                              tmp_path: Path) -> None:
-    for arguments, said in ((["--scenario", "Server"], "needs --latency"),
-                            (["--scenario", "Offline", "--batch", "2"], "not with --scenario"),
-                            (["--scenario", "Offline", "--rate", "3"], "not allowed with")):
+    for arguments, output in ((["--scenario", "Server"], "needs --latency"),
+                              (["--scenario", "Offline", "--batch", "2"], "not with --scenario"),
+                              (["--scenario", "Offline", "--rate", "3"], "not allowed with")):
         with pytest.raises(SystemExit):
             main(["-m", "m", *arguments])
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert scenario("localhost:1", "Offline", tmp_path / "r.json") == CANNOT_RUN
     assert "infer-server[loadgen]" in capsys.readouterr().err

@@ -80,14 +80,14 @@ def test_two_ways_are_measured_under_the_same_loads_and_compared(
 @pytest.fixture
 def regions(monkeypatch: pytest.MonkeyPatch) -> list[SharedMemory]:
     """Return a list that collects the shared-memory regions which this process makes from here on."""
-    made: list[SharedMemory] = []
+    created: list[SharedMemory] = []
 
     def make(*arguments: object) -> SharedMemory:
-        made.append(SharedMemory(*arguments))       # type: ignore[arg-type]
-        return made[-1]
+        created.append(SharedMemory(*arguments))    # type: ignore[arg-type]
+        return created[-1]
 
     monkeypatch.setattr(over_shared_memory, "SharedMemory", make)
-    return made
+    return created
 
 
 def are_gone(regions: list[SharedMemory]) -> bool:

@@ -18,19 +18,19 @@ DATA = Path(__file__).resolve().parents[2] / "scripts" / "demo_data"
 
 def images(folder: str) -> dict[str, NDArray[np.uint8]]:
     """File name without its ending -> pixels [28, 28]; an image of another shape or kind fails here."""
-    found = {}
+    actual = {}
     for path in sorted((DATA / folder).glob("*.png")):
         with Image.open(path) as image:
             assert (image.mode, image.size) == ("L", (28, 28)), path
-            found[path.stem] = np.asarray(image)
-    return found
+            actual[path.stem] = np.asarray(image)
+    return actual
 
 
 def test_the_images_are_small_grey_and_labelled_by_their_names() -> None:
     for folder, count in (("calibration", 128), ("test", 500)):
-        found = images(folder)
-        assert len(found) == count
-        labels = Counter(name.split("-")[0] for name in found)
+        actual = images(folder)
+        assert len(actual) == count
+        labels = Counter(name.split("-")[0] for name in actual)
         assert set(labels) == set("0123456789")
         assert min(labels.values()) > count / 20, "each digit occurs at least half as often as an even share"
 

@@ -113,11 +113,11 @@ class Reader:
 
 @contextmanager
 def reader(page: Path, folder: Path, cache: Path) -> Iterator[Reader]:
-    found = Reader(page, folder, cache)
+    actual = Reader(page, folder, cache)
     try:
-        yield found
+        yield actual
     finally:
-        found.stop()
+        actual.stop()
 
 
 def free_port() -> int:

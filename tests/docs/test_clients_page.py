@@ -17,11 +17,11 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "clients.md"
 def test_the_blocks_of_the_page_run_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path, "resnet50", shape=[3, 224, 224])
     names: dict[str, object] = {"__name__": "notebook"}
-    found = [block for block in blocks(PAGE) if block.language == "python"]
-    assert len(found) == 7
+    actual = [block for block in blocks(PAGE) if block.language == "python"]
+    assert len(actual) == 7
     with serving(tmp_path) as server:
         renamed = {":8001": f":{server.ports.grpc}", '"input"': '"x"', '"output"': '"y"'}     # as the test's model has
-        for block in found:
+        for block in actual:
             code = block.code
             for old, new in renamed.items():
                 code = code.replace(old, new)

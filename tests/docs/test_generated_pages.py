@@ -81,10 +81,10 @@ def test_the_routes_of_both_ports_are_on_the_page_of_routes() -> None:
 
 def test_every_module_is_on_the_page_of_modules_with_a_sentence() -> None:
     page = PAGES["internals/modules.md"]
-    said = {f"{folder}/{name}" for folder, table in re.findall(r"^## (\S+)\n\n((?:\|.*\n)+)", page, re.MULTILINE)
-            for name, text in re.findall(r"^\| `(\S+\.py)` \| (.*) \|$", table, re.MULTILINE) if len(text) > 9}
+    output = {f"{folder}/{name}" for folder, table in re.findall(r"^## (\S+)\n\n((?:\|.*\n)+)", page, re.MULTILINE)
+              for name, text in re.findall(r"^\| `(\S+\.py)` \| (.*) \|$", table, re.MULTILINE) if len(text) > 9}
     there = {str(path.relative_to(ROOT)) for path in modules() if ast.get_docstring(ast.parse(path.read_text()))}
-    assert said == there
+    assert output == there
 
 
 @pytest.mark.parametrize("text, sentence", [
@@ -116,7 +116,7 @@ def test_links_of_a_root_document_hold_on_its_page() -> None:
 
 def dead_links(page: Path, text: str) -> list[str]:
     """Return the relative links of a page without an existing or generated target."""
-    found = []
+    actual = []
     for link in LINK.findall(re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)):
         path = link.partition("#")[0]
         if "://" in link or not path:
@@ -124,8 +124,8 @@ def dead_links(page: Path, text: str) -> list[str]:
         target = (page.parent / path).resolve()
         generated = target.is_relative_to(DOCS) and str(target.relative_to(DOCS)) in PAGES
         if not target.exists() and not generated:
-            found.append(link)
-    return found
+            actual.append(link)
+    return actual
 
 
 @pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *SOURCES, *(ROOT / "examples").rglob("*.md")],

@@ -78,7 +78,7 @@ def test_a_configuration_in_the_documents_is_served(page: Path, tmp_path: Path) 
         if block.language == "pbtxt":
             (tmp_path / "config.pbtxt").write_text(block.code)
             message = read_config(tmp_path / "config.pbtxt")
-            assert not [found for found in findings(message) if found.treatment.verdict is Verdict.REFUSED]
+            assert not [actual for actual in findings(message) if actual.treatment.verdict is Verdict.REFUSED]
 
 
 def test_a_file_that_a_guide_shows_is_that_of_the_example() -> None:

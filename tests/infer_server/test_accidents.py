@@ -51,9 +51,9 @@ def test_a_disk_that_takes_no_more_ends_a_load_and_nothing_else(tmp_path: Path) 
 def test_nothing_is_decided_by_a_clock_that_can_be_set() -> None:
     root = Path(infer_server.__file__).parent
     asks = re.compile(r"\b(?:time\.time(?:_ns)?|datetime\.(?:utc)?now)\(")
-    found = {path.relative_to(root).as_posix(): count for path in root.rglob("*.py")
-             if (count := len(asks.findall(path.read_text())))}
-    assert found == TOLD
+    actual = {path.relative_to(root).as_posix(): count for path in root.rglob("*.py")
+              if (count := len(asks.findall(path.read_text())))}
+    assert actual == TOLD
 
 
 def test_threads_that_the_system_refuses_end_a_load_and_nothing_else(

@@ -93,12 +93,12 @@ def test_it_is_told_when_nothing_is_open(tmp_path: object) -> None:
     from infer_server.endpoints.inflight import Inflight
 
     async def run() -> list[str]:
-        inflight, told = Inflight(1 << 20, 1.0), list[str]()
-        inflight._busy_poller.opened = lambda: told.append("opened")    # type: ignore[method-assign]
-        inflight._busy_poller.idle = lambda: told.append("idle")        # type: ignore[method-assign]
+        inflight, received = Inflight(1 << 20, 1.0), list[str]()
+        inflight._busy_poller.opened = lambda: received.append("opened")  # type: ignore[method-assign]
+        inflight._busy_poller.idle = lambda: received.append("idle")    # type: ignore[method-assign]
         first, second = (inflight.begin(None, 1) for _ in range(2))     # type: ignore[arg-type]
         for call in (first, second, second):
             inflight.end(call)
-        return told
+        return received
 
     assert asyncio.run(run()) == ["opened", "idle"]

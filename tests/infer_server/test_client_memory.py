@@ -103,11 +103,11 @@ class Memory:
 
 @contextmanager
 def memories(server: RunningServer, protocol: Any, *images: Float32s) -> Iterator[list[Memory]]:
-    found = [Memory(server, protocol, f"r{i}", image) for i, image in enumerate(images)]
+    actual = [Memory(server, protocol, f"r{i}", image) for i, image in enumerate(images)]
     try:
-        yield found
+        yield actual
     finally:
-        for memory in found:
+        for memory in actual:
             memory.close()
 
 
@@ -120,8 +120,8 @@ def wait_until_queued(server: RunningServer, requests: int) -> None:
 
 def test_only_models_that_read_a_request_once_read_it_in_its_clients_memory(plan: Path) -> None:
     with serving(plan.parents[2], load_plan, allow_client_shm=True) as running:
-        found = {name: running.server.repository.find(name).zero_copy_devices for name in ("pictures", *COPIED)}
-    assert found == {"pictures": {None}, **dict.fromkeys(COPIED, frozenset())}
+        actual = {name: running.server.repository.find(name).zero_copy_devices for name in ("pictures", *COPIED)}
+    assert actual == {"pictures": {None}, **dict.fromkeys(COPIED, frozenset())}
 
 
 @PROTOCOLS
@@ -129,18 +129,18 @@ def test_a_file_that_is_cut_short_before_its_batch_fails_its_own_request_alone(
         server: RunningServer, protocol: Any, engine: Engine) -> None:
     short, whole = pictures(2, seed=1), pictures(FULL - 2, seed=2)
     with memories(server, protocol, short, whole) as (cut, kept), ThreadPoolExecutor(1) as pool:
-        asked: Future[Float32s] = pool.submit(cut.ask)
+        calls: Future[Float32s] = pool.submit(cut.ask)
         wait_until_queued(server, 1)
         cut.truncate(5000)
         np.testing.assert_array_equal(kept.ask(), engine.run({"image": whole, "more": kept.more})["y"])
         with pytest.raises(InferenceServerException, match="'r0' is shorter than it was when it was registered"):
-            asked.result(TIMEOUT_SECS)
+            calls.result(TIMEOUT_SECS)
         cut.truncate(cut.image.nbytes)              # long again, and read again
         cut.write(short)
-        asked = pool.submit(cut.ask)
+        calls = pool.submit(cut.ask)
         wait_until_queued(server, 1)
         kept.ask()
-        np.testing.assert_array_equal(asked.result(TIMEOUT_SECS), engine.run({"image": short, "more": cut.more})["y"])
+        np.testing.assert_array_equal(calls.result(TIMEOUT_SECS), engine.run({"image": short, "more": cut.more})["y"])
 
 
 @PROTOCOLS
@@ -148,12 +148,12 @@ def test_a_client_that_writes_meanwhile_and_leaves_its_region_harms_its_own_answ
         server: RunningServer, protocol: Any, engine: Engine) -> None:
     written, whole = pictures(2, seed=1), pictures(FULL - 2, seed=2)
     with memories(server, protocol, written, whole) as (changed, kept), ThreadPoolExecutor(1) as pool:
-        asked: Future[Float32s] = pool.submit(changed.ask)
+        requested: Future[Float32s] = pool.submit(changed.ask)
         wait_until_queued(server, 1)
         changed.write(np.full_like(written, np.nan))
         changed.unregister()
         np.testing.assert_array_equal(kept.ask(), engine.run({"image": whole, "more": kept.more})["y"])
-        assert asked.result(TIMEOUT_SECS).shape == (2, 8)
+        assert requested.result(TIMEOUT_SECS).shape == (2, 8)
 
 
 @PROTOCOLS

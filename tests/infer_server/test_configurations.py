@@ -89,8 +89,8 @@ def test_dynamic_batching_merges_no_requests_whose_items_depend_on_each_other(
         x = np.ones((2, 4), np.float32)
         for answer in pool.map(lambda _: ask(client, "m", x), range(4)):
             np.testing.assert_array_equal(answer, 2 * x + 1)
-        found, = client.get_inference_statistics("m").model_stats
-        assert (found.inference_count, found.execution_count) == (8, 4)
+        actual, = client.get_inference_statistics("m").model_stats
+        assert (actual.inference_count, actual.execution_count) == (8, 4)
     assert "executed one by one, because the items of a batch depend on each other (it normalises" in caplog.text
 
 
@@ -205,13 +205,13 @@ def test_a_file_that_may_be_meant_for_one_that_is_missing_is_named_with_the_line
     for name, file in (("code", "model.py"), ("other", "yolo.onnx")):
         folder = write_model(tmp_path, name, config='platform: "onnxruntime_onnx"')
         (folder / "1" / "model.plan").rename(folder / "1" / file)
-    said = ['code/1/model.onnx: no such file; there is a model.py: write backend: "python" if that is the model',
-            'other/1/model.onnx: no such file; there is yolo.onnx: write default_model_filename: "yolo.onnx" if that '
-            "is the model"]
-    assert [remark.text for remark in check([LocalFolder(tmp_path)], "cpu")] == said
+    output = ['code/1/model.onnx: no such file; there is a model.py: write backend: "python" if that is the model',
+              'other/1/model.onnx: no such file; there is yolo.onnx: write default_model_filename: "yolo.onnx" if that '
+              "is the model"]
+    assert [remark.text for remark in check([LocalFolder(tmp_path)], "cpu")] == output
     with serving(tmp_path) as running:
         failures = running.server.failures().values()
-        assert sorted(reason.rpartition(f"{tmp_path}/")[2] for reason in failures) == said
+        assert sorted(reason.rpartition(f"{tmp_path}/")[2] for reason in failures) == output
 
 
 def test_check_says_that_a_model_is_called_other_than_its_folder(tmp_path: Path) -> None:
@@ -255,20 +255,20 @@ def test_check_says_of_an_ensemble_which_step_no_model_serves(tmp_path: Path) ->
     ensemble("output", f'model_name: "inner" {mapped(outputs="z")}')
     ensemble("perhaps", f'model_name: "listed" {mapped("xx")}')
     ensemble("behind", f'model_name: "renamed" {mapped()}')
-    said = {remark.model: remark for remark in check([Outlines(tmp_path)], "cpu")}
-    assert {name for name, remark in said.items() if remark.text == "ok"} == {"m", "listed", "inner", "of_inner"}
+    output = {remark.model: remark for remark in check([Outlines(tmp_path)], "cpu")}
+    assert {name for name, remark in output.items() if remark.text == "ok"} == {"m", "listed", "inner", "of_inner"}
     for name, text in (("unserved", "step 0: model 'bad' will not be served, see there"),
                        ("version", "version 7 of model 'm' is not served, but 1; write one of these, model_version"),
                        ("renamed", "input_map: model 'inner' has no 'xx', but x. Did you mean 'x'?"),
                        ("output", "output_map: model 'inner' has no 'z', but y."),
                        ("behind", "model 'renamed' will not be served, see there"),
                        ("perhaps", "model 'listed' has no 'xx', but x")):
-        assert text in said[name].text, name
-        assert said[name].is_error == (name != "perhaps")
+        assert text in output[name].text, name
+        assert output[name].is_error == (name != "perhaps")
     assert all(remark.is_error for remark in check([LocalFolder(tmp_path)], "cpu") if remark.text != "ok")
     with serving(tmp_path) as server:
         failures = server.server.failures()
-        assert said["renamed"].text in failures["renamed version 1"]
+        assert output["renamed"].text in failures["renamed version 1"]
 
 
 def test_check_says_all_of_a_repository_and_what_to_write_instead(
@@ -288,10 +288,10 @@ def test_check_says_all_of_a_repository_and_what_to_write_instead(
         model_name: "goood" input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } } }
         input { name: "x" data_type: TYPE_FP32 dims: 4 } output { name: "y" data_type: TYPE_FP32 dims: 4 }""")
     assert serve.main(["--check", str(tmp_path), "--kind-gpu", "refuse"], load_numpy_engine) == 1
-    said = capsys.readouterr().out
-    assert [line.partition(": ")[2][:32] for line in said.splitlines() if line.startswith("twice")] == [
+    output = capsys.readouterr().out
+    assert [line.partition(": ")[2][:32] for line in output.splitlines() if line.startswith("twice")] == [
         "error: sequence_batching.iterati", "error: model_operations: librari"]
     for part in ("good: ok", "gpu: error: instance_group: KIND_GPU is refused", "agents: error: model_rep",
                  "unnamed: error: backend: 'pytorch' is not served: export the model to ONNX", "l.txt: no such file",
                  "warmup/missing: No such file", "no model 'goood'. Did you mean 'good'?"):
-        assert part in said
+        assert part in output

@@ -135,14 +135,14 @@ class TritonPythonModel:
 
 def test_an_ensemble_takes_files_and_gives_names_through_an_engine(
         repository: Path, tmp_path: Path, reference: onnxruntime.InferenceSession) -> None:
-    for name, source, given, made in (
+    for name, source, given, created in (
             ("decode", DECODE, '"file" data_type: TYPE_STRING dims: 1',
              '"image" data_type: TYPE_FP32 dims: [3, 16, 16]'),
             ("name", NAME, '"logits" data_type: TYPE_FP32 dims: 10', '"class" data_type: TYPE_STRING dims: 1')):
         (tmp_path / name / "1").mkdir(parents=True)
         (tmp_path / name / "1" / "model.py").write_text(source)
         (tmp_path / name / "config.pbtxt").write_text(
-            f'backend: "python" max_batch_size: 8 input {{ name: {given} }} output {{ name: {made} }}')
+            f'backend: "python" max_batch_size: 8 input {{ name: {given} }} output {{ name: {created} }}')
     (tmp_path / "photo").mkdir()
     (tmp_path / "photo" / "config.pbtxt").write_text(PHOTO)
     (tmp_path / "plan").symlink_to(repository / "plan")

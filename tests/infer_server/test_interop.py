@@ -58,8 +58,8 @@ def try_peer(peer: Peer, target: Target) -> None:
 def nothing_is_installed() -> Iterator[None]:
     """Use grpc-js only if it is installed, and install nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        found = programs.node_modules
-        patch.setattr(programs, "node_modules", lambda install: found(False))
+        actual = programs.node_modules
+        patch.setattr(programs, "node_modules", lambda install: actual(False))
         yield
 
 

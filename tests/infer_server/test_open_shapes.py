@@ -31,8 +31,8 @@ def answer(client: triton.InferenceServerClient, model: str, feeds: dict[str, Ar
     for name, array in feeds.items():
         tensors.append(triton.InferInput(name, list(array.shape), "FP32"))
         tensors[-1].set_data_from_numpy(array)
-    found: Array = client.infer(model, tensors).as_numpy("y")
-    return found
+    actual: Array = client.infer(model, tensors).as_numpy("y")
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def test_requests_of_any_length_are_answered(repository: Path, specialise: str) 
         assert {tensor.name: list(tensor.shape) for tensor in inputs} == {"x": [-1, -1, 16], "mask": [-1, -1]}
         feeds = [tokens(1, length, seed) for seed, length in enumerate((5, 9, 5, 128, 9, 5))]
         with ThreadPoolExecutor(len(feeds)) as pool:        # lengths mixed in the queue: only equal ones share a batch
-            found = list(pool.map(lambda feed: answer(client, "tokens", feed), feeds))
-        for feed, y in zip(feeds, found, strict=True):
+            actual = list(pool.map(lambda feed: answer(client, "tokens", feed), feeds))
+        for feed, y in zip(feeds, actual, strict=True):
             np.testing.assert_allclose(y, by_onnx_runtime(MODEL, feed)["y"], rtol=1e-4, atol=1e-4)
         with pytest.raises(InferenceServerException, match="'T' is one extent, but input 'x' has 5 there"):
             answer(client, "tokens", {**tokens(1, 5), "mask": tokens(1, 6)["mask"]})
@@ -123,9 +123,9 @@ def test_a_whole_tensor_may_be_empty_and_a_batch_may_not(tmp_path: Path, front: 
         np.testing.assert_array_equal(answer(client, "whole", {"x": two}), np.maximum(two, 0))
         with pytest.raises(InferenceServerException, match=r"must be >= 1 for 'batch', got 0"):
             answer(client, "batch", {"x": nothing})
-        said = ask(server, post("/v2/models/whole/infer",
-                                b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [0, 3], "data": []}]}', CLOSE))
-    assert b'"shape":[0,3],"data":[]' in said
+        body = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [0, 3], "data": []}]}'
+        reply = ask(server, post("/v2/models/whole/infer", body, CLOSE))
+    assert b'"shape":[0,3],"data":[]' in reply
 
 
 def test_a_model_may_have_tensors_without_a_batch_beside_those_with_one(tmp_path: Path) -> None:
@@ -145,10 +145,10 @@ def test_a_model_may_have_tensors_without_a_batch_beside_those_with_one(tmp_path
         tensors = [triton.InferInput(name, list(array.shape), "FP32") for name, array in feeds.items()]
         for tensor, array in zip(tensors, feeds.values(), strict=True):
             tensor.set_data_from_numpy(array)
-        found = client.infer("mixed", tensors)
-        np.testing.assert_allclose(found.as_numpy("y"), feeds["x"] * feeds["scale"] + items, rtol=1e-6)
-        np.testing.assert_array_equal(found.as_numpy("minus"), -feeds["z"])
-        np.testing.assert_array_equal(found.as_numpy("squares"), feeds["scale"] ** 2)
+        actual = client.infer("mixed", tensors)
+        np.testing.assert_allclose(actual.as_numpy("y"), feeds["x"] * feeds["scale"] + items, rtol=1e-6)
+        np.testing.assert_array_equal(actual.as_numpy("minus"), -feeds["z"])
+        np.testing.assert_array_equal(actual.as_numpy("squares"), feeds["scale"] ** 2)
 
     with (serving(tmp_path, load_plan) as server, triton.InferenceServerClient(server.address) as client,
           ThreadPoolExecutor(8) as threads):

@@ -52,8 +52,8 @@ def asked(client: triton.InferenceServerClient, feeds: dict[str, Array]) -> dict
     for name, array in feeds.items():
         tensors.append(triton.InferInput(name, list(array.shape), "FP32" if array.dtype == np.float32 else "INT64"))
         tensors[-1].set_data_from_numpy(array)
-    found = client.infer("masked", tensors)
-    return {name: found.as_numpy(name) for name in ("tokens", "mean")}
+    actual = client.infer("masked", tensors)
+    return {name: actual.as_numpy(name) for name in ("tokens", "mean")}
 
 
 def test_requests_of_different_lengths_share_a_batch(tmp_path: Path) -> None:
@@ -64,12 +64,12 @@ def test_requests_of_different_lengths_share_a_batch(tmp_path: Path) -> None:
     feeds[1]["mask"][1, 11:] = 0
     with serving(tmp_path, load_plan) as server, triton.InferenceServerClient(server.address) as client:
         with ThreadPoolExecutor(len(feeds)) as pool:
-            found = list(pool.map(lambda feed: asked(client, feed), feeds))
+            actual = list(pool.map(lambda feed: asked(client, feed), feeds))
         single = {"x": random(1, 40, 16), "mask": np.ones((1, 40), np.int64)}       # longer than each bucket
-        found.append(asked(client, single))
+        actual.append(asked(client, single))
         statistics = client.get_inference_statistics("masked").model_stats[0]
     assert statistics.execution_count < statistics.inference_count
-    for feed, outputs in zip([*feeds, single], found, strict=True):
+    for feed, outputs in zip([*feeds, single], actual, strict=True):
         for name, expected in by_onnx_runtime(MASKED, feed).items():
             assert outputs[name].shape == expected.shape
             np.testing.assert_allclose(outputs[name], expected, 1e-4, 1e-4)

@@ -27,8 +27,8 @@ def answer(client: triton.InferenceServerClient, model: str, feeds: dict[str, Ar
     for name, array in feeds.items():
         tensors.append(triton.InferInput(name, list(array.shape), TYPES[array.dtype.name]))
         tensors[-1].set_data_from_numpy(array)
-    found: Array = client.infer(model, tensors).as_numpy("y")
-    return found
+    actual: Array = client.infer(model, tensors).as_numpy("y")
+    return actual
 
 
 def test_results_have_as_many_rows_as_the_data_say(tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_a_program_has_the_batch_that_its_configuration_says_and_each_request_is
         assert list(threads.map(doubled, sizes)) == [[[2 * items] * 3] * items for items in sizes]
         with pytest.raises(InferenceServerException, match=r"batch-size must be <= 4"):
             doubled(5)
-        (found,) = client.get_inference_statistics("words").model_stats
-    assert (found.inference_count, found.execution_count) == (sum(sizes), len(sizes))
+        (actual,) = client.get_inference_statistics("words").model_stats
+    assert (actual.inference_count, actual.execution_count) == (sum(sizes), len(sizes))
 
 
 def test_a_program_without_an_open_extent_in_front_has_no_batch(tmp_path: Path) -> None:

@@ -170,9 +170,9 @@ def test_made_inputs_are_what_triton_makes_of_the_requests_shapes(kind: str, val
     ragged = ragged_of(parsed(
         f'batch_input {{ kind: {kind} target_name: "i" data_type: TYPE_INT32 source_input: "x" }}'))
     assert ragged
-    made = ragged.computed[0].values([(2, 3, 1), (1, 2, 2)])
-    assert made.dtype == np.int32
-    np.testing.assert_array_equal(made, values)
+    created = ragged.computed[0].values([(2, 3, 1), (1, 2, 2)])
+    assert created.dtype == np.int32
+    np.testing.assert_array_equal(created, values)
 
 
 INPUT = 'input { name: "x" data_type: TYPE_FP32 dims: -1 allow_ragged_batch: true }'

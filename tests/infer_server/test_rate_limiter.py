@@ -30,8 +30,8 @@ R, S, T = Resource("R", False), Resource("S", True), Resource("T", True)
 def gate(limiter: RateLimiter, priority: int = 1, woken: list[int] | None = None, **needs: int) -> RateGate:
     number = len(limiter._gates)
     limit = RateLimit({{"R": R, "S": S, "T": T}[name]: count for name, count in needs.items()}, priority)
-    (made,) = limiter.gates([limit], [lambda: woken.append(number) if woken is not None else None])
-    return made
+    (created,) = limiter.gates([limit], [lambda: woken.append(number) if woken is not None else None])
+    return created
 
 
 def test_of_those_who_always_wait_each_executes_as_its_priority_says() -> None:
@@ -85,12 +85,12 @@ def test_what_executes_with_other_resources_changes_nobodys_turn() -> None:
             running = 1 - running
             assert gates[running].enter()
     assert [executed[number] for number in range(2)] == [40, 10]
-    beside = gate(limiter, R=1)
-    assert busy.enter() and not beside.enter()
+    neighbour = gate(limiter, R=1)
+    assert busy.enter() and not neighbour.enter()
     busy.leave()
-    assert not busy.enter() and beside.enter(), "it has waited longer"
-    beside.leave()
-    assert not beside.enter() and busy.enter()
+    assert not busy.enter() and neighbour.enter(), "it has waited longer"
+    neighbour.leave()
+    assert not neighbour.enter() and busy.enter()
 
 
 def test_who_needs_two_resources_does_not_wait_until_all_turns_of_one_of_them_are_made_up_for() -> None:
@@ -160,9 +160,9 @@ class Asking:
 
 @pytest.fixture
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    made = asyncio.new_event_loop()
-    yield made
-    made.close()
+    created = asyncio.new_event_loop()
+    yield created
+    created.close()
 
 
 def test_an_instance_that_is_refused_leaves_the_request_to_one_that_needs_something_else(
@@ -231,13 +231,13 @@ def test_instances_of_two_models_take_turns_and_batches_grow_meanwhile(tmp_path:
         def pending(model: str) -> int:
             return server.server.repository.find(model).pending
         with GATES["limited"].closed():
-            asked = [clients.submit(infer, "a")]
+            requested = [clients.submit(infer, "a")]
             assert GATES["limited"].holds(1)
-            asked += [clients.submit(infer, "b") for _ in range(5)]
+            requested += [clients.submit(infer, "b") for _ in range(5)]
             assert eventually(lambda: pending("b") == 5)
-            asked.append(clients.submit(infer, "free"))
+            requested.append(clients.submit(infer, "free"))
             assert GATES["limited"].holds(2) and pending("b") == 5, "b waits for a, and what is not limited for nobody"
-        for each in asked:
+        for each in requested:
             each.result()
         statistics = server.server.repository.find("b").statistics
         assert eventually(lambda: statistics.snapshot().inference_count == 5)

@@ -72,8 +72,8 @@ def ask(client: triton.InferenceServerClient, model: str, sequence: int | str, v
     tensor = triton.InferInput("x", [1, extent], "FP32")
     tensor.set_data_from_numpy(np.full((1, extent), value, np.float32))
     result = client.infer(model, [tensor], sequence_id=sequence, sequence_start=start, sequence_end=end)
-    found: list[float] = result.as_numpy("told" if model == "told" else "sum")[0].tolist()
-    return found
+    actual: list[float] = result.as_numpy("told" if model == "told" else "sum")[0].tolist()
+    return actual
 
 
 def test_each_sequence_has_a_state_of_its_own_from_its_start_to_its_end(client: triton.InferenceServerClient) -> None:
@@ -118,10 +118,10 @@ def test_what_finds_no_place_waits_until_a_sequence_ends_or_has_been_idle(
     model = server.server.repository.find("few")
     with ThreadPoolExecutor(3) as clients:
         with GATES["few"].closed():
-            asked = [clients.submit(ask, client, "few", number, number, True, number == 1) for number in (1, 2, 3)]
+            requested = [clients.submit(ask, client, "few", number, number, True, number == 1) for number in (1, 2, 3)]
             assert GATES["few"].holds(2)
             assert eventually(lambda: model.pending == 1)
-        assert [future.result()[0] for future in asked] == [11, 12, 13]
+        assert [future.result()[0] for future in requested] == [11, 12, 13]
     assert ask(client, "few", 4, 4, start=True)[0] == 14, "2 and 3 were not ended, but have been idle"
 
 
@@ -198,5 +198,5 @@ def test_a_model_with_sequences_is_served_beside_a_warm_up(tmp_path: Path) -> No
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
         assert not server.server.failures()
         assert ask(client, "sum", 1, 2, start=True, end=True) == [2] * 4
-    (said,) = check([LocalFolder(tmp_path)], "cpu")
-    assert "model_warmup: kept" in said.text and not said.is_error
+    (output,) = check([LocalFolder(tmp_path)], "cpu")
+    assert "model_warmup: kept" in output.text and not output.is_error

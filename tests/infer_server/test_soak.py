@@ -28,11 +28,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_clients_half_open_connections_and_reloads_cost_no_other_client_an_answer(
         repository: Path, front: str) -> None:
     with serving(repository, "--grpc-front", front, "--drain-grace-secs", "0", *OPTIONS, command=SERVER) as server:
-        asked = Soak(1.0)
-        asyncio.run(asked.run(server, repository))
-        paced = Soak(1.0, rates=asked.share(0.5))
+        requested = Soak(1.0)
+        asyncio.run(requested.run(server, repository))
+        paced = Soak(1.0, rates=requested.share(0.5))
         asyncio.run(paced.run(server, repository))
-    for soak in (asked, paced):
+    for soak in (requested, paced):
         assert not soak.failures()
         assert {"steady over gRPC", "reloaded over HTTP", "steady in shared memory", "chain over gRPC",
                 "sum over gRPC, in sequences", "counted in streams", "digits over gRPC", "digits over HTTP",

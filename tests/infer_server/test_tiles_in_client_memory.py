@@ -66,9 +66,9 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
     np.savez(folder / "calibration.npz", x=random.standard_normal(SHAPE).astype(np.float32))
     built = build_engine(model, calibration=Calibration(folder / "calibration.npz", "minmax"), precision="int8",
                          cache=False, timing=False, max_batch=ITEMS, target="avx512_amx").plan
-    found = {target: first_step_on_the_input(relower(built, target)) for target in ("avx512_amx", "avx512_bf16")}
-    assert [" amx" in plan.machine.steps[0].tactic for plan in found.values()] == [True, False]
-    return found
+    actual = {target: first_step_on_the_input(relower(built, target)) for target in ("avx512_amx", "avx512_bf16")}
+    assert [" amx" in plan.machine.steps[0].tactic for plan in actual.values()] == [True, False]
+    return actual
 
 
 @pytest.fixture
@@ -108,9 +108,9 @@ def signal_stack() -> int:
     """Return the bytes of this thread's alternate stack for signals, or 0."""
     class Stack(ctypes.Structure):
         _fields_ = (("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
-    found = Stack()
-    assert ctypes.CDLL(None).sigaltstack(None, ctypes.byref(found)) == 0
-    return 0 if found.flags & _SS_DISABLE else int(found.size)
+    actual = Stack()
+    assert ctypes.CDLL(None).sigaltstack(None, ctypes.byref(actual)) == 0
+    return 0 if actual.flags & _SS_DISABLE else int(actual.size)
 
 
 def least_signal_stack() -> int:

@@ -95,14 +95,14 @@ def engine_of(plan: Plan) -> Engine:
 def compare(case: Case, items: int, results: dict[str, Array], by: str) -> None:
     """Raise Wrong if a result differs from ONNX's by more than rounding explains. by: what computed it."""
     values = {**case.feeds(items), **case.constants}
-    for name, wanted in expected(case.evaluators, values, case.outputs, case.precision).items():
-        got, value = results[name], wanted.value
+    for name, desired in expected(case.evaluators, values, case.outputs, case.precision).items():
+        got, value = results[name], desired.value
         if value.dtype.name == "bfloat16" and got.dtype == np.uint16:
             got = got.view(dtype_of("bfloat16"))
         if (got.dtype, got.shape) != (value.dtype, value.shape):
             raise Wrong(f"{by}: {name} of {items} items is {got.dtype}{list(got.shape)}, "
                         f"not {value.dtype}{list(value.shape)}")
-        if (wrong := wanted.wrong(got)).any():
+        if (wrong := desired.wrong(got)).any():
             place: Any = tuple(int(i) for i in np.argwhere(wrong)[0])
             raise Wrong(f"{by}: {name}{list(place)} of {items} items is {got[place]}, not {value[place]} "
-                        f"(+-{wanted.tolerance[place]:.3g}); {wrong.sum()} of {wrong.size} are wrong")
+                        f"(+-{desired.tolerance[place]:.3g}); {wrong.sum()} of {wrong.size} are wrong")

@@ -77,8 +77,8 @@ def evaluator(node: onnx.NodeProto, arrays: Sequence[Array | None]) -> Evaluator
         inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
     except Exception as error:
         raise Unsupported(f"{node.op_type}: {error}") from error
-    found = {info.name: info.type.tensor_type.elem_type for info in inferred.graph.output}
-    dtypes = tuple(helper.tensor_dtype_to_np_dtype(found[name]) for name in outputs)
+    actual = {info.name: info.type.tensor_type.elem_type for info in inferred.graph.output}
+    dtypes = tuple(helper.tensor_dtype_to_np_dtype(actual[name]) for name in outputs)
     return Evaluator(node, ReferenceEvaluator(model), dtypes)
 
 
@@ -95,8 +95,8 @@ def evaluate(evaluators: Sequence[Evaluator], values: Mapping[str, Array],
     known = {name: settled(name, array) for name, array in values.items()}
     for each in evaluators:
         results = each.run([known[name] if name else None for name in each.node.input])
-        made = [name for name in each.node.output if name]
-        known.update({name: settled(name, array) for name, array in zip(made, results, strict=True)})
+        created = [name for name in each.node.output if name]
+        known.update({name: settled(name, array) for name, array in zip(created, results, strict=True)})
     return known
 
 

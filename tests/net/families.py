@@ -32,9 +32,9 @@ def beside(s: Sketch, x: Tensor, kind: str = "grid", dtype: str = "") -> Tensor:
     """Return a tensor that broadcasts with x: a constant, an input or an existing one."""
     dtype = dtype or x.dtype
     if s.draw(st.booleans()):
-        found = [t for t in s.tensors.values() if t.dtype == dtype and kind == "grid" and t.name not in s.constants
-                 and t.shape[1:] == x.shape[1:] and t.batch == x.batch]
-        return s.draw(st.sampled_from(found)) if found else s.input(dtype, x.shape, kind, batched=x.batch == 0)
+        actual = [t for t in s.tensors.values() if t.dtype == dtype and kind == "grid" and t.name not in s.constants
+                  and t.shape[1:] == x.shape[1:] and t.batch == x.batch]
+        return s.draw(st.sampled_from(actual)) if actual else s.input(dtype, x.shape, kind, batched=x.batch == 0)
     drop = s.draw(st.integers(0, x.rank))
     shape = [1 if axis == x.batch or s.draw(st.booleans()) else x.shape[axis] for axis in range(drop, x.rank)]
     if s.draw(st.booleans()):

@@ -118,9 +118,9 @@ class Sketch:
 
     def any(self, wanted: Callable[[Tensor], bool], make: Callable[[], Tensor]) -> Tensor:
         """Return one of the newest suitable tensors, or a new one."""
-        found = [t for name, t in self.tensors.items() if name not in self.constants and wanted(t)][-3:]
-        if found and (choice := self.draw(st.integers(0, len(found)))) < len(found):
-            return found[-1 - choice]
+        actual = [t for name, t in self.tensors.items() if name not in self.constants and wanted(t)][-3:]
+        if actual and (choice := self.draw(st.integers(0, len(actual)))) < len(actual):
+            return actual[-1 - choice]
         return make()
 
     def float(self, low: int = 0, high: int = 5, kind: str = "grid") -> Tensor:
@@ -167,9 +167,9 @@ class Sketch:
 
     # ---- the model
     def case(self, precision: str) -> Case:
-        made = {name: t for name, t in self.tensors.items() if name not in self.inputs and name not in self.constants}
-        outputs = [name for name in made if name not in self.used]
-        if extra := [name for name in made if name in self.used]:
+        built = {name: t for name, t in self.tensors.items() if name not in self.inputs and name not in self.constants}
+        outputs = [name for name in built if name not in self.used]
+        if extra := [name for name in built if name in self.used]:
             outputs += self.draw(st.lists(st.sampled_from(extra), max_size=1))
         used = {name: array for name, array in self.inputs.items() if name in self.used}
         return Case(used, self.symbolic & used.keys(), {n: a for n, a in self.constants.items() if n in self.used},

@@ -45,7 +45,7 @@ def check(case: Case) -> str:
     env = ShapeEnv()
     symbols = {name: env.extent(name, extent) for name, extent in extents.items()}
     try:
-        made = function_of(lowered(subject, symbols), env, len(symbols), checked=True)
+        created = function_of(lowered(subject, symbols), env, len(symbols), checked=True)
         holds = guards_of(env, len(symbols))
     except (NotSymbolic, EngineError):
         return "pinned"
@@ -54,13 +54,13 @@ def check(case: Case) -> str:
                               for _ in range(TRIES))):
         try:
             with np.errstate(all="ignore"):
-                ours = made(*others.values()) if holds(*others.values()) else None
+                ours = created(*others.values()) if holds(*others.values()) else None
         except (EngineError, ArithmeticError, ValueError, IndexError):
             ours = None
         assert ours is not None or others is not extents, f"its own guards do not hold: {case!r}"
         if ours is not None:
-            found = next(differences(ours, lowered(subject, others)), "")
-            assert not found, f"{dict(extents)}, {others}: {found}\n{case!r}"
+            actual = next(differences(ours, lowered(subject, others)), "")
+            assert not actual, f"{dict(extents)}, {others}: {actual}\n{case!r}"
             served += others != extents
     return "served" if served else "traced"
 
@@ -81,11 +81,11 @@ def opened(case: Case) -> tuple[Subject, dict[str, int]]:
 
 def lowered(subject: Subject, extents: Extents) -> Any:
     graph = subject.builder.stored(subject.import_graph(extents))
-    made = lower(graph, LANES)
-    read = {placement.constant for call in made.calls for placement in call.inputs}.union(
-        *(call.node.inputs for call in made.calls))
+    created = lower(graph, LANES)
+    read = {placement.constant for call in created.calls for placement in call.inputs}.union(
+        *(call.node.inputs for call in created.calls))
     constants = {name: graph.constants[name] for name in sorted(read & graph.constants.keys())}
-    return made.calls, buffers_of(made, 4), constants, {name: graph.types[name] for name in graph.outputs}
+    return created.calls, buffers_of(created, 4), constants, {name: graph.types[name] for name in graph.outputs}
 
 
 def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:

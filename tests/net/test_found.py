@@ -59,12 +59,12 @@ def case_of(text: str, precision: str = "fp32") -> Case:
 
 
 def _evaluators(nodes: Sequence[onnx.NodeProto], known: dict[str, Array]) -> tuple[Evaluator, ...]:
-    made = []
+    created = []
     for node in nodes:
         arrays = [known[name] for name in node.input]
-        made.append(evaluator(node, arrays))
-        known.update(zip(node.output, made[-1].run(arrays), strict=True))
-    return tuple(made)
+        created.append(evaluator(node, arrays))
+        known.update(zip(node.output, created[-1].run(arrays), strict=True))
+    return tuple(created)
 
 
 def test_weights_of_no_elements_have_no_scale() -> None:

@@ -335,7 +335,7 @@ def test_each_answer_is_read_by_its_own_headers_on_a_connection_of_many() -> Non
         client.receive(memoryview(server.data_to_send()))
 
     exchange()
-    found = []
+    actual = []
     for headers, data in answers:
         call = PendingCall(1 << 20)
         client.open(CallRequest(((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/m"),
@@ -348,5 +348,5 @@ def test_each_answer_is_read_by_its_own_headers_on_a_connection_of_many() -> Non
         exchange()
         assert call.is_ended
         error = call.failure()
-        found.append(error.status if error else bytes(call.result()))
-    assert found == [b"answer"] * 4 + ["INTERNAL", "UNAVAILABLE", b"answer"]
+        actual.append(error.status if error else bytes(call.result()))
+    assert actual == [b"answer"] * 4 + ["INTERNAL", "UNAVAILABLE", b"answer"]

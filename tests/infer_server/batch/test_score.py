@@ -55,9 +55,9 @@ def table(tmp_path: Path) -> Path:
 
 def test_a_parquet_file_is_scored_in_splits(plan: Path, table: Path, tmp_path: Path, capsys: Any) -> None:
     assert score(plan, table, "-o", tmp_path / "out", "--split-items", 8, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["items"], found["skipped"], found["files"], found["failed"]) == (COUNT, 0, 9, {})
-    assert found["items_per_second"] > 0 and 0 < found["engine_share"] < 1
+    actual = json.loads(capsys.readouterr().out)
+    assert (actual["items"], actual["skipped"], actual["files"], actual["failed"]) == (COUNT, 0, 9, {})
+    assert actual["items_per_second"] > 0 and 0 < actual["engine_share"] < 1
     assert column(tmp_path / "out", "id") == list(range(COUNT))
     np.testing.assert_array_equal(np.array(column(tmp_path / "out", "scores"), np.float32),
                                   scores_of(plan, pictures(COUNT)))
@@ -141,8 +141,8 @@ def test_a_killed_run_is_continued_and_gives_the_same_bytes(plan: Path, table: P
     (tmp_path / "out" / ".part-00001.parquet.1.abc").write_bytes(b"torn")
     capsys.readouterr()
     assert score(*command, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["items"] == COUNT and found["skipped"] > 0
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["items"] == COUNT and actual["skipped"] > 0
     assert column(tmp_path / "out", "id") == list(range(COUNT))
     assert parts(tmp_path / "out") == parts(clean) and not list((tmp_path / "out").glob(".part*"))
 

@@ -214,11 +214,11 @@ def test_a_build_that_says_nothing_for_long_prints_where_it_is(capsys: pytest.Ca
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bar, "QUIET", 0.0)
     monkeypatch.setattr(Bar, "BEAT", 0.001)
-    said = ""
+    output = ""
     with Bar() as bar:
         bar("searching", 3, 18, "")
-        while "searching: 3 of 18 trials" not in said:      # a time limit of the run ends it
-            said += capsys.readouterr().err
+        while "searching: 3 of 18 trials" not in output:    # a time limit of the run ends it
+            output += capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("columns", "shown"), [(0, b"searching: 3 of 18 trials"), (80, b"searching:  17%|")])
@@ -229,9 +229,9 @@ def test_a_terminal_of_unknown_width_gets_lines(columns: int, shown: bytes) -> N
     script = ("import sys\nfrom infer_server.cli.build_engine import Bar\nBar.QUIET = Bar.BEAT = 0.01\n"
               "with Bar() as bar:\n    bar('searching', 3, 18, '')\n    sys.stdin.read()\n")
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stderr=theirs) as process:
-        said = b""
-        while shown not in said:        # a time limit of the run ends it
-            said += os.read(mine, 1 << 16)
+        output = b""
+        while shown not in output:      # a time limit of the run ends it
+            output += os.read(mine, 1 << 16)
         process.communicate()
     os.close(mine)
     os.close(theirs)

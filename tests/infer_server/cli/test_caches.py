@@ -62,9 +62,9 @@ def test_of_two_builders_of_one_engine_one_builds(workshop: Workshop) -> None:
                "--cache-dir", workshop.path("cache"), "-o"]
     builders = [subprocess.Popen([*command, workshop.path(output)], stderr=subprocess.PIPE, text=True)
                 for output in ("a.plan", "b.plan")]
-    said = "".join(builder.communicate()[1] for builder in builders)
-    assert [builder.returncode for builder in builders] == [0, 0], said
-    assert said.count("built in") == said.count("taken from the engine cache") == 1
+    text = "".join(builder.communicate()[1] for builder in builders)
+    assert [builder.returncode for builder in builders] == [0, 0], text
+    assert text.count("built in") == text.count("taken from the engine cache") == 1
 
 
 def test_without_an_option_the_second_build_is_a_lookup_and_still_verifies(workshop: Workshop) -> None:

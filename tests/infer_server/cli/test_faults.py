@@ -37,5 +37,5 @@ def test_a_fault_outside_the_compiler_is_one_line_of_its_command(
         workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(inspect_engine, "read_plan", broken)
     assert inspect_engine.main([workshop.path("m.onnx")]) == 70
-    said = "inspect-engine: a fault of inspect-engine: IndexError: tuple index out of range\n"
-    assert capsys.readouterr().err == said
+    output = "inspect-engine: a fault of inspect-engine: IndexError: tuple index out of range\n"
+    assert capsys.readouterr().err == output

@@ -128,12 +128,12 @@ def profiled(workshop: Workshop, command: Callable[[list[str]], int], *arguments
 @pytest.mark.parametrize("command", [inspect_engine.main, run_engine.main])
 def test_a_profile_has_every_kernel_its_bound_and_the_peaks(command: Callable[[list[str]], int], workshop: Workshop,
                                                             plan: str) -> None:
-    found = profiled(workshop, command, plan, "--batch", "2")
-    kernels = found["kernels"]
+    actual = profiled(workshop, command, plan, "--batch", "2")
+    kernels = actual["kernels"]
     assert [kernel["name"] for kernel in kernels] == [step.name for step in load_engine(plan).plan.machine.steps]
-    assert found["batch"] == 2 and found["seconds"] == pytest.approx(sum(kernel["seconds"] for kernel in kernels))
+    assert actual["batch"] == 2 and actual["seconds"] == pytest.approx(sum(kernel["seconds"] for kernel in kernels))
     assert all(kernel["bound_seconds"] > 0 and kernel["bound_by"] for kernel in kernels)
-    assert {"int8", "fp32"} <= set(found["peaks"]["macs_per_second"]) and "L1" in found["peaks"]["bytes_per_second"]
+    assert {"int8", "fp32"} <= set(actual["peaks"]["macs_per_second"]) and "L1" in actual["peaks"]["bytes_per_second"]
 
 
 def test_a_profile_counts_the_whole_batch_and_its_weights_once(workshop: Workshop, plan: str) -> None:
@@ -175,8 +175,8 @@ def test_data_that_is_no_archive_is_refused(workshop: Workshop, plan: str) -> No
     np.save(workshop.path("one.npy"), np.zeros(1))
     for name in ("text.npz", "cut.npz", "one.npy"):
         assert run_engine.main([plan, "--data", workshop.path(name)]) == 2
-        said = workshop.capture.readouterr().err
-        assert name in said and "numpy.savez" in said
+        output = workshop.capture.readouterr().err
+        assert name in output and "numpy.savez" in output
 
 
 def test_a_batch_that_the_plan_does_not_take_is_refused(workshop: Workshop, plan: str) -> None:

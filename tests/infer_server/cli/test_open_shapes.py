@@ -63,6 +63,6 @@ def test_int8_of_open_pictures_is_exported_and_verified_and_its_ranges_serve_one
     assert workshop.build("--int8", "--calib-cache", workshop.path("ranges.json"), "--no-timing",    # and no data
                           "--shape", "x:batchx3x16x8", model="open.onnx", output="fixed.plan") == 0
     feed = {"x": random(2, 3, 16, 8)}
-    found = load_engine(workshop.path("m.plan")).run(feed)
+    actual = load_engine(workshop.path("m.plan")).run(feed)
     for name, expected in load_engine(workshop.path("fixed.plan")).run(feed).items():
-        np.testing.assert_array_equal(found[name], expected)
+        np.testing.assert_array_equal(actual[name], expected)

@@ -137,12 +137,12 @@ def test_a_repository_that_is_given_twice_is_served_once(tmp_path: Path) -> None
 
 def test_options_that_contradict_each_other_are_a_usage_error(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for options, said in ((["--load-model", "m"], "needs --model-control-mode explicit"),
-                          (["--model-control-mode", "explicit", "--load-model=*", "--load-model=m"],
-                           "remove the other"),
-                          (["--rate-limit-resource=R:4:0", "--rate-limit-resource=R:8"], "given twice")):
+    for options, output in ((["--load-model", "m"], "needs --model-control-mode explicit"),
+                            (["--model-control-mode", "explicit", "--load-model=*", "--load-model=m"],
+                             "remove the other"),
+                            (["--rate-limit-resource=R:4:0", "--rate-limit-resource=R:8"], "given twice")):
         assert main(["--model-repository", str(tmp_path), *options]) == 2
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [(), ("--workers", "2")])
@@ -153,8 +153,8 @@ def test_signals_open_the_log_file_anew_and_end_nothing(tmp_path: Path, options:
         for number in (signal.SIGHUP, signal.SIGUSR1):
             moved = file.rename(tmp_path / f"log.{number}")
             os.killpg(running.pid, number)
-            said = f"{number.name}: the log file was reopened"
-            assert eventually(partial(contains, file, said))
+            output = f"{number.name}: the log file was reopened"
+            assert eventually(partial(contains, file, output))
             assert "gRPC on" in moved.read_text() or "SIGHUP: " in moved.read_text()
         os.killpg(running.pid, signal.SIGUSR2)
         assert "HTTP/1.1 200 OK" in live(file, tmp_path)
@@ -211,11 +211,11 @@ def test_full_devices_of_logs_and_traces_cost_a_line_and_no_request(tmp_path: Pa
                 with urlopen(f"http://127.0.0.1:{port}/v2/models/m/infer", body, TIMEOUT_SECS) as answer:
                     assert answer.status == 200
             running.terminate()
-            _, said = running.communicate(timeout=TIMEOUT_SECS)
+            _, output = running.communicate(timeout=TIMEOUT_SECS)
         finally:
             running.kill()
     assert running.returncode == 0
-    assert said.count("\n") == 1 and "--log-file /dev/full: No space left on device" in said, said
+    assert output.count("\n") == 1 and "--log-file /dev/full: No space left on device" in output, output
 
 
 def is_ready(port: int) -> bool:
@@ -235,8 +235,8 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_if_that_is_asked_for(
     (tmp_path / "m" / "1").mkdir(parents=True)
     with ThreadPoolExecutor(1) as reader, process(tmp_path, "--exit-on-error", exit_on_error) as (running, address):
         log = running.stderr or ()
-        said = reader.submit(lambda: any("1 of the models to be served failed: m version 1" in line for line in log))
-        assert said.result(TIMEOUT_SECS)
+        output = reader.submit(lambda: any("1 of the models to be served failed: m version 1" in line for line in log))
+        assert output.result(TIMEOUT_SECS)
         if not status:
             with triton.InferenceServerClient(address) as client:
                 assert client.is_server_live() and not client.is_server_ready()

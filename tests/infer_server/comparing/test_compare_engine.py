@@ -83,17 +83,17 @@ def test_the_layer_with_a_bad_range_is_named(folder: Path, b: str) -> None:
 
 
 def test_a_float_plan_has_the_layers_of_the_model_in_any_layout(folder: Path) -> None:
-    found = compare(folder / "fp32.plan", folder / "m.onnx")
-    assert min(errors.sqnr_db for errors in (*found.layers, *found.outputs)) > 100
-    assert found.skipped == {"only in A": 1, "only in B": 3, "reshaped or transposed": 1, "of another shape": 0,
-                             "not of floats or not shown": 0}
+    actual = compare(folder / "fp32.plan", folder / "m.onnx")
+    assert min(errors.sqnr_db for errors in (*actual.layers, *actual.outputs)) > 100
+    assert actual.skipped == {"only in A": 1, "only in B": 3, "reshaped or transposed": 1, "of another shape": 0,
+                              "not of floats or not shown": 0}
 
 
 def test_equal_plans_have_no_errors(folder: Path) -> None:
-    found = compare(folder / "int8.plan", folder / "int8.plan")
-    assert {errors.sqnr_db for errors in (*found.layers, *found.outputs)} == {math.inf}
-    assert {errors.largest for errors in found.layers} == {0.0} and found.first_divergent == ""
-    assert "the inputs are generated" in str(found)
+    actual = compare(folder / "int8.plan", folder / "int8.plan")
+    assert {errors.sqnr_db for errors in (*actual.layers, *actual.outputs)} == {math.inf}
+    assert {errors.largest for errors in actual.layers} == {0.0} and actual.first_divergent == ""
+    assert "the inputs are generated" in str(actual)
 
 
 def test_tensors_over_the_limit_are_compared_in_several_passes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,17 +109,17 @@ def test_onnx_files_run_without_onnx_runtime(folder: Path, tmp_path: Path, monke
     by_runtime = compare(tmp_path / "other.onnx", folder / "m.onnx", items=2)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find(name))
-    found = compare(tmp_path / "other.onnx", folder / "m.onnx", items=2)
-    assert "NumPy" in found.a and "ONNX Runtime" in by_runtime.a
-    for one in (found, by_runtime):
+    actual = compare(tmp_path / "other.onnx", folder / "m.onnx", items=2)
+    assert "NumPy" in actual.a and "ONNX Runtime" in by_runtime.a
+    for one in (actual, by_runtime):
         assert [errors.sqnr_db == math.inf for errors in one.layers] == [True, True, *[False] * 5]
         assert one.first_divergent == "c"
 
 
 def test_the_quantised_model_of_a_plan_is_compared_with_the_float_model(folder: Path, tmp_path: Path) -> None:
     onnx.save(onnx_from_graph(graph_of(read_plan(folder / "clipped.plan"))), tmp_path / "qdq.onnx")
-    found = compare(tmp_path / "qdq.onnx", folder / "m.onnx", str(folder / "items.npy"))
-    assert found.first_divergent in ("d", "s") and found.min_sqnr_db < 20
+    actual = compare(tmp_path / "qdq.onnx", folder / "m.onnx", str(folder / "items.npy"))
+    assert actual.first_divergent in ("d", "s") and actual.min_sqnr_db < 20
 
 
 def test_a_smoothed_tensor_is_not_compared(tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ def test_a_smoothed_tensor_is_not_compared(tmp_path: Path) -> None:
     write_plan(builder.plan(smoothed(graph, {name: np.arange(1, 9) for name in names})), tmp_path / "smooth.plan")
     assert names and {*names} <= PlanSide(tmp_path / "plain.plan").tensors.keys()
     assert not {*names} & PlanSide(tmp_path / "smooth.plan").tensors.keys()
-    found = compare(tmp_path / "smooth.plan", tmp_path / "plain.plan")
-    assert found.first_divergent == "" and found.min_sqnr_db > 100
+    actual = compare(tmp_path / "smooth.plan", tmp_path / "plain.plan")
+    assert actual.first_divergent == "" and actual.min_sqnr_db > 100
 
 
 # ---- what has no layers
@@ -148,9 +148,9 @@ def test_a_stripped_plan_and_a_program_have_a_table_of_outputs(folder: Path, tmp
     build_engine(tmp_path / "program.onnx", timing=False, cache=False).save(tmp_path / "program.plan")
     for a, b, why in (("bare.plan", folder / "m.onnx", "stripped"), ("bare.plan", "bare.plan", "stripped"),
                       ("program.plan", tmp_path / "program.onnx", "program")):
-        found = compare(tmp_path / a, tmp_path / b)
-        assert found.min_sqnr_db > 100 and not found.layers
-        assert any(note.startswith("layers are not compared: ") and why in note for note in found.notes)
+        actual = compare(tmp_path / a, tmp_path / b)
+        assert actual.min_sqnr_db > 100 and not actual.layers
+        assert any(note.startswith("layers are not compared: ") and why in note for note in actual.notes)
 
 
 def test_open_shapes_are_compared_at_the_usual_ones(tmp_path: Path) -> None:
@@ -161,18 +161,18 @@ def test_open_shapes_are_compared_at_the_usual_ones(tmp_path: Path) -> None:
     build_engine(tmp_path / "m.onnx", timing=False, cache=False).save(tmp_path / "m.plan")
     usual = compare(tmp_path / "m.plan", tmp_path / "m.onnx")
     assert usual.min_sqnr_db > 100 and usual.layers and min(errors.sqnr_db for errors in usual.layers) > 100
-    found = compare(tmp_path / "m.plan", tmp_path / "m.onnx", lambda: [{"x": np.ones((1, 19, 8), np.float32)}])
-    assert found.min_sqnr_db > 100 and found.items == 1 and not found.layers
-    assert any(note.startswith("1 of the items have other shapes") for note in found.notes)
+    actual = compare(tmp_path / "m.plan", tmp_path / "m.onnx", lambda: [{"x": np.ones((1, 19, 8), np.float32)}])
+    assert actual.min_sqnr_db > 100 and actual.items == 1 and not actual.layers
+    assert any(note.startswith("1 of the items have other shapes") for note in actual.notes)
     assert compare(tmp_path / "m.onnx", tmp_path / "m.onnx").min_sqnr_db == math.inf
 
 
 def test_a_plan_for_another_machine_is_compared_as_it_is_compiled_here(folder: Path, tmp_path: Path) -> None:
     build_engine(folder / "m.onnx", timing=False, cache=False, max_batch=4, target="sm_80").save(tmp_path / "gpu.plan")
-    found = compare(tmp_path / "gpu.plan", folder / "m.onnx", items=1)
-    assert found.min_sqnr_db > 60 and [errors.name for errors in found.layers] == ["b", "d", "t", "p"]
-    if "sm_80" not in found.a:
-        assert any("built for sm_80, and compiled again" in note for note in found.notes)
+    actual = compare(tmp_path / "gpu.plan", folder / "m.onnx", items=1)
+    assert actual.min_sqnr_db > 60 and [errors.name for errors in actual.layers] == ["b", "d", "t", "p"]
+    if "sm_80" not in actual.a:
+        assert any("built for sm_80, and compiled again" in note for note in actual.notes)
 
 
 # ---- errors
@@ -226,9 +226,9 @@ def test_statuses_and_the_json_file(folder: Path, tmp_path: Path, capsys: pytest
     assert status(folder / "fp32.plan", "--data", folder / "items.npy", "--worst", 1, "--json", file) == 0
     printed = capsys.readouterr().out
     assert "the worst 1 of 5 layers, in the order" in printed and "diverges first" in printed
-    found = json.loads(file.read_text(), parse_constant=pytest.fail)
-    assert found["first_divergent"] == "d" and found["items"] == 8 and len(found["layers"]) == 5
-    assert found["outputs"][0]["name"] == "y" and found["outputs"][0]["sqnr_db"] < 20
+    actual = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert actual["first_divergent"] == "d" and actual["items"] == 8 and len(actual["layers"]) == 5
+    assert actual["outputs"][0]["name"] == "y" and actual["outputs"][0]["sqnr_db"] < 20
     assert status(folder / "fp32.plan", "--min-sqnr", 90, "--items", 1) == 1
     assert "below --min-sqnr 90: y" in capsys.readouterr().err
     assert status(folder / "clipped.plan", "--min-sqnr", 90, "--items", 1, "--json", file) == 0

@@ -76,16 +76,16 @@ def test_tensors_come_from_shared_memory_and_go_there(protocol: Any, client: Any
 
 
 def test_nothing_beyond_what_was_registered_is_reached(protocol: Any, client: Any, region: Any) -> None:
-    for tensor, said in ((placed(protocol, [1, 4], 16, 88), "Invalid offset . byte size"),
+    for tensor, text in ((placed(protocol, [1, 4], 16, 88), "Invalid offset . byte size"),
                          (placed(protocol, [1, 4], 16, 96), "Invalid offset for"),
                          (placed(protocol, [2, 4], 16), "Expected 32, got 16")):
-        with pytest.raises(InferenceServerException, match=said):
+        with pytest.raises(InferenceServerException, match=text):
             client.infer("affine", [tensor])
     beyond, short = protocol.InferRequestedOutput("y"), protocol.InferRequestedOutput("y")
     beyond.set_shared_memory("r", 96, offset=8)
     short.set_shared_memory("r", 8)
-    for output, said in ((beyond, "Invalid offset . byte size"), (short, "should be at least 32 bytes")):
-        with pytest.raises(InferenceServerException, match=said):
+    for output, text in ((beyond, "Invalid offset . byte size"), (short, "should be at least 32 bytes")):
+        with pytest.raises(InferenceServerException, match=text):
             client.infer("affine", [sent(protocol, X)], outputs=[output])
 
 
@@ -99,12 +99,12 @@ def test_only_objects_of_clients_are_registered(client: Any, region: Any, tmp_pa
     link = Path("/dev/shm") / (KEY[1:] + "_link")
     link.symlink_to("/etc/passwd")
     try:
-        for name, key, size, said in (
+        for name, key, size, output in (
                 ("r", KEY, 8, "already in manager"), ("s", KEY + "_none", 8, "Unable to open"),
                 ("s", "/../../etc/passwd", 8, "invalid shm key"), ("s", "/", 8, "invalid shm key"),
                 ("s", KEY + "_link", 8, "Unable to open"), ("s", "infer_server_1", 8, "reserved prefix 'infer_"),
                 ("s", KEY, 113, "113 bytes at 0 .* has 112"), ("s", KEY, 0, "invalid args: 0 bytes")):
-            with pytest.raises(InferenceServerException, match=said):
+            with pytest.raises(InferenceServerException, match=output):
                 client.register_system_shared_memory(name, key, size)
     finally:
         link.unlink()
@@ -155,8 +155,8 @@ def test_the_memory_of_gpus_tracing_and_the_log_answer_as_without_them(
     with pytest.raises(InferenceServerException, match="invalid trace setting :trace file name is not given"):
         client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]})
     assert "log_warning" in str(client.update_log_settings({"log_info": True, "log_verbose_level": 0}, **as_json))
-    for wrong, said in (({"log_file": "/tmp/x"}, "can not be updated"), ({"log_format": "xml"}, "invalid argument")):
-        with pytest.raises(InferenceServerException, match=said):
+    for wrong, output in (({"log_file": "/tmp/x"}, "can not be updated"), ({"log_format": "xml"}, "invalid argument")):
+        with pytest.raises(InferenceServerException, match=output):
             client.update_log_settings(wrong)
 
 
@@ -196,14 +196,14 @@ def test_strings_pass_unchanged(protocol: Any, client: Any, binary: bool) -> Non
     how = {"binary_data": binary} if protocol is tritonclient.http else {}
     result = client.infer("text", [sent(protocol, words, "BYTES", **how)],
                           outputs=[protocol.InferRequestedOutput("y", **how)])
-    found = [[value if isinstance(value, str) else value.decode() for value in row] for row in result.as_numpy("y")]
-    assert found == words.tolist()
+    actual = [[value if isinstance(value, str) else value.decode() for value in row] for row in result.as_numpy("y")]
+    assert actual == words.tolist()
 
 
 def test_bytes_that_are_no_text_are_not_answered_as_json(server: RunningServer) -> None:
     with tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.ports.http}") as client:
         tensor = sent(tritonclient.http, np.array([["a\xff".encode("latin-1")] * 2], np.object_), "BYTES")
-        asked = [tritonclient.http.InferRequestedOutput("y", binary_data=binary) for binary in (True, False)]
-        assert client.infer("text", [tensor], outputs=asked[:1]).as_numpy("y").tolist() == [[b"a\xff"] * 2]
+        requested = [tritonclient.http.InferRequestedOutput("y", binary_data=binary) for binary in (True, False)]
+        assert client.infer("text", [tensor], outputs=requested[:1]).as_numpy("y").tolist() == [[b"a\xff"] * 2]
         with pytest.raises(InferenceServerException, match="not UTF-8 have no JSON form; request binary data"):
-            client.infer("text", [tensor], outputs=asked[1:])
+            client.infer("text", [tensor], outputs=requested[1:])

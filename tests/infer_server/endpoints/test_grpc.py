@@ -154,8 +154,8 @@ def test_versions_are_chosen_by_number_and_the_highest_is_the_default(client: tr
 def test_a_bad_request_is_told_what_was_expected(
         stub: service_pb2_grpc.GRPCInferenceServiceStub, request_: service_pb2.ModelInferRequest,
         code: grpc.StatusCode, text: str) -> None:
-    found, details = refusal(stub, request_)
-    assert (found, text in details) == (code, True), details
+    actual, details = refusal(stub, request_)
+    assert (actual, text in details) == (code, True), details
 
 
 def test_raw_and_typed_contents_are_not_mixed(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:

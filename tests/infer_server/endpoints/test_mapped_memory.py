@@ -32,10 +32,10 @@ KEY = f"mapped_{os.getpid()}"
 
 @pytest.fixture
 def installed() -> Guard:
-    found = guard()
-    if found is None:
+    actual = guard()
+    if actual is None:
         pytest.skip("there is no guard for this machine")
-    return found
+    return actual
 
 
 @pytest.fixture
@@ -49,19 +49,19 @@ def file() -> Iterator[int]:
 
 
 def test_a_file_is_read_as_it_is_at_each_moment(installed: Guard, file: int) -> None:
-    found = Mapping(installed, file, OFFSET, SIZE)
-    assert found.bytes == CONTENT and found.bytes.readonly
+    actual = Mapping(installed, file, OFFSET, SIZE)
+    assert actual.bytes == CONTENT and actual.bytes.readonly
     os.pwrite(file, b"other", OFFSET)
-    assert found.bytes[:7] == b"other" + CONTENT[5:7] and not found.is_lost
+    assert actual.bytes[:7] == b"other" + CONTENT[5:7] and not actual.is_lost
 
 
 def test_what_a_file_no_longer_has_is_zeros_and_a_mark(installed: Guard, file: int) -> None:
-    found, other = Mapping(installed, file, OFFSET, SIZE), Mapping(installed, file, OFFSET, 100)
+    actual, other = Mapping(installed, file, OFFSET, SIZE), Mapping(installed, file, OFFSET, 100)
     os.truncate(file, OFFSET + 100)
-    assert found.bytes[:100] == CONTENT[:100] and not found.is_lost
-    assert not any(found.bytes[8192:]) and found.is_lost
+    assert actual.bytes[:100] == CONTENT[:100] and not actual.is_lost
+    assert not any(actual.bytes[8192:]) and actual.is_lost
     os.truncate(file, OFFSET + SIZE)
-    assert not any(found.bytes)                     # all of it, for good
+    assert not any(actual.bytes)                    # all of it, for good
     assert other.bytes == CONTENT[:100] and not other.is_lost
 
 
@@ -87,9 +87,9 @@ def test_threads_that_meet_the_end_of_a_file_together_all_go_on(installed: Guard
 def test_a_mapping_lasts_as_long_as_its_bytes_and_its_place_in_the_table_no_longer(installed: Guard, file: int) -> None:
     gc.collect()
     before = len(installed._free)
-    found = Mapping(installed, file, OFFSET, SIZE)
-    tensor = np.frombuffer(found.bytes, np.uint8)[1:]
-    del found
+    actual = Mapping(installed, file, OFFSET, SIZE)
+    tensor = np.frombuffer(actual.bytes, np.uint8)[1:]
+    del actual
     gc.collect()
     assert tensor.tobytes() == CONTENT[1:] and len(installed._free) == before - 1
     assert KEY in Path("/proc/self/maps").read_text()

@@ -89,13 +89,13 @@ def test_the_histogram_of_first_responses_ends_with_the_first_of_a_decoupled_mod
         time.sleep(0.2)             # between the server's sending the first response and its having the last
         (tmp_path / "slow_to_end" / "1" / "go_on").touch()
         client.stop_stream()
-        found = samples(scrape(server))
+        actual = samples(scrape(server))
     assert came.empty()
     for model in ("around", "slow_to_end"):
         labels = f'{{model="{model}",version="1"}}'
-        assert found[f"nv_inference_first_response_histogram_ms_count{labels}"] == "1"
-        first_ms = float(found[f"nv_inference_first_response_histogram_ms_sum{labels}"])
-        assert 0 < first_ms < int(found[f"nv_inference_request_duration_us{labels}"]) / 1000 - 199
+        assert actual[f"nv_inference_first_response_histogram_ms_count{labels}"] == "1"
+        first_ms = float(actual[f"nv_inference_first_response_histogram_ms_sum{labels}"])
+        assert 0 < first_ms < int(actual[f"nv_inference_request_duration_us{labels}"]) / 1000 - 199
 
 
 def test_metrics_of_the_cache_are_there_where_a_model_has_one(tmp_path: Path) -> None:
@@ -107,15 +107,15 @@ def test_metrics_of_the_cache_are_there_where_a_model_has_one(tmp_path: Path) ->
         client.load_model("m")
         for _ in range(3):
             infer(client)
-        found = {name: value for name, value in samples(scrape(server)).items() if name.startswith("nv_cache")}
+        actual = {name: value for name, value in samples(scrape(server)).items() if name.startswith("nv_cache")}
     of_model = '{model="m",version="1"}'
     for kind, count in (("hit", "2"), ("miss", "1")):
-        assert found[f"nv_cache_num_{'hits' if kind == 'hit' else 'misses'}_per_model{of_model}"] == count
-        assert found[f"nv_cache_{kind}_summary_us_count{of_model}"] == count
-        assert found[f"nv_cache_{kind}_summary_us_sum{of_model}"] == found[
+        assert actual[f"nv_cache_num_{'hits' if kind == 'hit' else 'misses'}_per_model{of_model}"] == count
+        assert actual[f"nv_cache_{kind}_summary_us_count{of_model}"] == count
+        assert actual[f"nv_cache_{kind}_summary_us_sum{of_model}"] == actual[
             f"nv_cache_{kind}_duration_per_model{of_model}"]
-        assert float(found[f'nv_cache_{kind}_summary_us{of_model[:-1]},quantile="0.5"}}']) > 0
-    assert not any("other" in name for name in found)
+        assert float(actual[f'nv_cache_{kind}_summary_us{of_model[:-1]},quantile="0.5"}}']) > 0
+    assert not any("other" in name for name in actual)
 
 
 def test_no_tag_of_a_model_makes_a_line_that_nobody_can_read(tmp_path: Path) -> None:
@@ -124,13 +124,13 @@ def test_no_tag_of_a_model_makes_a_line_that_nobody_can_read(tmp_path: Path) -> 
         f'metric_tags {{ key: "{name}" value: "{value}" }}' for name, value in tags.items()))
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
         infer(client)
-        found = samples(scrape(server))
-    of_model = [re.findall(r'(\w+)="', name) for name in found if 'model="m"' in name]
+        actual = samples(scrape(server))
+    of_model = [re.findall(r'(\w+)="', name) for name in actual if 'model="m"' in name]
     assert any("quantile" in names for names in of_model) and any("le" in names for names in of_model)
     assert all(len(set(names)) == len(names) for names in of_model), "each label stands once"
     labels = '_le="l",_quantile="q",model="m",reason="r",team_1="b",version="1"'
-    assert found[f"nv_inference_request_success{{{labels}}}"] == "1"
-    assert 'other' not in "".join(found)
+    assert actual[f"nv_inference_request_success{{{labels}}}"] == "1"
+    assert 'other' not in "".join(actual)
 
 
 def test_the_state_of_the_server_and_its_start_are_told(tmp_path: Path) -> None:
@@ -138,16 +138,16 @@ def test_the_state_of_the_server_and_its_start_are_told(tmp_path: Path) -> None:
     (tmp_path / "broken" / "1").mkdir(parents=True)
     with serving(tmp_path, max_inflight_bytes=1 << 30) as server:
         server.server._inflight.held_bytes += 12345
-        found = samples(scrape(server))
+        actual = samples(scrape(server))
         server.server._inflight.held_bytes -= 12345
-    assert found["infer_server_inflight_bytes"] == "12345"
-    assert found["infer_server_inflight_limit_bytes"] == str(1 << 30)
-    assert found['infer_server_state{state="ready"}'] == "1" and found['infer_server_state{state="starting"}'] == "0"
-    assert found['infer_server_model_versions{state="READY"}'] == "1"
-    assert found['infer_server_model_versions{state="UNAVAILABLE"}'] == "1"
-    warmup = float(found['infer_server_model_warmup_duration_secs{model="m",version="1"}'])
-    assert 0.01 < warmup <= float(found['nv_model_load_duration_secs{model="m",version="1"}'])
-    phases = {phase: float(found[f'infer_server_startup_duration_secs{{phase="{phase}"}}'])
+    assert actual["infer_server_inflight_bytes"] == "12345"
+    assert actual["infer_server_inflight_limit_bytes"] == str(1 << 30)
+    assert actual['infer_server_state{state="ready"}'] == "1" and actual['infer_server_state{state="starting"}'] == "0"
+    assert actual['infer_server_model_versions{state="READY"}'] == "1"
+    assert actual['infer_server_model_versions{state="UNAVAILABLE"}'] == "1"
+    warmup = float(actual['infer_server_model_warmup_duration_secs{model="m",version="1"}'])
+    assert 0.01 < warmup <= float(actual['nv_model_load_duration_secs{model="m",version="1"}'])
+    phases = {phase: float(actual[f'infer_server_startup_duration_secs{{phase="{phase}"}}'])
               for phase in ("listening", "loading", "warm_up")}
     assert phases["loading"] >= phases["warm_up"] > 0.01
 
@@ -178,24 +178,24 @@ def test_a_page_is_made_on_a_thread_and_given_out_for_a_while(tmp_path: Path, mo
 
 
 def test_what_is_cached_is_made_once_for_all_who_wait_and_anew_later() -> None:
-    made = []
+    created = []
 
     async def ask() -> None:
         gate = asyncio.Event()
 
         async def make() -> int:
-            made.append(0)
+            created.append(0)
             await gate.wait()
-            if len(made) == 2:
+            if len(created) == 2:
                 raise ValueError("the second time")
-            return len(made)
+            return len(created)
 
         cached = PeriodicValue(make, 0.02)
-        asked = [asyncio.ensure_future(cached.get()) for _ in range(3)]
+        requested = [asyncio.ensure_future(cached.get()) for _ in range(3)]
         await asyncio.sleep(0)
-        asked[0].cancel()                       # who leaves takes nothing from the others
+        requested[0].cancel()                   # who leaves takes nothing from the others
         gate.set()
-        assert await asyncio.gather(*asked[1:]) == [1, 1] and await cached.get() == 1
+        assert await asyncio.gather(*requested[1:]) == [1, 1] and await cached.get() == 1
         await asyncio.sleep(0.03)
         with pytest.raises(ValueError, match="the second time"):
             await cached.get()
@@ -285,8 +285,8 @@ def test_gpus_have_metrics_where_there_are_some(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     nvml = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    found = samples(rendered(Metrics(gpus=Gpus(TIMEOUT_SECS))))
-    assert {name: value for name, value in found.items() if "gpu_uuid" in name} == {
+    actual = samples(rendered(Metrics(gpus=Gpus(TIMEOUT_SECS))))
+    assert {name: value for name, value in actual.items() if "gpu_uuid" in name} == {
         'nv_gpu_utilization{gpu_uuid="GPU-0"}': "0.5", 'nv_gpu_utilization{gpu_uuid="GPU-1"}': "0.5",
         'nv_gpu_memory_total_bytes{gpu_uuid="GPU-0"}': "80", 'nv_gpu_memory_total_bytes{gpu_uuid="GPU-1"}': "80",
         'nv_gpu_memory_used_bytes{gpu_uuid="GPU-0"}': "20", 'nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"}': "21",
@@ -328,13 +328,13 @@ def test_what_a_slow_driver_says_too_late_is_what_the_next_scrape_gets(
 
     async def scrapes() -> list[int]:
         gpus = Gpus(patience_secs=0.01)
-        found = []
+        actual = []
         for _ in range(3):
             nvml.answers.clear()
-            found.append(len(await gpus.gauges()))
+            actual.append(len(await gpus.gauges()))
             nvml.answers.set()
             await gpus._reading
-        return found
+        return actual
 
     assert asyncio.run(scrapes()) == [0, 6, 6]
     assert caplog.text.count("until the driver answers") == 1

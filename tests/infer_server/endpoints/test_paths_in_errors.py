@@ -93,9 +93,9 @@ def test_no_error_names_a_directory_of_the_server(server: RunningServer, client:
         for folder in (str(server.folder), str(server.folder.parent), "/tmp/", str(Path(__file__).parents[3])):
             assert folder not in text, text
     together = "\n".join(texts)
-    for told in ("empty has no version", "no_file/1/model.plan: no such file", "corrupt/1/model.plan",
-                 "cannot_start/1"):
-        assert told in together, told
+    for received in ("empty has no version", "no_file/1/model.plan: no such file", "corrupt/1/model.plan",
+                     "cannot_start/1"):
+        assert received in together, received
 
 
 def test_a_model_that_came_with_its_load_names_no_temporary_folder(server: RunningServer) -> None:

@@ -63,8 +63,8 @@ def test_without_the_secret_no_call_over_grpc_succeeds(restricted: RunningServer
     with grpc.insecure_channel(restricted.address) as channel:
         for service in (protos.INFERENCE_SERVICE, protos.HEALTH_SERVICE):
             for method in protos.methods(service):
-                found = status(channel, service, method, metadata)
-                assert found is grpc.StatusCode.PERMISSION_DENIED, method.name
+                actual = status(channel, service, method, metadata)
+                assert actual is grpc.StatusCode.PERMISSION_DENIED, method.name
         assert restricted.server.repository.models(), "nothing was unloaded"
 
 
@@ -92,8 +92,8 @@ def test_without_the_secret_no_call_over_http_succeeds(restricted: RunningServer
             ("POST", "/v2/repository/x/models/m/unload"), ("POST", "/v2/repository/models/m/unload?key=sesame"),
             ("POST", "http://x/v2/repository/models/m/unload")):
         for headers in ({}, {"key": "Sesame"}):
-            found, body = ask(method, path, **headers)
-            assert found == 403 and (method == "HEAD" or "'key'" in json.loads(body)["error"]), path
+            actual, body = ask(method, path, **headers)
+            assert actual == 403 and (method == "HEAD" or "'key'" in json.loads(body)["error"]), path
     for path in ("//v2/repository/models/m/unload", "/V2/repository/models/m/unload",
                  "/v2/./repository/models/m/unload", "/v2/repository/models/m/unload/"):
         assert ask("POST", path)[0] == 404, path
@@ -167,9 +167,9 @@ def test_ports_are_encrypted_and_may_ask_for_certificates(
             head = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, values.size],
                                            "parameters": {"binary_data_size": values.nbytes}}],
                                "parameters": {"binary_data_output": True}}).encode()
-            asked = Request(f"https://127.0.0.1:{running.ports.http}/v2/models/large/infer", head + values.tobytes(),
+            calls = Request(f"https://127.0.0.1:{running.ports.http}/v2/models/large/infer", head + values.tobytes(),
                             {"Inference-Header-Content-Length": str(len(head))})
-            with urlopen(asked, context=ssl.create_default_context(cafile=f"{server}.pem")) as answer:
+            with urlopen(calls, context=ssl.create_default_context(cafile=f"{server}.pem")) as answer:
                 return np.array_equal(np.frombuffer(answer.read()[-values.nbytes:], np.float32), values * 2 + 1)
 
         assert live_over_grpc(private_key=f"{client}.key", certificate_chain=f"{client}.pem") and live_over_http(True)
@@ -217,8 +217,8 @@ def asked_for_much(folder: Path, certificates: Path, run: RunLoop, header: str,
     head = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, values.size],
                                    "parameters": {"binary_data_size": values.nbytes}}],
                        "parameters": {"binary_data_output": True}}).encode()
-    asked = (f"POST /v2/models/large/infer HTTP/1.1\r\n{header}\r\nContent-Length: {len(head) + values.nbytes}\r\n"
-             f"Inference-Header-Content-Length: {len(head)}\r\n\r\n").encode() + head + values.tobytes()
+    requested = (f"POST /v2/models/large/infer HTTP/1.1\r\n{header}\r\nContent-Length: {len(head) + values.nbytes}\r\n"
+                 f"Inference-Header-Content-Length: {len(head)}\r\n\r\n").encode() + head + values.tobytes()
     tls = ServerTls(certificates / "server.pem", certificates / "server.key")
     context = ssl.create_default_context(cafile=certificates / "server.pem")
     with serving(folder, run=run, http_tls=tls, **given) as running, socket.socket() as plain:
@@ -226,7 +226,7 @@ def asked_for_much(folder: Path, certificates: Path, run: RunLoop, header: str,
         plain.settimeout(TIMEOUT_SECS)
         plain.connect(("127.0.0.1", running.ports.http))
         with context.wrap_socket(plain, server_hostname="127.0.0.1") as connection:
-            connection.sendall(asked)
+            connection.sendall(requested)
             yield running, connection
 
 
@@ -251,6 +251,6 @@ def test_the_end_of_a_connection_over_tls_leaves_its_client_the_time_to_read_the
 def test_certificates_that_are_none_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.pem").write_text("no certificate")
     tls = ServerTls(tmp_path / "x.pem", tmp_path / "x.pem")
-    for made in (tls.grpc_credentials, tls.context):
+    for created in (tls.grpc_credentials, tls.context):
         with pytest.raises(OSError, match=r"certificates cannot be used .*x\.pem"):
-            made()
+            created()

@@ -105,10 +105,10 @@ def test_requests_whose_items_would_depend_on_each_other_are_never_merged(
     with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
           ThreadPoolExecutor(4) as clients):
         with gate.closed():
-            asked = [clients.submit(infer, client) for _ in range(4)]
+            requested = [clients.submit(infer, client) for _ in range(4)]
             assert gate.holds(1)
             assert eventually(lambda: pending(server) == 3)
-        assert all((future.result() == 3).all() for future in asked)
+        assert all((future.result() == 3).all() for future in requested)
         assert executions(server) == 4
 
 

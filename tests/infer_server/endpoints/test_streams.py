@@ -85,10 +85,10 @@ def test_a_stream_through_tritons_client(server: RunningServer) -> None:
             tensor = triton.InferInput("x", [1, 4], "FP32")
             tensor.set_data_from_numpy(np.full((1, 4), i, np.float32))
             client.async_stream_infer("affine" if i != 7 else "nobody", [tensor], request_id=str(i))
-        found = [answers.get(timeout=TIMEOUT_SECS) for _ in range(20)]
+        actual = [answers.get(timeout=TIMEOUT_SECS) for _ in range(20)]
         client.stop_stream()
-    assert "unknown model" in str(found[7][1])
-    for i, (result, _) in enumerate(found):
+    assert "unknown model" in str(actual[7][1])
+    for i, (result, _) in enumerate(actual):
         if i != 7:
             response = result.get_response()
             assert response.id == str(i) and result.as_numpy("y")[0, 0] == 2 * i + 1
@@ -101,11 +101,11 @@ def test_answers_come_in_order_whatever_is_done_first(
     with GATES["stream"].closed():
         answers = stub.ModelStreamInfer(iter(sent), timeout=TIMEOUT_SECS)
         assert eventually(lambda: server.server.repository.find("affine").statistics.snapshot().success.count > 500)
-    found = list(answers)
-    assert [each.infer_response.id for each in found] == [str(i) for i in range(601)]
-    assert [first_value(each) for each in found[:-1]] == [2.0 * i + 1 for i in range(600)]
-    assert "Expected 16, got 5" in found[-1].error_message
-    assert found[-1].infer_response.parameters["triton_final_response"].bool_param
+    actual = list(answers)
+    assert [each.infer_response.id for each in actual] == [str(i) for i in range(601)]
+    assert [first_value(each) for each in actual[:-1]] == [2.0 * i + 1 for i in range(600)]
+    assert "Expected 16, got 5" in actual[-1].error_message
+    assert actual[-1].infer_response.parameters["triton_final_response"].bool_param
 
 
 def test_every_inference_has_a_line_in_the_access_log(
@@ -232,20 +232,20 @@ def test_a_client_is_given_its_time_to_read_an_answer_when_those_before_it_are_s
 @pytest.mark.parametrize("front", FRONTS + WORKERS)
 def test_a_client_that_does_not_read_its_stream_is_disconnected(
         front: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    asked = 8
+    requested = 8
     write_model(tmp_path, "large", shape=[1 << 20], max_batch=1)
     with (serving(tmp_path, grpc_front=front, send_timeout_secs=1.0) as server,
           grpc.insecure_channel(server.address, [("grpc.max_receive_message_length", -1)]) as channel):
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         request = request_of("large", shape=(1, 1 << 20), raw=bytes(4 << 20))
-        answers = stub.ModelStreamInfer(iter([request] * asked))
+        answers = stub.ModelStreamInfer(iter([request] * requested))
         assert eventually(lambda: "not read" in caplog.text)
         assert eventually(lambda: server.server._inflight.held_bytes == 0)
         with pytest.raises(grpc.RpcError):
             list(answers)
         assert answers.code() is grpc.StatusCode.UNAVAILABLE
     gc.collect()                # asyncio tells then of what nobody took note of
-    assert caplog.text.count("not read") <= asked + 1 and "Traceback" not in caplog.text
+    assert caplog.text.count("not read") <= requested + 1 and "Traceback" not in caplog.text
 
 
 def test_a_decoupled_model_has_any_number_of_responses(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:
@@ -254,16 +254,16 @@ def test_a_decoupled_model_has_any_number_of_responses(stub: service_pb2_grpc.GR
         request.id = str(count)
         request.parameters["triton_enable_empty_final_response"].bool_param = final
         return request
-    found = list(stub.ModelStreamInfer(iter([counting(3, True), counting(0, False), counting(0, True), numbered(7)]),
-                                       timeout=TIMEOUT_SECS))
-    assert not any(each.error_message for each in found), found
-    of_three = [each.infer_response for each in found if each.infer_response.id == "3"]
+    actual = list(stub.ModelStreamInfer(iter([counting(3, True), counting(0, False), counting(0, True), numbered(7)]),
+                                        timeout=TIMEOUT_SECS))
+    assert not any(each.error_message for each in actual), actual
+    of_three = [each.infer_response for each in actual if each.infer_response.id == "3"]
     assert [np.frombuffer(each.raw_output_contents[0], np.int32)[0] for each in of_three[:3]] == [0, 1, 2]
     finals = [each.parameters["triton_final_response"].bool_param for each in of_three]
     assert finals == [False, False, False, True] and not of_three[3].outputs
-    (of_none,) = [each.infer_response for each in found if each.infer_response.id == "0"]
+    (of_none,) = [each.infer_response for each in actual if each.infer_response.id == "0"]
     assert of_none.parameters["triton_final_response"].bool_param and not of_none.outputs
-    assert [first_value(each) for each in found if each.infer_response.id == "7"] == [15.0]
+    assert [first_value(each) for each in actual if each.infer_response.id == "7"] == [15.0]
     with pytest.raises(grpc.RpcError) as caught:
         stub.ModelInfer(counting(1, True), timeout=TIMEOUT_SECS)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -96,13 +96,13 @@ def inferred_in_shared_memory(client: Caller) -> bool:
     client.register_system_shared_memory("r", KEY, 32)
     given = client.library.InferInput("x", [1, 4], "FP32")
     given.set_shared_memory("r", 16)
-    asked = client.library.InferRequestedOutput("y")
-    asked.set_shared_memory("r", 16, offset=16)
-    client.infer("affine", [given], outputs=[asked])
-    found = shm.get_contents_as_numpy(handle, np.float32, [1, 4], offset=16).tolist()
+    requested = client.library.InferRequestedOutput("y")
+    requested.set_shared_memory("r", 16, offset=16)
+    client.infer("affine", [given], outputs=[requested])
+    actual = shm.get_contents_as_numpy(handle, np.float32, [1, 4], offset=16).tolist()
     client.unregister_system_shared_memory("r")
     shm.destroy_shared_memory_region(handle)
-    return bool(found == [[3, 5, 7, 9]])
+    return bool(actual == [[3, 5, 7, 9]])
 
 
 def reloaded(client: Caller) -> bool:

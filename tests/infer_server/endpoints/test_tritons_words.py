@@ -216,8 +216,8 @@ def test_all_inputs_that_are_missing_are_named_however_many(tmp_path: Path, fron
         {" ".join(f'input {{ name: "{name}" data_type: TYPE_FP32 dims: 1 }}' for name in names)}""")
     with (serving(tmp_path, grpc_front=front) as running,
           tritonclient.grpc.InferenceServerClient(running.address) as client):
-        said = refusal(tritonclient.grpc, client, Asked("many", {name: np.ones(1, np.float32) for name in names[:-1]}))
-        assert f"but missing required input(s) ['{names[-1]}']" in said
+        text = refusal(tritonclient.grpc, client, Asked("many", {name: np.ones(1, np.float32) for name in names[:-1]}))
+        assert f"but missing required input(s) ['{names[-1]}']" in text
         for letter, most in (("x", 6000), ("%", 2000), ("\u00e9", 1000)):      # escaped they are of 1, 3 and 6 bytes
-            said = refusal(tritonclient.grpc, client, Asked(letter * 7000, {}))
-            assert most - 30 < said.count(letter) <= most and said.endswith(" ...")
+            text = refusal(tritonclient.grpc, client, Asked(letter * 7000, {}))
+            assert most - 30 < text.count(letter) <= most and text.endswith(" ...")

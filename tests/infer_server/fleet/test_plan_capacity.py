@@ -21,8 +21,8 @@ MODEL = """<ir_version: 8, opset_import: ["": 17]> small (float[N, 4] x) => (flo
 
 def answer(capsys: pytest.CaptureFixture[str], *options: object, status: int = 0) -> dict[str, Any]:
     assert cli.main([*map(str, options), *QUICK, "--json"]) == status, capsys.readouterr().err
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    actual: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return actual
 
 
 def error(capsys: pytest.CaptureFixture[str], *options: object) -> str:
@@ -48,9 +48,9 @@ def test_a_tighter_goal_and_worse_balancing_need_more_servers(capsys: pytest.Cap
 
 
 def test_the_search_ends_at_a_number_below_which_the_goal_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "--item-ms", 17, "--rate", 2000, "--p99", 60, "--cores", 4, "--balancer", "connection")
-    assert found["servers"] > 2000 * 0.017 / 4 + 4      # the first guess is far below
-    assert found["planned"]["p99_ms"] <= 60 < found["one_less"]["p99_ms"]
+    actual = answer(capsys, "--item-ms", 17, "--rate", 2000, "--p99", 60, "--cores", 4, "--balancer", "connection")
+    assert actual["servers"] > 2000 * 0.017 / 4 + 4     # the first guess is far below
+    assert actual["planned"]["p99_ms"] <= 60 < actual["one_less"]["p99_ms"]
 
 
 def test_of_a_large_fleet_a_part_with_its_share_is_simulated() -> None:
@@ -60,9 +60,9 @@ def test_of_a_large_fleet_a_part_with_its_share_is_simulated() -> None:
 
 
 def test_a_large_fleet_is_simulated_in_part(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "--item-ms", 16.9, "--rate", 1e6, "--p99", 100, "--cores", 64, "--request-ms", 0)
-    assert 260 < found["servers"] < 320
-    assert any(line.startswith("64 of the") for line in found["assumed"])
+    actual = answer(capsys, "--item-ms", 16.9, "--rate", 1e6, "--p99", 100, "--cores", 64, "--request-ms", 0)
+    assert 260 < actual["servers"] < 320
+    assert any(line.startswith("64 of the") for line in actual["assumed"])
 
 
 def test_times_come_from_run_engine_and_from_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,10 +74,10 @@ def test_times_come_from_run_engine_and_from_statistics(tmp_path: Path, capsys: 
     (tmp_path / "stats.json").write_text(json.dumps({"model_stats": [{"batch_stats": [
         {"batch_size": "2", "compute_input": none, "compute_infer": part, "compute_output": part}]}]}))
     goal = ("--rate", 100, "--p99", 100, "--cores", 2)
-    found = answer(capsys, "--times", tmp_path / "1.json", tmp_path / "4.json", *goal)
-    assert "1: 10 ms, 4: 16 ms" in found["assumed"][0] and "up to 4 of 4 items" in found["assumed"][1]
-    found = answer(capsys, "--times", tmp_path / "stats.json", *goal)
-    assert "2: 10 ms" in found["assumed"][0]
+    actual = answer(capsys, "--times", tmp_path / "1.json", tmp_path / "4.json", *goal)
+    assert "1: 10 ms, 4: 16 ms" in actual["assumed"][0] and "up to 4 of 4 items" in actual["assumed"][1]
+    actual = answer(capsys, "--times", tmp_path / "stats.json", *goal)
+    assert "2: 10 ms" in actual["assumed"][0]
     (tmp_path / "other.json").write_text("[]")
     assert "other.json is neither run-engine's --json nor" in error(capsys, "--times", tmp_path / "other.json", *goal)
 

@@ -30,8 +30,8 @@ def test_one_instance_is_a_queue_with_poisson_arrivals() -> None:
 def test_without_company_a_request_takes_its_own_time() -> None:
     times = stated(10, 5, 8, deviation=0.0)
     fleet = Fleet(2, 2, times, 8, request_seconds=0.001, hop_seconds=0.002)
-    found = simulate(fleet, np.arange(100) * 1.0)
-    np.testing.assert_allclose(found, 0.018, rtol=1e-9)
+    actual = simulate(fleet, np.arange(100) * 1.0)
+    np.testing.assert_allclose(actual, 0.018, rtol=1e-9)
 
 
 @pytest.mark.parametrize("item_ms, fixed_ms, most", [(17, 0.0, 8), (10, 90, 8), (2, 3, 12), (5, 0.2, 32), (1, 1, 1)])

@@ -45,26 +45,26 @@ def waiting(server: RunningServer, pool: ThreadPoolExecutor,
 
     Yields each client's number with the future of its response.
     """
-    asked: list[tuple[float, Future[np.ndarray]]] = []
+    requested: list[tuple[float, Future[np.ndarray]]] = []
     with ExitStack() as stack:
-        while len(asked) < SOME or 0 in open_calls(server):
+        while len(requested) < SOME or 0 in open_calls(server):
             # a channel of its own: others share their connections
             client = stack.enter_context(triton.InferenceServerClient(
                 server.address, channel_args=[("grpc.use_local_subchannel_pool", 1)]))
-            x = np.full((1, 4), len(asked), np.float32)
-            asked.append((x[0, 0], pool.submit(infer, client, x)))
-            assert eventually(lambda: sum(open_calls(server)) == len(asked))
+            x = np.full((1, 4), len(requested), np.float32)
+            requested.append((x[0, 0], pool.submit(infer, client, x)))
+            assert eventually(lambda: sum(open_calls(server)) == len(requested))
             assert gate.holds(1)
-        yield asked
+        yield requested
 
 
 def children_of(pid: int) -> list[int]:
     """Return the child processes of a process, from all its threads."""
-    found: list[int] = []
+    actual: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):         # it has ended meanwhile
-            found += map(int, (task / "children").read_text().split())
-    return found
+            actual += map(int, (task / "children").read_text().split())
+    return actual
 
 
 def is_alive(pid: int) -> bool:

@@ -40,11 +40,11 @@ def test_a_signal_to_all_is_for_the_process_that_drains_the_workers(tmp_path: Pa
           triton.InferenceServerClient(server.address) as client):
         before = pids(server)
         with GATES["signalled"].closed():
-            asked = pool.submit(infer, client, x)
+            requested = pool.submit(infer, client, x)
             assert GATES["signalled"].holds(1)
             for pid in before:
                 os.kill(pid, number)
-        assert asked.result(TIMEOUT_SECS).all()
+        assert requested.result(TIMEOUT_SECS).all()
         assert infer(client, x).all() and pids(server) == before
 
 
@@ -57,10 +57,10 @@ def test_a_signal_to_all_while_workers_start_ends_the_server_as_later(tmp_path: 
         try:
             assert eventually(lambda: len(children_of(running.pid)) == 2)
             os.killpg(running.pid, number)
-            _, said = running.communicate(timeout=TIMEOUT_SECS)
+            _, output = running.communicate(timeout=TIMEOUT_SECS)
         finally:
             running.kill()
-    assert running.returncode == 0 and "stopped" in said and "Traceback" not in said, said
+    assert running.returncode == 0 and "stopped" in output and "Traceback" not in output, output
 
 
 def test_what_a_front_logs_is_logged_once_with_its_level(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -73,8 +73,8 @@ def test_what_a_front_logs_is_logged_once_with_its_level(tmp_path: Path, caplog:
         client.sendall(b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n"
                        b"Content-Length: %d\r\n\r\n%b" % (len(body), len(body) + (4 << 21), body) + bytes(4 << 21))
         assert eventually(lambda: "has not read its answer" in caplog.text)
-        (said,) = [record for record in caplog.records if "has not read its answer" in record.getMessage()]
-        assert said.levelname == "WARNING" and said.getMessage().startswith("127.0.0.1:")
+        (output,) = [record for record in caplog.records if "has not read its answer" in record.getMessage()]
+        assert output.levelname == "WARNING" and output.getMessage().startswith("127.0.0.1:")
 
 
 def test_a_worker_that_ends_by_a_bug_says_so(

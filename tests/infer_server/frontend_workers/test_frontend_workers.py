@@ -36,15 +36,15 @@ from tests.infer_server.serving import WORKERS, serving
 def test_requests_that_come_by_several_workers_are_one_batch(front: str, tmp_path: Path) -> None:
     write_model(tmp_path, "m", gate="workers_of", max_batch=64)
     with serving(tmp_path, grpc_front=front) as server, ThreadPoolExecutor(64) as pool:
-        with GATES["workers_of"].closed(), waiting(server, pool, GATES["workers_of"]) as asked:
+        with GATES["workers_of"].closed(), waiting(server, pool, GATES["workers_of"]) as requested:
             assert all(open_calls(server))
             GATES["workers_of"].let_one_through()
             assert GATES["workers_of"].holds(1)
             GATES["workers_of"].let_one_through()
-            for number, answer in asked:
+            for number, answer in requested:
                 assert (answer.result(TIMEOUT_SECS) == 2 * number + 1).all()
         counters = statistics(server)
-        assert (counters.execution_count, counters.inference_count) == (2, len(asked))
+        assert (counters.execution_count, counters.inference_count) == (2, len(requested))
 
 
 @pytest.mark.parametrize("front", WORKERS)
@@ -189,12 +189,12 @@ def test_tensors_as_json_are_answered_as_by_one_process_and_read_in_the_front(
         with serving(tmp_path, grpc_front=front) as server:
             connection = HTTPConnection("127.0.0.1", server.ports.http, timeout=TIMEOUT_SECS)
             with closing(connection):
-                found = []
+                actual = []
                 for body in bodies:
                     connection.request("POST", "/v2/models/m/infer", body)
                     response = connection.getresponse()
-                    found.append((response.status, response.read()))
-                return found
+                    actual.append((response.status, response.read()))
+                return actual
 
     expected = answers("grpcio")
     assert [status for status, _ in expected] == [200] * 3 + [400] * (len(bodies) - 3)

@@ -33,9 +33,9 @@ class End(WorkerEnd):
 
     async def number_of(self, kind: int) -> int:
         """Return the call number of the next frame of this kind."""
-        while (found := await asyncio.wait_for(self.sent.get(), TIMEOUT_SECS))[0] != kind:
+        while (actual := await asyncio.wait_for(self.sent.get(), TIMEOUT_SECS))[0] != kind:
             pass
-        return found[1]
+        return actual[1]
 
 
 class Inflight(WorkerInflight):

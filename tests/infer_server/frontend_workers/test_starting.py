@@ -87,14 +87,14 @@ def test_a_worker_that_is_killed_takes_its_own_requests_with_it_and_comes_back(f
     write_model(tmp_path, "m", gate="killed", max_batch=1)
     with serving(tmp_path, grpc_front=front) as server, ThreadPoolExecutor(64) as pool:
         model, before = server.server.repository.find("m"), pids(server)
-        with GATES["killed"].closed(), waiting(server, pool, GATES["killed"]) as asked:
+        with GATES["killed"].closed(), waiting(server, pool, GATES["killed"]) as requested:
             lost, kept = open_calls(server)
             os.kill(workers_of(server)._workers[0].pid, signal.SIGKILL)
             assert eventually(lambda: open_calls(server)[-1] == sum(open_calls(server)) == kept)
             assert eventually(lambda: model.pending in (kept - 1, kept)), "what nobody waits for is not executed"
             for _ in range(kept + 1):
                 GATES["killed"].let_one_through()
-            errors = [error for _, answer in asked if (error := answer.exception(TIMEOUT_SECS))]
+            errors = [error for _, answer in requested if (error := answer.exception(TIMEOUT_SECS))]
         assert [type(error) for error in errors] == [InferenceServerException] * lost
         assert {error.status() for error in errors} == {"StatusCode.UNAVAILABLE"}
         assert eventually(lambda: sum(model.statistics.snapshot().failures.values()) == lost)
@@ -106,16 +106,16 @@ def test_a_worker_that_is_killed_takes_its_own_requests_with_it_and_comes_back(f
 def test_a_worker_that_cannot_be_started_for_a_while_comes_back(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     start, pair = supervisor._start_process, socket.socketpair
-    made: list[socket.socket] = []
-    asked: list[int] = []
+    created: list[socket.socket] = []
+    calls: list[int] = []
 
     def pairs() -> tuple[socket.socket, socket.socket]:
-        made.extend(ends := pair())
+        created.extend(ends := pair())
         return ends
 
     def fails_twice(descriptor: int) -> subprocess.Popen[bytes]:
-        asked.append(descriptor)
-        if len(asked) > 2:
+        calls.append(descriptor)
+        if len(calls) > 2:
             return start(descriptor)
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
@@ -125,19 +125,19 @@ def test_a_worker_that_cannot_be_started_for_a_while_comes_back(
         monkeypatch.setattr(supervisor, "_start_process", fails_twice)
         monkeypatch.setattr("socket.socketpair", pairs)
         os.kill(workers_of(server)._workers[0].pid, signal.SIGKILL)
-        assert eventually(lambda: len(asked) == 3 and all(worker._listens() for worker in workers_of(server)._workers))
+        assert eventually(lambda: len(calls) == 3 and all(worker._listens() for worker in workers_of(server)._workers))
         assert len(pids(server) - before) == 1 and len(pids(server)) == 2
-        assert [end.fileno() for end in made[:4]] == [-1] * 4, "of those that were not started"
+        assert [end.fileno() for end in created[:4]] == [-1] * 4, "of those that were not started"
         assert caplog.text.count("front 0: [Errno 11] Resource temporarily unavailable") == 2
 
 
 def test_a_front_comes_back_for_which_there_was_no_thread_for_a_while(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    asked: list[object] = []
+    calls: list[object] = []
 
     async def fails_twice(function: Callable[[], Any]) -> Any:
-        asked.append(function)
-        if len(asked) > 2:
+        calls.append(function)
+        if len(calls) > 2:
             return await in_daemon_thread(function)
         raise RepositoryError("no more threads")
 
@@ -146,7 +146,7 @@ def test_a_front_comes_back_for_which_there_was_no_thread_for_a_while(
         monkeypatch.setattr(supervisor, "_PAUSE_SECS", 0.01)
         monkeypatch.setattr(supervisor, "in_daemon_thread", fails_twice)
         os.kill(workers_of(server)._workers[0].pid, signal.SIGKILL)
-        assert eventually(lambda: len(asked) >= 3 and all(worker._listens() for worker in workers_of(server)._workers))
+        assert eventually(lambda: len(calls) >= 3 and all(worker._listens() for worker in workers_of(server)._workers))
         assert len(pids(server) - before) == 1 and len(pids(server)) == 2
         assert caplog.text.count("front 0: no more threads") == 2
 

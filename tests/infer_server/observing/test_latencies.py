@@ -16,8 +16,8 @@ def test_quantiles_are_within_a_sixteenth_of_the_true_ones() -> None:
     latencies = Latencies()
     for ns in times:
         latencies.add([int(ns)], SECOND)
-    wanted = (0.01, 0.5, 0.9, 0.99, 0.999)
-    np.testing.assert_allclose(latencies.quantiles(wanted, SECOND), np.quantile(times, wanted), rtol=1 / 16)
+    expected = (0.01, 0.5, 0.9, 0.99, 0.999)
+    np.testing.assert_allclose(latencies.quantiles(expected, SECOND), np.quantile(times, expected), rtol=1 / 16)
 
 
 def test_what_is_older_than_a_minute_is_forgotten() -> None:

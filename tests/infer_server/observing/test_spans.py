@@ -103,9 +103,9 @@ def test_so_many_requests_without_a_context_are_traced_and_all_with_one() -> Non
 def test_steps_of_an_ensemble_have_spans_below_its_own(server: RunningServer, spans: Any) -> None:
     ask(tritonclient.grpc, server, "affine_affine_8", 1, True)
     assert eventually(lambda: "InferRequest" in spans())
-    made = spans()
-    assert made["affine"].parent.span_id == made["InferRequest"].context.span_id
-    assert made["compute"].parent.span_id == made["affine"].context.span_id
+    created = spans()
+    assert created["affine"].parent.span_id == created["InferRequest"].context.span_id
+    assert created["compute"].parent.span_id == created["affine"].context.span_id
 
 
 def made_of(settings: SpanSettings, *requests: dict[str, str]) -> Any:

@@ -44,10 +44,10 @@ def ask(server: RunningServer, model: str, library: Any = tritonclient.grpc, val
 
 def objects_of(file: Path) -> dict[int, list[dict[str, Any]]]:
     """Return the trace objects of a file, by trace id."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    actual: dict[int, list[dict[str, Any]]] = {}
     for each in json.loads(file.read_text()):
-        found.setdefault(each["id"], []).append(each)
-    return found
+        actual.setdefault(each["id"], []).append(each)
+    return actual
 
 
 def times_of(objects: list[dict[str, Any]]) -> dict[str, int]:

@@ -38,7 +38,7 @@ def test_tensors_stay_in_the_received_bytes_and_the_rest_is_parsed() -> None:
 def test_requests_that_differ_in_their_tensors_and_their_ids_alone_have_one_form() -> None:
     forms = {split_request(message(raw, id).SerializeToString()).form
              for raw in ((b"ab",), (b"cd",)) for id in ("", "7")}
-    assert len(forms) == 1 and forms.pop().is_kept_float
+    assert len(forms) == 1 and forms.pop().is_cached
     assert split_request(message((b"abc",)).SerializeToString()).form.header.inputs[0].shape == [3]
 
 
@@ -67,11 +67,11 @@ def test_a_message_as_long_as_the_one_before_is_split_as_if_it_were_the_first() 
     assert all(raw.obj is again for raw in split_request(again).raw_inputs)
 
 
-def test_a_form_of_many_bytes_is_not_kept() -> None:
+def test_a_form_of_many_bytes_is_not_cached() -> None:
     data = message().SerializeToString() + b"\x0a\xd0\x0f" + b"n" * 2000        # another, longer name
     split = split_request(data)
-    assert (split.header.model_name, split.form.is_kept_float) == ("n" * 2000, True)
-    assert not split_request(data + message((b"", b"")).SerializeToString() * 2).form.is_kept_float
+    assert (split.header.model_name, split.form.is_cached) == ("n" * 2000, True)
+    assert not split_request(data + message((b"", b"")).SerializeToString() * 2).form.is_cached
 
 
 def test_tensors_are_found_wherever_they_stand_among_the_fields() -> None:

@@ -183,8 +183,8 @@ def test_responses_that_a_model_does_not_read_are_not_kept_for_it(client: triton
 
 def test_a_model_whose_is_ready_exits_is_not_ready_and_is_asked_again(
         client: triton.InferenceServerClient, server: RunningServer) -> None:
-    for said, ready in (("exit", False), ("yes", True)):
-        (server.folder / "says" / "says").write_text(said)
+    for output, ready in (("exit", False), ("yes", True)):
+        (server.folder / "says" / "says").write_text(output)
         assert client.is_model_ready("says") == ready
 
 
@@ -200,8 +200,8 @@ def test_a_model_says_whether_it_is_ready_while_it_executes_and_over_every_proto
                 return error.code
 
     says = server.folder / model / "says"
-    for said, ready in (("no", False), ("yes", True), ("nonsense", False), ("1", False), ("yes", True)):
-        says.write_text(said)
+    for output, ready in (("no", False), ("yes", True), ("nonsense", False), ("1", False), ("yes", True)):
+        says.write_text(output)
         assert client.is_model_ready(model) == ready and (over_http() == 200) == ready
         assert client.infer(model, [tensor(0)], parameters={"of": model}).as_numpy("y").item() == ready
     with ThreadPoolExecutor(9) as pool:
@@ -216,9 +216,9 @@ def test_tensors_pass_over_dlpack_as_objects_and_as_capsules() -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     first = pb_utils.Tensor("x", array)
     for given in (array, first, first.to_dlpack()):
-        found = pb_utils.Tensor.from_dlpack("y", given)
-        assert found.name() == "y" and found.shape() == [2, 3]
-        assert np.shares_memory(found.as_numpy(), array)
+        actual = pb_utils.Tensor.from_dlpack("y", given)
+        assert actual.name() == "y" and actual.shape() == [2, 3]
+        assert np.shares_memory(actual.as_numpy(), array)
     with pytest.raises(pb_utils.TritonModelException, match="not contiguous"):
         pb_utils.Tensor.from_dlpack("y", array.T)
     with pytest.raises(pb_utils.TritonModelException, match="empty string"):
@@ -243,7 +243,7 @@ def test_a_model_completes_what_its_configuration_leaves_open_and_contradicts_no
     assert config.as_dict() == {
         "max_batch_size": 8, "input": [{**x, "optional": True}], "output": [{**x, "name": "y"}],
         "dynamic_batching": {}, "model_transaction_policy": {"decoupled": True}}
-    for refused, said in (
+    for refused, output in (
             (lambda: config.add_input({**x, "dims": [4]}), r"input 'x': dims: config.pbtxt says \[3\]"),
             (lambda: config.add_input({**x, "data_type": "TYPE_FP16"}), "data_type: config.pbtxt says TYPE_FP32"),
             (lambda: config.add_output({"name": "z", "dims": [1]}), "has no data_type"),
@@ -251,5 +251,5 @@ def test_a_model_completes_what_its_configuration_leaves_open_and_contradicts_no
             (lambda: config.set_max_batch_size(2), "says 8, but auto_complete_config 2"),
             (lambda: config.set_model_transaction_policy({"decoupled": False}), "decoupled: config.pbtxt says True"),
             (lambda: ModelConfig({"sequence_batching": {}}).set_dynamic_batching(), "sequence_batching")):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             refused()

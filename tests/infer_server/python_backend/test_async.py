@@ -135,9 +135,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 def tensor(*values: float, rank: int = 1) -> triton.InferInput:
     array = np.array(values, np.float32).reshape((1,) * (rank - 1) + (-1,))
-    made = triton.InferInput("x", list(array.shape), "FP32")
-    made.set_data_from_numpy(array)
-    return made
+    created = triton.InferInput("x", list(array.shape), "FP32")
+    created.set_data_from_numpy(array)
+    return created
 
 
 def streamed(client: triton.InferenceServerClient, model: str, *inputs: triton.InferInput) -> list[Any]:
@@ -146,9 +146,9 @@ def streamed(client: triton.InferenceServerClient, model: str, *inputs: triton.I
     client.start_stream(lambda result, error: answers.put(error or result.as_numpy("y").item()))
     for one in inputs:
         client.async_stream_infer(model, [one])
-    found = [answers.get(timeout=TIMEOUT_SECS) for _ in inputs]
+    actual = [answers.get(timeout=TIMEOUT_SECS) for _ in inputs]
     client.stop_stream()
-    return found
+    return actual
 
 
 def test_an_asynchronous_execute_is_awaited_and_may_ask_several_models_at_a_time(
@@ -188,8 +188,8 @@ def test_a_response_may_be_the_last_and_else_one_without_tensors_is(client: trit
     client.start_stream(lambda result, error: answers.put(error or result.get_response()))
     for model, finals in (("leaves_decoupled", [(True, 1)]), ("meets", [(False, 1), (True, 0)])):
         client.async_stream_infer(model, [tensor(5)], enable_empty_final_response=True)
-        found = [answers.get(timeout=TIMEOUT_SECS) for _ in finals]
-        assert [(each.parameters["triton_final_response"].bool_param, len(each.outputs)) for each in found] == finals
+        actual = [answers.get(timeout=TIMEOUT_SECS) for _ in finals]
+        assert [(each.parameters["triton_final_response"].bool_param, len(each.outputs)) for each in actual] == finals
     client.stop_stream()
     assert answers.empty()
     assert client.infer("counts", [tensor(5)], client_timeout=TIMEOUT_SECS).as_numpy("y").tolist() == [1]

@@ -210,10 +210,10 @@ def test_a_signal_to_all_processes_is_for_the_server_which_lets_its_models_end(
     marking_model(tmp_path, "m", source)
     with (serving(tmp_path) as server, ThreadPoolExecutor(1) as pool,
           triton.InferenceServerClient(server.address) as client):
-        asked = pool.submit(client.infer, "m", [tensor(1)])
+        requested = pool.submit(client.infer, "m", [tensor(1)])
         os.kill(int(marked(tmp_path / "executes")), number)
         (tmp_path / "go on").touch()
-        assert asked.result().as_numpy("y").tolist() == [1]
+        assert requested.result().as_numpy("y").tolist() == [1]
     assert (tmp_path / "finalized").exists()
 
 
@@ -304,12 +304,12 @@ def test_a_model_that_is_unloaded_sends_what_its_senders_have_yet_to_send(
     marking_model(tmp_path, "m", ANSWERS_LATER, DECOUPLED)
     with (serving(tmp_path) as server, ThreadPoolExecutor(2) as pool,
           triton.InferenceServerClient(server.address) as client):
-        asked = pool.submit(streamed, client, "m", tensor(1))
+        requested = pool.submit(streamed, client, "m", tensor(1))
         marked(tmp_path / "executes")
         ended = pool.submit(lambda: server.run(server.server.repository.unload("m")))
         assert waits.wait(TIMEOUT_SECS)
         (tmp_path / "go on").touch()
-        assert asked.result() == [1]
+        assert requested.result() == [1]
         ended.result()
     assert marked(tmp_path / "went on") == "False" and (tmp_path / "finalized").exists()
 
@@ -322,12 +322,12 @@ def test_a_server_that_stops_has_its_models_answer_and_ask_for_what_was_accepted
     marking_model(tmp_path, "m", source, DECOUPLED)
     with (serving(tmp_path, exit_timeout_secs=2 * TIMEOUT_SECS) as server, ThreadPoolExecutor(2) as pool,
           triton.InferenceServerClient(server.address) as client):
-        asked = pool.submit(streamed, client, "m", tensor(1))
+        requested = pool.submit(streamed, client, "m", tensor(1))
         marked(tmp_path / "executes")
         stopped = pool.submit(server.stop)
         assert eventually(lambda: refused(client, "affine"))
         (tmp_path / "go on").touch()
-        assert asked.result() == [1] and stopped.result()
+        assert requested.result() == [1] and stopped.result()
     assert marked(tmp_path / "went on") == "False" and (tmp_path / "finalized").exists()
 
 
@@ -359,7 +359,7 @@ def test_a_process_that_does_not_read_keeps_nobody_else_waiting(tmp_path: Path) 
     marking_model(tmp_path, "m", READS_NOTHING)
     with (serving(tmp_path) as server, ThreadPoolExecutor(2) as pool,
           triton.InferenceServerClient(server.address) as client):
-        asked = pool.submit(client.infer, "m", [tensor(1)])
+        requested = pool.submit(client.infer, "m", [tensor(1)])
         stopped = int(marked(tmp_path / "executes"))
         channel = server.server.repository.find("m")._executors[0]._process._channel
         try:
@@ -371,4 +371,4 @@ def test_a_process_that_does_not_read_keeps_nobody_else_waiting(tmp_path: Path) 
             assert client.is_server_live(client_timeout=TIMEOUT_SECS)
         finally:
             os.kill(stopped, signal.SIGCONT)
-        assert asked.result().as_numpy("y").tolist() == [1] and says.result()
+        assert requested.result().as_numpy("y").tolist() == [1] and says.result()

@@ -34,8 +34,8 @@ def test_requests_with_other_parameters_are_not_answered_from_the_cache(tmp_path
         for user in ("me", "you", "me"):
             answer = client.infer("tells", [tensor], headers={"x_user": user})
             assert json.loads(answer.as_numpy("said")[0]) == {"x_user": user}
-        (said,) = client.get_inference_statistics("tells").model_stats
-    assert (said.inference_stats.cache_hit.count, said.inference_stats.cache_miss.count) == (1, 2)
+        (output,) = client.get_inference_statistics("tells").model_stats
+    assert (output.inference_stats.cache_hit.count, output.inference_stats.cache_miss.count) == (1, 2)
 
 
 @pytest.mark.parametrize("front", FRONTS + WORKERS)
@@ -53,10 +53,10 @@ def test_headers_that_the_pattern_finds_are_parameters_beside_those_of_the_messa
     with (serving(tmp_path, grpc_front=front, forwarded=forwarded) as server,
           tritonclient.grpc.InferenceServerClient(server.address) as over_grpc,
           tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.ports.http}") as over_http):
-        for headers, found in ((HEADERS, {"x_user": "me"}), ({"x_user": "you"}, {"x_user": "you"}), ({}, {})):
-            assert said(over_grpc, tritonclient.grpc, headers) == {"own": 7, **found}
-        for headers, found in ((HEADERS, {"x_user": "me", "my-x_lane": "fast"}), ({}, {})):
-            assert said(over_http, tritonclient.http, headers) == {"own": 7, **found}
+        for headers, actual in ((HEADERS, {"x_user": "me"}), ({"x_user": "you"}, {"x_user": "you"}), ({}, {})):
+            assert said(over_grpc, tritonclient.grpc, headers) == {"own": 7, **actual}
+        for headers, actual in ((HEADERS, {"x_user": "me", "my-x_lane": "fast"}), ({}, {})):
+            assert said(over_http, tritonclient.http, headers) == {"own": 7, **actual}
 
 
 @pytest.mark.parametrize("front", FRONTS + WORKERS)

@@ -92,8 +92,8 @@ def test_a_request_is_executed_until_its_model_has_done_with_it_and_others_join_
     with streamed(server) as (client, answers):
         client.async_stream_infer("stream", number(0), request_id="waits for company")
         client.async_stream_infer("stream", number(3), request_id="counts")
-        found = sorted(answers.get(timeout=TIMEOUT_SECS) for _ in range(4))
-    assert found == [("counts", 0), ("counts", 1), ("counts", 2), ("waits for company", -1)]
+        actual = sorted(answers.get(timeout=TIMEOUT_SECS) for _ in range(4))
+    assert actual == [("counts", 0), ("counts", 1), ("counts", 2), ("waits for company", -1)]
 
 
 def test_a_model_that_is_unloaded_executes_what_it_has_begun_to_its_end(server: RunningServer) -> None:

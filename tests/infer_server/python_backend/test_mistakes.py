@@ -163,6 +163,6 @@ class TritonPythonModel:
         tensor = triton.InferInput("x", [1], "FP32")
         tensor.set_data_from_numpy(np.zeros(1, np.float32))
         assert client.infer("whole", [tensor]).as_numpy("y").tolist() == [1]
-        said = {model.name: model.reason for model in client.get_model_repository_index().models}
-        assert "'lost' must return a valid pb.ModelConfig object" in said["lost"]
-        assert "output 'y': data_type is missing" in said["open"]
+        output = {model.name: model.reason for model in client.get_model_repository_index().models}
+        assert "'lost' must return a valid pb.ModelConfig object" in output["lost"]
+        assert "output 'y': data_type is missing" in output["open"]

@@ -212,9 +212,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 def tensor(name: str, array: NDArray[np.generic]) -> triton.InferInput:
     kinds = {"f": "FP32", "i": "INT32", "O": "BYTES"}
-    made = triton.InferInput(name, list(array.shape), kinds[array.dtype.kind])
-    made.set_data_from_numpy(array)
-    return made
+    created = triton.InferInput(name, list(array.shape), kinds[array.dtype.kind])
+    created.set_data_from_numpy(array)
+    return created
 
 
 def misc(client: triton.InferenceServerClient, what: str, x: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
@@ -252,10 +252,10 @@ def test_each_response_of_a_decoupled_step_goes_on_through_the_ensemble_in_order
     for count in (20, 0):
         client.async_stream_infer("stream", [tensor("count", np.array([count], np.int32))], request_id=str(count),
                                   enable_empty_final_response=True)
-    found = [answers.get(timeout=TIMEOUT_SECS) for _ in range(22)]
+    actual = [answers.get(timeout=TIMEOUT_SECS) for _ in range(22)]
     client.stop_stream()
-    assert not any(error for _, error in found)
-    results = [result for result, _ in found if result is not None and result.as_numpy("y") is not None]
+    assert not any(error for _, error in actual)
+    results = [result for result, _ in actual if result is not None and result.as_numpy("y") is not None]
     assert [result.as_numpy("y")[0, 0] for result in results] == [2 * i + 1 for i in range(20)]
     with pytest.raises(InferenceServerException, match="decoupled transaction policy: model 'stream'"):
         client.infer("stream", [tensor("count", np.array([1], np.int32))])
@@ -270,8 +270,8 @@ def test_a_model_completes_its_configuration_and_may_be_sent_large_tensors_or_no
 
 
 def test_what_numpy_makes_of_more_bits_is_answered_as_it_was_declared(client: triton.InferenceServerClient) -> None:
-    found = misc(client, "as float64", np.array([0.1, 2], np.float32))
-    assert found.dtype == np.float32 and found.tolist() == [np.float32(0.1), 2]
+    actual = misc(client, "as float64", np.array([0.1, 2], np.float32))
+    assert actual.dtype == np.float32 and actual.tolist() == [np.float32(0.1), 2]
     assert misc(client, "as float64", np.array([np.inf, 2], np.float32)).tolist() == [np.inf, 2]
     for what, lengths in (("long -128", [-128]), ("texts", [3, 0, 5])):
         result = client.infer("misc", [tensor("what", np.array([what.encode()], np.object_))])

@@ -102,8 +102,8 @@ def asked(what: str) -> list[triton.InferInput]:
 
 def left(server: RunningServer, what: str, model: str = "single") -> int:
     with triton.InferenceServerClient(server.address) as client:
-        found: int = client.infer(model, asked(what)).as_numpy("left").item()
-        return found
+        actual: int = client.infer(model, asked(what)).as_numpy("left").item()
+        return actual
 
 
 def test_a_response_sender_serves_for_all_executions_of_its_request(server: RunningServer) -> None:
@@ -126,9 +126,9 @@ def test_requests_without_a_name_are_nobodys_and_those_of_one_name_follow_each_o
         client.async_stream_infer("stream", asked("three"), request_id="nameless")
         for name in ("a", "b"):
             client.async_stream_infer("stream", asked("three"), request_id=name, sequence_id=1, sequence_start=True)
-        found = [answers.get(timeout=TIMEOUT_SECS) for _ in range(9)]
-    assert [each for each in found if each[0] == "nameless"] == [("nameless", 1), ("nameless", 2), ("nameless", 3)]
-    assert [each for each in found if each[0] != "nameless"] == [
+        actual = [answers.get(timeout=TIMEOUT_SECS) for _ in range(9)]
+    assert [each for each in actual if each[0] == "nameless"] == [("nameless", 1), ("nameless", 2), ("nameless", 3)]
+    assert [each for each in actual if each[0] != "nameless"] == [
         ("a", 1), ("a", 2), ("a", 3), ("b", 1), ("b", 2), ("b", 3)]
     with triton.InferenceServerClient(server.address) as client:
         answer = client.infer("single", asked("one")).get_response()

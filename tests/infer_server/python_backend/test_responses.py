@@ -105,9 +105,9 @@ def test_parameters_of_a_steps_response_are_the_ensembles_and_say_the_next_steps
     def ask(outputs: str, **parameters: object) -> tuple[list[int], dict[str, object]]:
         result = client.infer("chain", inputs(asked(outputs, **parameters)), sequence_id=3, sequence_start=True,
                               timeout=10**9)       # neither is a parameter to models
-        said = result.get_response().parameters.items()
+        output = result.get_response().parameters.items()
         return result.as_numpy("at").tolist(), {
-            name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in said}
+            name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in output}
 
     with triton.InferenceServerClient(server.address) as client:
         assert ask("xy", tokens=7, reason="length") == ([3, 1, 2], {"tokens": 7, "reason": "length"})

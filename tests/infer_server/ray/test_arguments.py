@@ -19,11 +19,11 @@ def test_texts_and_values_of_a_file_mean_the_same(tmp_path: Path) -> None:
              "strict_readiness": "false", "allow_python_proxy": "true"}
     values: dict[str, Any] = {"model_repository": [str(tmp_path)], "num_cpus": 2, "max_replicas": 3,
                               "target_ongoing_requests": 8, "strict_readiness": False, "allow_python_proxy": True}
-    found = builder_arguments(texts)
-    assert found == builder_arguments(values)
-    assert found.allow_python_proxy and found.deployment["num_cpus"] == 2.0
-    assert found.deployment["autoscaling_config"]["max_replicas"] == 3
-    options = server_options(found.server)
+    actual = builder_arguments(texts)
+    assert actual == builder_arguments(values)
+    assert actual.allow_python_proxy and actual.deployment["num_cpus"] == 2.0
+    assert actual.deployment["autoscaling_config"]["max_replicas"] == 3
+    options = server_options(actual.server)
     assert (options.cores, options.strict_readiness) == (2, False)
     assert options.closed == {"grpc", "http", "metrics"}
 

@@ -124,9 +124,9 @@ def names_of(model, fragment):
 def test_the_search_finds_all_culprits_and_nothing_that_it_can_do_without(overflowing, culprits):
     model = cut_model(overflowing)
     search = Search(model, lambda one: {*culprits} <= {*names_of(model, one)}, 500, lambda name, nodes: None)
-    found = names_of(model, search.run())
+    actual = names_of(model, search.run())
     first, last = (int(name[-1]) * 2 + name.startswith("relu") for name in (culprits[0], culprits[-1]))
-    assert found[0] == culprits[0] and found[-1] == culprits[-1] and len(found) == last - first + 1
+    assert actual[0] == culprits[0] and actual[-1] == culprits[-1] and len(actual) == last - first + 1
     assert search.complete and search.checks < 60
 
 

@@ -25,30 +25,30 @@ def random_graph(count: int, more: int, seed: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("count, more, seed", [(1, 0, 0), (30, 0, 1), (30, 20, 2), (120, 60, 3)])
 def test_boxes_do_not_overlap_and_edges_go_down(count: int, more: int, seed: int) -> None:
     edges = random_graph(count, more, seed)
-    found = layered(count, edges)
+    actual = layered(count, edges)
     rows: dict[float, list[float]] = {}
-    for x, y in found.nodes:
-        assert WIDTH / 2 <= x <= found.width - WIDTH / 2 and HEIGHT / 2 <= y <= found.height - HEIGHT / 2
+    for x, y in actual.nodes:
+        assert WIDTH / 2 <= x <= actual.width - WIDTH / 2 and HEIGHT / 2 <= y <= actual.height - HEIGHT / 2
         rows.setdefault(y, []).append(x)
     for places in rows.values():
         assert all(b - a >= WIDTH + GAP_X - 1e-6 for a, b in itertools.pairwise(sorted(places)))
-    for (source, target), points in found.edges.items():
-        assert found.nodes[source][1] < found.nodes[target][1]
+    for (source, target), points in actual.edges.items():
+        assert actual.nodes[source][1] < actual.nodes[target][1]
         assert [y for _, y in points] == sorted(y for _, y in points) and not len(points) % 2
         assert all(a[0] == b[0] for a, b in zip(points[1:-1:2], points[2:-1:2], strict=True))
-    assert found.edges.keys() == {*edges}
+    assert actual.edges.keys() == {*edges}
 
 
 def test_a_chain_is_straight_and_a_residual_edge_passes_beside_it() -> None:
-    found = layered(4, [(0, 1), (1, 2), (2, 3), (0, 3)])
-    (a, b, c, d), bend = (x for x, _ in found.nodes), found.edges[0, 3][1][0]
+    actual = layered(4, [(0, 1), (1, 2), (2, 3), (0, 3)])
+    (a, b, c, d), bend = (x for x, _ in actual.nodes), actual.edges[0, 3][1][0]
     assert b == c and abs(a - d) < 1e-6 and abs(bend - b) > WIDTH / 2
 
 
 def test_three_thousand_nodes_are_placed_and_no_time_ends_the_sweeps() -> None:
     edges = random_graph(3000, 3000, 4)
-    found = layered(3000, edges, seconds=0.0)
-    assert len(found.nodes) == 3000 and len(found.edges) == len({*edges})
+    actual = layered(3000, edges, seconds=0.0)
+    assert len(actual.nodes) == 3000 and len(actual.edges) == len({*edges})
 
 
 @pytest.fixture(scope="module")

@@ -85,8 +85,8 @@ def card(page: Path, title: str) -> list[str]:
 
 
 def test_the_costliest_layers_are_those_of_the_record(int8: tuple[Path, Path]) -> None:
-    found = read_plan(int8[0]).metadata["sensitivity"]
-    layers = [one["layer"] for one in sorted(found, key=lambda one: -one["noise"])]
+    actual = read_plan(int8[0]).metadata["sensitivity"]
+    layers = [one["layer"] for one in sorted(actual, key=lambda one: -one["noise"])]
     assert {*layers} == {HOSTILE, BROKEN, "conv3", "gemm"}
     lines = card(int8[1], "Layers that cost most accuracy")
     assert [Page(line.partition("<b>")[0]).text for line in lines] == [
@@ -113,9 +113,9 @@ def test_the_steps_of_the_search_have_errors_before_and_after(int8: tuple[Path, 
 
 
 def test_each_quantised_tensor_has_a_histogram_with_its_range(int8: tuple[Path, Path]) -> None:
-    found = read_plan(int8[0]).metadata["histograms"]
-    assert len(page_of(int8[1]).all("figure")) == len(found) >= 4
-    for one in found.values():
+    actual = read_plan(int8[0]).metadata["histograms"]
+    assert len(page_of(int8[1]).all("figure")) == len(actual) >= 4
+    for one in actual.values():
         assert len(base64.b64decode(one["bins"])) == 128 and 0 <= one["clipped"] < 0.05
         assert one["low"] <= 0 <= one["high"] and one["range"][0] <= 0 < one["range"][1]
 

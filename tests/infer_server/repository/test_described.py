@@ -60,9 +60,9 @@ def write(repository: Path, name: str, config: str, made: onnx.ModelProto) -> No
 def test_a_configuration_is_compared_with_what_an_onnx_file_declares(tmp_path: Path) -> None:
     for name, (config, _) in CONFIGURATIONS.items():
         write(tmp_path, name, config, model(1))
-    said = {remark.model: remark for remark in check([LocalFolder(tmp_path)], "cpu")}
+    output = {remark.model: remark for remark in check([LocalFolder(tmp_path)], "cpu")}
     for name, (_, error) in CONFIGURATIONS.items():
-        assert said[name].is_error == bool(error) and (error or "ok") in said[name].text, said[name]
+        assert output[name].is_error == bool(error) and (error or "ok") in output[name].text, output[name]
 
 
 def build_here(repository: Path, name: str) -> None:
@@ -75,10 +75,10 @@ def build_here(repository: Path, name: str) -> None:
 def test_the_words_are_those_of_loading(tmp_path: Path) -> None:
     for name in ("name", "datatype", "rank", "batch", "whole_unsaid"):
         write(tmp_path, name, CONFIGURATIONS[name][0], model(1))
-    made = model("N", 1)
+    created = model("N", 1)
     for name, dims in (("items", "4"), ("other_items", "5")):
-        write(tmp_path, name, "max_batch_size: 4 " + X % dims, made)
-        made.graph.output[0].type.tensor_type.ClearField("shape")       # many files have none
+        write(tmp_path, name, "max_batch_size: 4 " + X % dims, created)
+        created.graph.output[0].type.tensor_type.ClearField("shape")    # many files have none
     errors = {remark.model: remark.text for remark in check([LocalFolder(tmp_path)], "cpu") if remark.is_error}
     for name in ("datatype", "rank", "batch", "whole_unsaid", "other_items"):       # the server builds the others
         build_here(tmp_path, name)
@@ -91,8 +91,8 @@ def test_the_words_are_those_of_loading(tmp_path: Path) -> None:
 @pytest.mark.parametrize("made", [model(1), OPEN, chosen_rows()], ids=["closed", "with open extents", "a program"])
 def test_a_plan_says_without_being_loaded_what_its_engine_says(tmp_path: Path, made: onnx.ModelProto) -> None:
     build_engine(made, timing=False, cache=False).save(tmp_path / "m.plan")
-    said, engine = describe(tmp_path / "m.plan"), load_engine(tmp_path / "m.plan")
-    assert vars(said) == {name: getattr(engine, name) for name in vars(said)}
+    output, engine = describe(tmp_path / "m.plan"), load_engine(tmp_path / "m.plan")
+    assert vars(output) == {name: getattr(engine, name) for name in vars(output)}
 
 
 def test_an_ensemble_is_compared_with_the_files_of_its_models(tmp_path: Path) -> None:
@@ -108,10 +108,10 @@ def test_an_ensemble_is_compared_with_the_files_of_its_models(tmp_path: Path) ->
     (tmp_path / "other_types").mkdir()
     (tmp_path / "other_types" / "config.pbtxt").write_text((tmp_path / "right" / "config.pbtxt").read_text().replace(
         'output { name: "y" data_type: TYPE_FP32', 'output { name: "y" data_type: TYPE_FP16'))
-    said = {remark.model: remark for remark in check([LocalFolder(tmp_path)], "cpu")}
-    assert said["right"].text == "ok"
-    assert said["other_types"].is_error and "'y' is FP32 [-1, -1] for model 'm'" in said["other_types"].text
-    assert said["wrong"].is_error and "model 'm' has no 'logits', but y" in said["wrong"].text
+    text = {remark.model: remark for remark in check([LocalFolder(tmp_path)], "cpu")}
+    assert text["right"].text == "ok"
+    assert text["other_types"].is_error and "'y' is FP32 [-1, -1] for model 'm'" in text["other_types"].text
+    assert text["wrong"].is_error and "model 'm' has no 'logits', but y" in text["wrong"].text
 
 
 def test_what_is_not_known_before_a_model_is_loaded_is_no_error(tmp_path: Path) -> None:
@@ -120,9 +120,9 @@ def test_what_is_not_known_before_a_model_is_loaded_is_no_error(tmp_path: Path) 
     for value in (*shapeless.graph.input, *shapeless.graph.output):
         value.type.tensor_type.ClearField("shape")
     uint8 = f'parameters {{ key: "uint8_input" value {{ string_value: "true" }} }} {X % "4"}'.replace("FP32", "UINT8")
-    for name, made, config in (("shapeless", shapeless, X % "7"), ("pixels", model(1), uint8),
-                               ("words", doubled_words(), WORDS)):
-        write(tmp_path, name, config, made)
+    for name, created, config in (("shapeless", shapeless, X % "7"), ("pixels", model(1), uint8),
+                                  ("words", doubled_words(), WORDS)):
+        write(tmp_path, name, config, created)
     assert not [remark for remark in check([LocalFolder(tmp_path)], "cpu") if remark.is_error]
 
 
@@ -130,8 +130,8 @@ def test_what_is_said_of_one_of_several_versions_names_it(tmp_path: Path) -> Non
     write(tmp_path, "m", "version_policy { all { } } max_batch_size: 4 " + X % "4", model("N", 1))
     (tmp_path / "m" / "2").mkdir()
     onnx.save(model(1), tmp_path / "m" / "2" / "model.onnx")
-    (said,) = check([LocalFolder(tmp_path)], "cpu")
-    assert said.is_error and said.text.startswith("version 2: max_batch_size: input 't'")
+    (output,) = check([LocalFolder(tmp_path)], "cpu")
+    assert output.is_error and output.text.startswith("version 2: max_batch_size: input 't'")
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:

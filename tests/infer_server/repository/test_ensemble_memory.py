@@ -56,7 +56,7 @@ def write_ensemble(repository: Path, values: int, most: int = 0, outer: bool = F
     write_model(repository, "consumer", shape=[values], max_batch=1, gate="consumer", kind="echo",
                 config=f"""max_batch_size: 0
                 input {{ name: "x" data_type: TYPE_FP32 dims: [1, {values}] }}
-                output {{ name: "y" data_type: TYPE_FP32 dims: [1, {values}] }} instance_group {{ count: 1 }}""")
+output {{ name: "y" data_type: TYPE_FP32 dims: [1, {values}] }} instance_group {{ count: 1 }}""")
     step = """step {{ model_name: "{}" model_version: -1 input_map {{ key: "x" value: "{}" }}
         output_map {{ key: "y" value: "{}" }} }}"""
     chains = {"inner": [("producer", "x", "y")], "e": [("inner" if outer else "producer", "x", "m"),
@@ -97,8 +97,8 @@ def test_a_decoupled_step_is_held_back_until_the_steps_behind_it_have_done(
             time.sleep(0.1)                             # in which all would be sent, if nothing held it back
             assert sent(tmp_path) == str(ahead)
             GATES["consumer"]._set(False)
-            found = [answers.get(timeout=TIMEOUT_SECS).as_numpy("y") for _ in range(MANY)]
-            assert [array[0, 0] for array in found] == [*range(MANY)], "none is lost, and they keep their order"
+            actual = [answers.get(timeout=TIMEOUT_SECS).as_numpy("y") for _ in range(MANY)]
+            assert [array[0, 0] for array in actual] == [*range(MANY)], "none is lost, and they keep their order"
             assert answers.get(timeout=TIMEOUT_SECS).get_response().parameters["triton_final_response"].bool_param
         assert eventually(lambda: server.server._inflight.held_bytes == 0)
 

@@ -88,16 +88,16 @@ def streamed(client: triton.InferenceServerClient, model: str, meanwhile: Callab
     tensor.set_data_from_numpy(np.zeros((1, 4), np.float32))
     client.async_stream_infer(model, [tensor], enable_empty_final_response=True)
     meanwhile()
-    found, final = [], False
+    actual, final = [], False
     while not final:
         result, error = answers.get(timeout=TIMEOUT_SECS)
         if error:
             raise error
         final = result.get_response().parameters["triton_final_response"].bool_param
         if (array := result.as_numpy("y")) is not None:
-            found.append(float(array.flat[0]))
+            actual.append(float(array.flat[0]))
     client.stop_stream()
-    return found
+    return actual
 
 
 def test_steps_with_a_batch_axis_and_without_follow_each_other(tmp_path: Path) -> None:
@@ -194,12 +194,12 @@ def test_models_that_differ_about_a_tensor_are_refused_as_an_ensemble(
         f'backend: "python" max_batch_size: {batch} input {{ name: "x" data_type: TYPE_{datatype} dims: [ {dims} ] }} '
         f'output {{ name: "y" {tensor} }}')
     name = write_chain(tmp_path, "items", "next", max_batch=most, dims="4")
-    said = [remark for remark in check([LocalFolder(tmp_path)], "cpu") if remark.model == name]
+    output = [remark for remark in check([LocalFolder(tmp_path)], "cpu") if remark.model == name]
     with serving(tmp_path) as server:
         failures = server.server.failures()
     assert failures.keys() == {f"{name} version 1"} if why else not failures
-    assert [remark.is_error for remark in said] == [bool(why)]
-    for each in (*failures.values(), *(remark.text for remark in said if remark.is_error)):
+    assert [remark.is_error for remark in output] == [bool(why)]
+    for each in (*failures.values(), *(remark.text for remark in output if remark.is_error)):
         assert re.search(why, each)
 
 
@@ -225,7 +225,7 @@ def test_an_ensemble_has_the_versions_of_its_folders_that_its_policy_chooses(tmp
         assert sorted(client.get_model_metadata(chosen).versions) == ["1", "3"]
         np.testing.assert_array_equal(asked(client, chosen, [1, 4]), 2 * np.arange(4, dtype=np.float32)[None] + 1)
         counted = client.get_inference_statistics(chosen).model_stats
-    assert [(said.version, said.inference_count) for said in counted] == [("1", 0), ("3", 1)]
+    assert [(output.version, output.inference_count) for output in counted] == [("1", 0), ("3", 1)]
 
 
 def test_requests_of_an_ensemble_wait_at_the_models_of_its_steps(tmp_path: Path) -> None:
@@ -251,9 +251,9 @@ def test_the_model_of_a_step_has_the_reason_of_a_failure_and_the_ensemble_anothe
         tensor.set_data_from_numpy(np.full((1, 4), -1, np.float32))
         with pytest.raises(InferenceServerException, match="a negative value"):
             client.infer(name, [tensor])
-        said = scrape(server)
+        output = scrape(server)
     for model, reason in (("items", "BACKEND"), (name, "OTHER")):
-        assert f'nv_inference_request_failure{{model="{model}",reason="{reason}",version="1"}} 1' in said
+        assert f'nv_inference_request_failure{{model="{model}",reason="{reason}",version="1"}} 1' in output
 
 
 def test_responses_of_an_ensemble_are_cached_until_a_model_of_its_steps_is_another(tmp_path: Path) -> None:
@@ -358,6 +358,6 @@ def test_a_request_of_an_ensemble_ends_when_a_model_of_its_steps_has_other_input
 def test_a_check_says_of_ensembles_that_they_are_a_circle(tmp_path: Path) -> None:
     names = [write_chain(tmp_path, step, max_batch=8, dims="4") for step in ("b_8", "b")]
     (tmp_path / names[0]).rename(tmp_path / "b")
-    said = {remark.model: remark for remark in check([LocalFolder(tmp_path)], "cpu")}
-    assert said.keys() == {"b", "b_8"} and said["b"].is_error and said["b_8"].is_error
-    assert "b -> b_8 -> b is a cycle" in said["b"].text
+    output = {remark.model: remark for remark in check([LocalFolder(tmp_path)], "cpu")}
+    assert output.keys() == {"b", "b_8"} and output["b"].is_error and output["b_8"].is_error
+    assert "b -> b_8 -> b is a cycle" in output["b"].text

@@ -108,14 +108,14 @@ def bomb(width: int, height: int) -> bytes:
 def test_what_is_no_picture_is_told(client: Any, server: RunningServer) -> None:
     failures = server.server.repository.find("recorded").statistics.snapshot
     before = failures().failures[Failure.OTHER]
-    for array, said in ((files(b"not one"), "item 0 of 7 bytes is not a readable JPEG or PNG"),
-                        (files(b""), "item 0 of 0 bytes"),
-                        (files(jpeg(), jpeg()[:900]), "item 1 of 900 bytes"),
-                        (files(b"GIF89a" + bytes(40)), "not a readable JPEG or PNG"),
-                        (files(bomb(8192, 8193)), "8192x8193 are more than 67108864 pixels"),
-                        (np.array([[b"a", b"b"]], np.object_), "of shape .N. or .N, 1."),
-                        (files(*[jpeg()] * 9), "batch-size must be <= 8")):
-        with pytest.raises(InferenceServerException, match=said):
+    for array, output in ((files(b"not one"), "item 0 of 7 bytes is not a readable JPEG or PNG"),
+                          (files(b""), "item 0 of 0 bytes"),
+                          (files(jpeg(), jpeg()[:900]), "item 1 of 900 bytes"),
+                          (files(b"GIF89a" + bytes(40)), "not a readable JPEG or PNG"),
+                          (files(bomb(8192, 8193)), "8192x8193 are more than 67108864 pixels"),
+                          (np.array([[b"a", b"b"]], np.object_), "of shape .N. or .N, 1."),
+                          (files(*[jpeg()] * 9), "batch-size must be <= 8")):
+        with pytest.raises(InferenceServerException, match=output):
             answer(client, "recorded", array)
     assert failures().failures[Failure.OTHER] == before + 7
 
@@ -168,9 +168,9 @@ def test_a_picture_whose_client_leaves_while_it_is_decoded_is_not_queued(
     with tritonclient.grpc.InferenceServerClient(server.address) as client:
         tensor = tritonclient.grpc.InferInput("x", [1, 1], "BYTES")
         tensor.set_data_from_numpy(files(jpeg()))
-        asked = client.async_infer("recorded", [tensor], lambda result, error: None)
+        requested = client.async_infer("recorded", [tensor], lambda result, error: None)
         assert eventually(lambda: model.pending == 1)
-        asked.cancel()
+        requested.cancel()
         assert eventually(lambda: model.pending == 0)
         may_go_on.set()
         answer_to_another = client.infer("recorded", [tensor])      # behind it

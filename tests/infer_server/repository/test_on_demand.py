@@ -55,9 +55,9 @@ def answer(library: Any, server: RunningServer, model: str) -> Any:
 
 
 def tensor(library: Any) -> Any:
-    made = library.InferInput("x", [1, 4], "FP32")
-    made.set_data_from_numpy(np.float32([[1, 2, 3, 4]]))
-    return made
+    created = library.InferInput("x", [1, 4], "FP32")
+    created.set_data_from_numpy(np.float32([[1, 2, 3, 4]]))
+    return created
 
 
 def loaded(server: RunningServer) -> list[str]:
@@ -147,12 +147,12 @@ def test_what_was_loaded_for_a_load_that_failed_takes_room_as_well(server: Runni
 def test_what_an_ensemble_needs_that_is_being_loaded_makes_no_room(server: RunningServer) -> None:
     write_chain(server.folder, "step", "slow", max_batch=8, dims="4")
     with ThreadPoolExecutor() as clients, GATES["demanded"].closed():
-        asked = clients.submit(answer, tritonclient.grpc, server, "step_slow_8")
+        requested = clients.submit(answer, tritonclient.grpc, server, "step_slow_8")
         assert GATES["demanded"].holds(1), "step is there, and the other one's warming up"
         for model in ("a", "b"):
             assert answer(tritonclient.grpc, server, model) == [3, 5, 7, 9]
         assert eventually(lambda: loaded(server) == ["b", "step"])
-    assert asked.result() == [7, 11, 15, 19]
+    assert requested.result() == [7, 11, 15, 19]
 
 
 def test_what_an_ensemble_needs_that_somebody_waits_for_makes_no_room_either(server: RunningServer) -> None:
@@ -189,7 +189,7 @@ def test_a_model_that_was_unloaded_and_cannot_be_read_says_why(tmp_path: Path) -
     with serving(repository, model_memory_bytes=MIB) as running:
         demand = running.server._services.on_demand
         assert demand is not None
-        for is_gone, said in ((False, "nonsense"), (True, "No such file")):
+        for is_gone, output in ((False, "nonsense"), (True, "No such file")):
             assert answer(tritonclient.grpc, running, "m") == [3, 5, 7, 9]
             running.run(running.server.repository.unload("m"))          # as to make room
             if is_gone:
@@ -197,7 +197,7 @@ def test_a_model_that_was_unloaded_and_cannot_be_read_says_why(tmp_path: Path) -
             else:
                 (repository / "m" / "config.pbtxt").write_text("nonsense: 1")
             demand._listed_until = 0.0                                  # its names are looked up again
-            with pytest.raises(InferenceServerException, match=said):
+            with pytest.raises(InferenceServerException, match=output):
                 answer(tritonclient.grpc, running, "m")
             (repository / "m" / "config.pbtxt").unlink(missing_ok=True)
             demand._retry_at.clear()
@@ -222,9 +222,9 @@ def test_whatever_asks_first_loads_a_model(server: RunningServer) -> None:
         client.start_stream(lambda result, error: answers.put(error or result.as_numpy("y").tolist()[0]))
         for name in ("b", "nobody", "a"):
             client.async_stream_infer(name, [tensor(tritonclient.grpc)])
-        found = [answers.get(timeout=TIMEOUT_SECS) for _ in range(3)]
+        actual = [answers.get(timeout=TIMEOUT_SECS) for _ in range(3)]
         client.stop_stream()
-    assert found[0] == found[2] == [3, 5, 7, 9] and "unknown model" in str(found[1])
+    assert actual[0] == actual[2] == [3, 5, 7, 9] and "unknown model" in str(actual[1])
     with tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.ports.http}") as client:
         assert client.get_model_config("c")["name"] == "c"
 
@@ -232,19 +232,19 @@ def test_whatever_asks_first_loads_a_model(server: RunningServer) -> None:
 def test_many_requests_wait_for_one_load(server: RunningServer) -> None:
     with ThreadPoolExecutor(6) as clients:
         with GATES["demanded"].closed():
-            asked = [clients.submit(answer, library, server, "slow")
-                     for library in (tritonclient.grpc, tritonclient.http) * 3]
+            requested = [clients.submit(answer, library, server, "slow")
+                         for library in (tritonclient.grpc, tritonclient.http) * 3]
             assert GATES["demanded"].holds(1), "warming up executes it"
             assert answer(tritonclient.grpc, server, "a") == [3, 5, 7, 9], "others go on meanwhile"
-        assert [each.result() for each in asked] == [[3, 5, 7, 9]] * 6
+        assert [each.result() for each in requested] == [[3, 5, 7, 9]] * 6
 
 
 def test_what_cannot_be_loaded_is_not_tried_for_each_request(
         server: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer_server.repository.on_demand._RETRY_SECS", 1e6)      # however slow this machine is
-    for name, said in (("bad", "a loader's bug"), ("nobody", "unknown model")):
+    for name, output in (("bad", "a loader's bug"), ("nobody", "unknown model")):
         for library in (tritonclient.grpc, tritonclient.http) * 2:
-            with pytest.raises(InferenceServerException, match=said):
+            with pytest.raises(InferenceServerException, match=output):
                 answer(library, server, name)
     assert caplog.text.count("'bad' version 1 cannot be loaded") == 1
 

@@ -41,20 +41,20 @@ def repository(tmp_path: Path) -> Path:
 @contextmanager
 def asking(address: str, threads: int) -> Iterator[set[str]]:
     """Send requests from `threads` clients while the body runs; yields the set of their errors."""
-    told, done = set(), threading.Event()
+    received, done = set(), threading.Event()
 
     def ask() -> None:
         with triton.InferenceServerClient(address) as client:
             while not done.is_set():
                 try:
-                    told.add(str(answer(client)))
+                    received.add(str(answer(client)))
                 except Exception as error:      # an answer, too, and none that is wanted
-                    told.add(repr(error))
+                    received.add(repr(error))
 
     clients = [threading.Thread(target=ask) for _ in range(threads)]
     for thread in clients:
         thread.start()
-    yield told
+    yield received
     done.set()
     for thread in clients:
         thread.join()
@@ -66,13 +66,13 @@ def test_a_served_plan_that_is_copied_over_written_in_place_or_emptied_is_served
     write_plan(plan_of(6, SIZE), tmp_path / "other.plan")
     with process(repository) as (server, address), triton.InferenceServerClient(address) as client:
         assert eventually(lambda: client.is_model_ready("m"), TIMEOUT_SECS)
-        with asking(address, 4) as told:
+        with asking(address, 4) as received:
             for _ in range(3):
                 shutil.copyfile(tmp_path / "other.plan", path)
                 with open(path, "r+b") as file:
                     file.write(bytes(SIZE))
                 os.truncate(path, 0)
-        assert told == {str([-7, 5, 5, 5, 5, -7])}
+        assert received == {str([-7, 5, 5, 5, 5, -7])}
         assert server.poll() is None
 
 

@@ -37,9 +37,9 @@ def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
 def poller(server: RunningServer) -> Poller:
     """Return a poller that polls only when a test calls it."""
     repository = server.server.repository
-    made = Poller(repository, repository.roots, 3600)
-    server.run(made.begin())
-    return made
+    created = Poller(repository, repository.roots, 3600)
+    server.run(created.begin())
+    return created
 
 
 def answer(client: triton.InferenceServerClient, model: str = "m") -> Any:

@@ -44,8 +44,8 @@ def remote(tmp_path: Path, max_bytes: int = MIB) -> RemoteFolder:
 
 
 def copies(folder: RemoteFolder) -> dict[str, bytes]:
-    found = {path.relative_to(folder.path): path for path in folder.path.rglob("*") if path.is_file()}
-    return {str(name): path.read_bytes() for name, path in found.items() if not name.parts[0].startswith(".")}
+    actual = {path.relative_to(folder.path): path for path in folder.path.rglob("*") if path.is_file()}
+    return {str(name): path.read_bytes() for name, path in actual.items() if not name.parts[0].startswith(".")}
 
 
 def test_what_changed_is_copied_and_what_is_gone_is_removed(store: Any, tmp_path: Path) -> None:
@@ -218,9 +218,9 @@ model_warmup { name: "w" inputs { key: "x" value { data_type: TYPE_FP32 dims: 1 
     monkeypatch.setattr(folder._files, "get_file", lambda path, to: (
         copied.append(path.partition("models/")[2]), get_file(path, to)))
     nowhere = RemoteFolder("memory://nowhere", tmp_path / "store", MIB)
-    found = {remark.model: remark for remark in check([nowhere, folder], "cpu")}
-    assert found.keys() == {"memory://nowhere", "large", "odd"} and all(each.is_error for each in found.values())
-    assert "FileNotFoundError" in found["memory://nowhere"].text and "label_filename: a: no" in found["large"].text
+    actual = {remark.model: remark for remark in check([nowhere, folder], "cpu")}
+    assert actual.keys() == {"memory://nowhere", "large", "odd"} and all(each.is_error for each in actual.values())
+    assert "FileNotFoundError" in actual["memory://nowhere"].text and "label_filename: a: no" in actual["large"].text
     assert sorted(copied) == ["large/config.pbtxt", "large/warmup/x", "odd/config.pbtxt"]
     assert copies(folder) == {}
 

@@ -78,9 +78,9 @@ def test_under_explicit_control_only_what_was_asked_for_is_loaded(
     client.load_model("other")
     assert infer(client, "other").all()
     client.unload_model("other")
-    for version, said, status in (("", "unknown model: 'other' has no available versions: unloaded", "NOT_FOUND"),
-                                  ("1", "model: 'other' version 1 is not at ready state: unloaded", "UNAVAILABLE")):
-        with pytest.raises(InferenceServerException, match=said) as caught:
+    for version, output, status in (("", "unknown model: 'other' has no available versions: unloaded", "NOT_FOUND"),
+                                    ("1", "model: 'other' version 1 is not at ready state: unloaded", "UNAVAILABLE")):
+        with pytest.raises(InferenceServerException, match=output) as caught:
             client.get_model_metadata("other", version)
         assert caught.value.status() == f"StatusCode.{status}"
     assert states(client) == {"good/1": "READY", "other/1": "UNAVAILABLE"}

@@ -157,5 +157,5 @@ def test_a_body_in_pieces_and_one_that_waits_to_be_asked_for_are_taken(server: R
     for codings in (b"gzip, chunked", b"gzip\r\nTransfer-Encoding: chunked"):
         gzipped = head + b"Transfer-Encoding: " + codings + b"\r\n\r\n"
         assert b"'gzip, chunked' is not served" in ask(server, gzipped, pieces)
-    asked = ask(server, head + f"Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n".encode(), body)
-    assert asked.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
+    requested = ask(server, head + f"Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n".encode(), body)
+    assert requested.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")

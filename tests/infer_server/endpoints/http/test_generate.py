@@ -66,8 +66,8 @@ def generate(server: RunningServer, model: str, body: Any, how: str = "generate"
     if plain.version == "HTTP/2":
         head, _, text = ask(server, post(f"/v2/models/{model}/{how}", json.dumps(body).encode())).partition(
             b"\r\n\r\n")
-        found = re.search(rb"^Content-Type: (.*?)\r?$", head, re.MULTILINE)
-        return int(head.split()[1]), found[1].decode() if found else "", text.decode()
+        actual = re.search(rb"^Content-Type: (.*?)\r?$", head, re.MULTILINE)
+        return int(head.split()[1]), actual[1].decode() if actual else "", text.decode()
     connection = http.client.HTTPConnection("127.0.0.1", server.ports.http, timeout=TIMEOUT_SECS)
     connection.request("POST", f"/v2/models/{model}/{how}", json.dumps(body))
     response = connection.getresponse()
@@ -130,8 +130,8 @@ def test_every_response_is_an_event(server: RunningServer, version: str) -> None
 ])
 def test_what_cannot_be_generated_has_a_status(
         server: RunningServer, model: str, body: Any, how: str, status: int, said: str) -> None:
-    found, _, text = generate(server, model, body, how)
-    assert found == status and said in json.loads(text)["error"]
+    actual, _, text = generate(server, model, body, how)
+    assert actual == status and said in json.loads(text)["error"]
 
 
 def test_an_answer_that_is_refused_for_the_number_of_its_responses_is_no_success_in_the_access_log(

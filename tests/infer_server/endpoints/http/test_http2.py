@@ -78,11 +78,11 @@ def test_a_connection_begins_with_the_preface_in_whatever_pieces(limited: Runnin
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for at in range(0, len(sent), size):
             plain.sendall(sent[at:at + size])
-        found: list[http2.Event] = []
-        while not any(isinstance(event, ResponseReceived) for event in found):
+        actual: list[http2.Event] = []
+        while not any(isinstance(event, ResponseReceived) for event in actual):
             client.receive_data(plain.recv(1 << 16))
-            found += client.events()
-    assert any(isinstance(event, ResponseReceived) and dict(event.headers)[b":status"] == b"200" for event in found)
+            actual += client.events()
+    assert any(isinstance(event, ResponseReceived) and dict(event.headers)[b":status"] == b"200" for event in actual)
 
 
 @pytest.mark.parametrize("method", ["POST", "PRI", "PUT", "P"])
@@ -270,9 +270,9 @@ def test_curl_is_served(limited: RunningServer) -> None:
     if "HTTP2" not in version:
         pytest.skip("curl is built without HTTP/2")
     for path, expected in ((LIVE, "2 200"), ("/nothing", "2 404")):
-        said = subprocess.run(["curl", "-sS", "--http2-prior-knowledge", "-w", "%{http_version} %{http_code}", "-o",
-                               "-", f"http://127.0.0.1:{limited.ports.http}{path}"], capture_output=True, text=True)
-        assert said.stdout.endswith(expected), said.stdout + said.stderr
+        output = subprocess.run(["curl", "-sS", "--http2-prior-knowledge", "-w", "%{http_version} %{http_code}", "-o",
+                                 "-", f"http://127.0.0.1:{limited.ports.http}{path}"], capture_output=True, text=True)
+        assert output.stdout.endswith(expected), output.stdout + output.stderr
 
 
 def test_an_answer_in_parts_is_sent_as_they_come(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ X = np.array([[1, 2, 3, 4]], np.float32)
 
 def tensor(array: np.ndarray[Any, Any], datatype: str = "FP32", name: str = "x",
            binary: bool = True) -> triton.InferInput:
-    made = triton.InferInput(name, list(array.shape), datatype)
-    made.set_data_from_numpy(array, binary_data=binary)
-    return made
+    created = triton.InferInput(name, list(array.shape), datatype)
+    created.set_data_from_numpy(array, binary_data=binary)
+    return created
 
 
 @pytest.mark.parametrize("sent", [True, False], ids=["sent in binary", "sent as JSON"])
@@ -80,7 +80,7 @@ def test_models_are_listed_unloaded_and_loaded(
 
 
 def test_an_inference_that_cannot_be_served_says_why(client: triton.InferenceServerClient) -> None:
-    for model, inputs, status, said in (
+    for model, inputs, status, output in (
             ("nobody", [tensor(X)], "404", "unknown model"),
             ("corrupt", [tensor(X)], "404", "has no available versions"),
             ("affine", [tensor(X, name="z")], "400", "unexpected inference input 'z'"),
@@ -88,7 +88,7 @@ def test_an_inference_that_cannot_be_served_says_why(client: triton.InferenceSer
             ("affine", [tensor(X.astype(np.float64), "FP64")], "400", "data-type is 'FP64'"),
             ("fragile", [tensor(-X)], "500", "a negative value"),
             ("large", [tensor(np.zeros((3, 1 << 18), np.float32))], "413", "maximum allowed input size of 2097152")):
-        with pytest.raises(InferenceServerException, match=said) as caught:
+        with pytest.raises(InferenceServerException, match=output) as caught:
             client.infer(model, inputs)
         assert caught.value.status() == status
     with pytest.raises(InferenceServerException, match="sending FP16 data via JSON is not supported"):

@@ -34,9 +34,9 @@ def read(text: bytes) -> Any:
     b'["\\ud800"]', b'["\xff"]', b"[01]", b"[1, ]", b"[1 2]", b'{"a": }', b"[", b"", b"[" * 100_000,
     b"\xef\xbb\xbf[1]"])
 def test_large_bodies_are_read_as_small_ones_are(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = read(text + SPACE), read(bytearray(text + SPACE))
+    actual = read(text + SPACE), read(bytearray(text + SPACE))
     monkeypatch.setattr(json_values, "_FEW_BYTES", 1 << 30)         # json reads it
-    assert found == (read(text + SPACE),) * 2
+    assert actual == (read(text + SPACE),) * 2
 
 
 @pytest.mark.parametrize("datatype, data, says", [

@@ -27,9 +27,9 @@ def test_a_large_body_arrives_whole_however_it_is_cut_and_what_follows_it_is_the
         for begin, end in zip((0, *cuts), (*cuts, len(data)), strict=True):
             connection.sendall(data[begin:end])
             time.sleep(0.01)            # so that pieces come by themselves
-        found = [answer_from(answers) for _ in range(4)]
-    assert [json.loads(found[i])["outputs"][0]["data"] for i in (0, 3)] == [[3.0, 5.0, 7.0, 9.0]] * 2
-    for answer, sent in ((found[1], values), (found[2], values + 1)):
+        actual = [answer_from(answers) for _ in range(4)]
+    assert [json.loads(actual[i])["outputs"][0]["data"] for i in (0, 3)] == [[3.0, 5.0, 7.0, 9.0]] * 2
+    for answer, sent in ((actual[1], values), (actual[2], values + 1)):
         np.testing.assert_array_equal(np.frombuffer(answer[-sent.nbytes:], np.float32), sent * 2 + 1)
 
 

@@ -69,13 +69,13 @@ def test_a_client_that_reads_none_of_many_small_answers_is_disconnected(
         tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each response is below the size from which a client's reading is timed; together they reach the limit."""
     write_model(tmp_path, "large", shape=[1 << 16])
-    asked = post_large(np.ones(1 << 16, np.float32))
+    requested = post_large(np.ones(1 << 16, np.float32))
     with serving(tmp_path, send_timeout_secs=0.2, max_inflight_bytes=32 << 20) as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", server.ports.http))
         with suppress(ConnectionError):             # it may be before all of them are sent
             for _ in range(100):
-                client.sendall(asked)
+                client.sendall(requested)
         assert eventually(lambda: "has not read its answer" in caplog.text)
         assert eventually(lambda: server.server._inflight.held_bytes == 0)
 

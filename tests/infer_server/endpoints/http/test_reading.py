@@ -69,15 +69,15 @@ class Received:
 
 def parsed(*pieces: bytes) -> tuple[list[tuple[HttpRequest, int, bool]], int]:
     """Return the parsed requests, and the number of "100 Continue" responses."""
-    found = Received()
+    actual = Received()
     for piece in pieces:
-        found.reader.feed(piece)
-    return found.requests, found.asked_for
+        actual.reader.feed(piece)
+    return actual.requests, actual.asked_for
 
 
 def each_parsed_alone(*requests: bytes) -> tuple[list[tuple[HttpRequest, int, bool]], int]:
-    found = [parsed(request) for request in requests]
-    return [request for requests, _ in found for request in requests], sum(asked for _, asked in found)
+    actual = [parsed(request) for request in requests]
+    return [request for requests, _ in actual for request in requests], sum(requested for _, requested in actual)
 
 
 @pytest.fixture
@@ -124,11 +124,11 @@ def test_what_looks_like_a_request_may_be_a_body() -> None:
 
 
 def test_one_that_comes_again_is_counted_too() -> None:
-    found = Received()
-    found.reader.feed(WHOLE[0])
-    found.inflight.most = 3
+    actual = Received()
+    actual.reader.feed(WHOLE[0])
+    actual.inflight.most = 3
     with pytest.raises(RefusedError):
-        found.reader.feed(WHOLE[1])
+        actual.reader.feed(WHOLE[1])
 
 
 def test_long_heads_are_not_kept(parsers: list[bytes]) -> None:

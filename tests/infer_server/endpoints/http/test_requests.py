@@ -49,9 +49,9 @@ def test_requests_sent_together_are_answered_in_their_order(server: RunningServe
     bodies = [body_of(data=[i, 0, 0, 0]) for i in range(20)]
     together = b"".join(post("/v2/models/affine/infer", body) for body in bodies)
     answers = ask(server, together + post("/v2/models/affine/infer", body_of(data=[20, 0, 0, 0]), CLOSE))
-    found = [json.loads(part.partition(b"\r\n\r\n")[2])["outputs"][0]["data"][0]
-             for part in answers.split(b"HTTP/1.1 ")[1:]]
-    assert found == [2.0 * i + 1 for i in range(21)]
+    actual = [json.loads(part.partition(b"\r\n\r\n")[2])["outputs"][0]["data"][0]
+              for part in answers.split(b"HTTP/1.1 ")[1:]]
+    assert actual == [2.0 * i + 1 for i in range(21)]
 
 
 def test_what_comes_behind_a_request_is_answered_behind_it_whatever_it_is(server: RunningServer) -> None:
