@@ -31,7 +31,7 @@ class Model:
     source: Path
     calibration: str                    # --calib: random pictures by default
     preprocess: str = ""                # --preprocess
-    shapes: tuple[str, ...] = ()        # --shape, each
+    shapes: tuple[str, ...] = ()        # values of --shape
     accuracy: Path | None = None        # script with the model's metric, see benchmarks.measure.accuracy
 
     @property

@@ -45,6 +45,6 @@ _BY_STATUS = {
 
 
 def error_of(status: str, url: str, call: str, details: str | None) -> ClientError:
-    """Build the named error for a gRPC status; one without a name of its own becomes ServerError."""
+    """Build the named error for a gRPC status; others become ServerError."""
     kind = _BY_STATUS.get(status, ServerError)
     return kind(f"{url}: {call}: {details or 'no details'} [{status}]")

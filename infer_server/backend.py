@@ -61,7 +61,7 @@ class ZeroCopyContext(Protocol):
     """Context that can read inputs and write outputs in memory of requests, on its own GPU or on the host."""
     @property
     def binds_arrays(self) -> bool:
-        """True if it takes arrays on a GPU."""
+        """True if it accepts arrays on a GPU."""
 
     @property
     def zero_copy_inputs(self) -> Collection[str]:

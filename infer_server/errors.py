@@ -58,7 +58,7 @@ class UnavailableError(ServeError):
 
     @staticmethod
     def closed(model: str) -> UnavailableError:
-        """Return the error for a model that takes no more requests."""
+        """Return the error for a model that accepts no more requests."""
         return UnavailableError(
             f"model '{model}' takes no more requests: it is being unloaded, or the server is stopping")
 

@@ -89,7 +89,7 @@ class ServerOptions:
     config_name: str = ""                       # name of the custom configuration to use instead of config.pbtxt
     poll_secs: float = 0.0                      # interval of polling the repository; 0: none
     retry_secs: float = 15.0                    # interval of attempts to read unreachable remote storage
-    listen_when_ready: bool = False             # True: gRPC and HTTP open after the models of the start are loaded
+    listen_when_ready: bool = False             # True: gRPC and HTTP open after the initial models are loaded
     load_models: tuple[str, ...] | None = ()    # models to load at start under explicit control; None: all
     load_threads: int = LOADS                   # number of parallel loads
     strict_readiness: bool = True               # not ready while a model has failed to load
@@ -331,7 +331,7 @@ class Server:
         await self.repository.close()
 
     async def _load(self) -> None:
-        """Load the models of the start, open the ports if they wait for that, and begin to poll the repository."""
+        """Load the initial models, open the ports if they wait for that, and begin to poll the repository."""
         try:
             with self.lifecycle.startup.phase("loading"):
                 await self._load_chosen()
@@ -353,20 +353,20 @@ class Server:
         await (self._poller.run() if self._poller else load_unfetched(self.repository, secs))
 
     async def _load_chosen(self) -> None:
-        """Load the models of the start. Raises RepositoryError if the repository cannot be read."""
+        """Load the initial models. Raises RepositoryError if the repository cannot be read."""
         if self._poller:
             await self._poller.begin()
         chosen = self._options.explicit_control or self._options.model_memory_bytes
         await self.repository.load_all(self._options.load_models if chosen else None)
 
     async def _load_late(self) -> None:
-        """Load the models of the start after remote storage was away. Raises RepositoryError if it is away again."""
+        """Load the initial models once remote storage is reachable. Raises RepositoryError if it is not."""
         await self._load_chosen()
         self._unreadable.clear()
         self._looks_again = False
         await self._open()
         self.lifecycle.changed()
-        log.info("the models of the start are loaded" if not self.failures() else "not all models could be loaded")
+        log.info("the initial models are loaded" if not self.failures() else "not all models could be loaded")
 
     async def _open(self) -> None:
         """Open the ports if that has waited for models."""

@@ -1,6 +1,6 @@
 """Common path of inferences of all protocols: look up the model, check the request, queue it, log it, cancel it.
 
-An endpoint implements an InferenceCall, which decodes its protocol's messages, and a Reply, which takes the response:
+An endpoint implements an InferenceCall, which decodes its protocol's messages, and a Reply, which gets the response:
 
     submitted = inferences.submit(call, reply)      # raises a ServeError
     submitted.cancel()                              # its client has disconnected
@@ -193,7 +193,7 @@ class Inferences:
         return bool(self._tracer or self._access_log or protocol in self._forwarded)
 
     def find(self, model: str, version: str) -> Model:
-        """Return a model that takes requests. Raises ServeError."""
+        """Return a model that accepts requests. Raises ServeError."""
         loaded = self._repository.find(model, version)
         if self._closed:
             raise UnavailableError.closed(loaded.name)

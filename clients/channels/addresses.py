@@ -1,4 +1,4 @@
-"""The addresses of a channel, and which of them a call goes to.
+"""The addresses of a channel, and the choice of one for each call.
 
 References
 ----------
@@ -45,7 +45,7 @@ class Address:
 
     @property
     def is_ejected(self) -> bool:
-        """True while no call goes to the address, because its connection failed."""
+        """True while the address is skipped, because a connection failed, if others are available."""
         return self._ejected_until > time.monotonic()
 
     def succeeded(self) -> None:
@@ -78,7 +78,7 @@ class RoundRobin:
         return self.next(None) if address is failed else address
 
     def candidates(self, first: Address) -> list[Address]:
-        """Return the addresses to try for a call, starting at `first`; those that are left out come last."""
+        """Return the addresses to try for a call, starting at `first`; ejected ones come last."""
         addresses = self.addresses
         at = addresses.index(first) if first in addresses else 0
         return sorted(addresses[at:] + addresses[:at], key=lambda address: address.is_ejected)
@@ -96,7 +96,7 @@ class DnsName(RoundRobin):
         self.removed: list[Address] = []        # addresses that the name has lost, whose connections are to be closed
 
     def next(self, failed: Address | None) -> Address:
-        """See RoundRobin. Starts a look-up that is due on a thread of its own."""
+        """Return the next address as RoundRobin does, and start a look-up on a thread if one is due."""
         now = time.monotonic()
         if now >= self._due:
             self._due = now + LOOK_UP_SECS

@@ -80,7 +80,7 @@ class AioChannel(ChannelBase):
         await asyncio.gather(*connecting, *(connection.close() for connection in self._open), return_exceptions=True)
 
     def _ready(self, address: Address) -> AioConnection | None:
-        """Return the connection to an address if it takes calls without waiting."""
+        """Return the connection to an address if it accepts calls without waiting."""
         connection = self._connections.get(address.name)
         return connection if connection and connection.takes_calls and not connection.health.is_due else None
 
@@ -213,7 +213,7 @@ class AioConnection(asyncio.BufferedProtocol):
         return call.result()
 
     def start(self, request: CallRequest, call: PendingCall, deadline: float | None) -> None:
-        """Begin a call. Raises StatusError if the connection takes no more calls."""
+        """Begin a call. Raises StatusError if the connection accepts no more calls."""
         self._http2.open(request, call)
         self._has_started = True
         self._flush_soon()

@@ -25,7 +25,7 @@ from infer_server.protos.http2 import (
 )
 
 _WINDOW_BYTES = 4 << 20             # flow-control window of a stream
-_SEND_BYTES = 256 << 10             # taken from libnghttp2 at a time
+_SEND_BYTES = 256 << 10             # maximum size of a write
 
 
 @dataclass
@@ -50,7 +50,7 @@ class ClientConnection:
         self._plain_headers: tuple[Header, ...] = ()    # of the last response whose headers say only that it begins
 
     def open(self, request: CallRequest, call: PendingCall) -> None:
-        """Begin a call: queue its request. Raises StatusError if the connection takes no more calls."""
+        """Begin a call: queue its request. Raises StatusError if the connection accepts no more calls."""
         http2 = self._http2
         try:
             call.stream = stream = http2.send_request(request.headers)

@@ -74,7 +74,7 @@ def _open(library: Any, url: str, options: ChannelOptions) -> Any:
     target, document = url, dict(options.config(is_balanced(url)).document)
     if is_balanced(url):
         document.setdefault("loadBalancingConfig", [{"round_robin": {}}])
-    if "," in url:                                  # gRPC takes several addresses as numbers only
+    if "," in url:                                  # gRPC accepts several addresses only as numbers
         addresses = [(socket.gethostbyname(address.host), address.port) for address in parse_url(url)]
         target = "ipv4:" + ",".join(f"{host}:{port}" for host, port in addresses)
     arguments["grpc.service_config"] = json.dumps(document)

@@ -47,8 +47,8 @@ class ChannelOptions:
 
     Parameters
     ----------
-    max_message_bytes : the largest message that is sent or taken, after decompression; -1: any.
-    tls : files, or a context of the standard library, which only libnghttp2 takes; None: no TLS.
+    max_message_bytes : maximum size of sent and received messages, decompressed; -1: unlimited.
+    tls : files, or a context of the standard library, which only libnghttp2 supports; None: no TLS.
     service_config : retries, timeouts and health checks in gRPC's form, as a mapping or as JSON; None: that of
         default_service_config() for several servers, an empty one for a single server.
     metadata : sent with every call; the values of names that end with -bin are bytes.

@@ -31,9 +31,9 @@ _DURATION = re.compile(r"(\d+(?:\.\d{1,9})?)s")
 
 
 def default_service_config() -> dict[str, Any]:
-    """Return the service config of clients of several servers, as a document that every gRPC client takes.
+    """Return the service config of clients of several servers, as a document that every gRPC client accepts.
 
-    Requests go to the servers in turn, to those alone that say that they serve. A request that ends with UNAVAILABLE is
+    Requests go in turn to the servers whose health checks succeed. A request that ends with UNAVAILABLE is
     sent again, up to 3 times after 0.02, 0.06 and 0.18 s, to another server where the client can choose; not while more
     than half as many requests fail as succeed. Requests of a sequence must not be sent twice: leave methodConfig out.
     """

@@ -49,7 +49,7 @@ class LoadLevel:
     client: Summary
     server: ServerSplit | None      # None: the server keeps no statistics, or executed nothing
     stopped_by: str                 # "stable" (the last three windows) or "duration" (all of it)
-    messages: dict[str, str]        # gRPC status -> the first message that came with it
+    messages: dict[str, str]        # gRPC status -> its first message
     client_busy: float              # share of the interval in which the load generator's thread computed
 
     @property

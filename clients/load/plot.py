@@ -25,7 +25,7 @@ def require_matplotlib() -> None:
 
 
 def write_plot(report: Report, path: Path) -> None:
-    """Write the picture, whatever the suffix of `path`; a second server's lines are dashed, its bars hatched."""
+    """Write a PNG with any suffix of `path`; a second server's lines are dashed, its bars hatched."""
     from matplotlib.figure import Figure  # not pyplot: no display, no global state
 
     figure = Figure(figsize=(10, 8.5), layout="constrained")

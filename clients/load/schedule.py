@@ -1,7 +1,7 @@
 """Schedules: when requests are sent, in a closed loop or an open one.
 
 A closed loop keeps a number of requests in flight: it measures capacity, and a slow server slows it down. An open loop
-sends at a rate whatever the server does, as independent users would: it measures the latency that they would see.
+sends at a rate that is independent of the server, as independent users do: it measures the latency that they see.
 """
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Pool(Generic[T]):
                     busy.discard(connection)
 
     def close(self) -> None:
-        """End the workers, whatever they are at."""
+        """End the workers, even during their work."""
         for process in self._workers.values():
             process.terminate()
         for connection, process in self._workers.items():

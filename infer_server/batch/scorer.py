@@ -5,7 +5,7 @@
     dataset.map_batches(scorer, batch_format="pyarrow")         # Ray Data
     frame.mapInArrow(scorer.stream, schema)                     # Spark
 
-Engines are loaded once in a process, when a first batch comes: a Scorer pickles as its arguments.
+Each process loads an engine once, at its first batch: a Scorer is pickled as its arguments.
 """
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _engine(plan: str, changed_ns: int, threads: int) -> Engine:
 
 
 class Scorer:
-    """A plan that takes batches of rows; the result has the batch's type.
+    """A plan that scores batches of rows; the result has the batch's type.
 
     An input is read from the column of its name: numbers, lists of numbers, tensors, or encoded pictures in binary
     columns. A flat list is reshaped to the input's shape. Outputs become columns of their names; other columns are
@@ -180,7 +180,7 @@ class Scorer:
     def reader(self, files: Sequence[Path] = ()) -> PictureReader:
         """Return the reader of pictures for the model's only input; files: some whose bit depth is looked at.
 
-        Raises CalibrationError or ConfigError if the model takes no pictures.
+        Raises CalibrationError or ConfigError if the model has no picture input.
         """
         from infer_server.calibration.data.sources.images import picture_reader
         from infer_server.engines.preprocess import Preprocess, load_preprocess

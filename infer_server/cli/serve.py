@@ -291,7 +291,7 @@ def _add_ports(parser: argparse.ArgumentParser) -> None:
                         help="library that serves gRPC; grpcio costs more for each request (default %(default)s)")
     parser.add_argument("--listen-when-ready", type=boolean, nargs="?", const=True, metavar="BOOL",
                         default="KUBERNETES_SERVICE_HOST" in os.environ,
-                        help="true: refuse connections to gRPC and HTTP until the models of the start are loaded, so "
+                        help="true: refuse connections to gRPC and HTTP until the initial models are loaded, so "
                              "that clients go to other servers; the metrics port answers /v2/health meanwhile (default "
                              "true in a Kubernetes pod, else false)")
     parser.add_argument("--http-port", type=_port, default=8000, metavar="N",

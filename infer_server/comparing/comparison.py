@@ -41,7 +41,7 @@ class Comparison:
     a, b : str
         Names of the two sides and of their runtimes. B is the reference.
     source : str
-        Where the items came from.
+        Source of the items.
     items : int
         Number of items.
     outputs : tuple of TensorErrors

@@ -101,7 +101,7 @@ class Aligned:
         """Return the value in the layout of the reference; None if its shape fits in none.
 
         Where more than one layout fits, as with as many channels as rows and columns, the first item decides: the
-        layout with the least error is taken for all.
+        layout with the least error is used for all.
         """
         if name not in self._moves:
             fitting = [move for move in ((0, 0), (-1, 1), (1, -1)) if value.ndim > 2 or move == (0, 0)]

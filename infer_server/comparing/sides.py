@@ -32,7 +32,7 @@ from infer_server.engines.plan.plan import IoTensor
 from infer_server.engines.runtime.specialisation import Specialisation
 
 VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-UNKNOWN_BYTES = 16 << 20        # size that a tensor of unknown shape is taken for
+UNKNOWN_BYTES = 16 << 20        # assumed size of a tensor of unknown shape
 Layers = Callable[[Feed, Show], None]       # runs an item and passes the inner tensors to `Show`
 
 
@@ -174,7 +174,7 @@ class PlanSide:
 
 
 class OnnxSide:
-    """Side of an ONNX file, run by ONNX Runtime if that is installed and takes it, else by the NumPy reference."""
+    """Side of an ONNX file, run by ONNX Runtime if that is installed and supports it, else by the NumPy reference."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -233,7 +233,7 @@ class OnnxSide:
         return {name: _readable(value, str(getattr(value, "dtype", ""))) for name, value in values.items()}
 
     def _oracle(self, feed: Feed, shown: tuple[str, ...]) -> Oracle:
-        """Return the oracle for a feed. ONNX Runtime takes any shapes; the reference has a graph for each."""
+        """Return the oracle for a feed. ONNX Runtime accepts any shapes; the reference needs a graph for each."""
         shapes = {name: array.shape for name, array in feed.items()}
         for key in ((shown,), (shown, *shapes.items())):
             if key in self._oracles:

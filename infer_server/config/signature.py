@@ -143,7 +143,7 @@ class ModelSignature:
 
     @property
     def is_identity(self) -> bool:
-        """True if the model takes the tensors of a request unchanged."""
+        """True if the tensors of a request are passed to the model unchanged."""
         return not (self._reshapes or self._defaults)
 
     def to_model(self, arrays: Arrays, items: int) -> Arrays:

@@ -1,6 +1,6 @@
 """Conversion of HTTP inference requests with JSON tensors to binary tensors, in a frontend worker.
 
-Parsing the JSON of a picture takes tens of milliseconds, which the engine process is spared. Requests that cannot be
+Parsing the JSON of a picture takes tens of milliseconds, which the engine process saves. Requests that cannot be
 converted are forwarded unchanged, so that errors are reported in one place.
 """
 from __future__ import annotations

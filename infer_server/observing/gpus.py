@@ -57,7 +57,7 @@ class Gpus:
         if self._library.has_no_gpu:
             return ()
         clock = asyncio.get_running_loop().time
-        before: Sequence[Gauge] = ()            # an earlier reading that came too late for its caller
+        before: Sequence[Gauge] = ()            # an earlier reading that arrived after its caller's timeout
         reading = self._reading
         if reading is None or reading.done():
             self._begun = clock()

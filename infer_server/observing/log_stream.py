@@ -103,7 +103,7 @@ class LogStream(logging.Handler):
             self._is_within_line = bool(rest)
 
     def _report(self, error: OSError) -> None:
-        """Report once on stderr why the file takes no records."""
+        """Report once on stderr why the file cannot be written to."""
         line = (f"infer-server: error: --log-file {self.path}: {error.strerror}; lines are lost until it can be "
                 "written\n")
         try:

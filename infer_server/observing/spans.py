@@ -94,7 +94,7 @@ class SpanTracer:
                              "with another --trace-config")
 
     def close(self) -> None:
-        """Export the remaining spans. Blocks until the collector has taken them."""
+        """Export the remaining spans. Blocks until the collector has received them."""
         self._provider.shutdown()
 
     def _record(self, trace: RequestTrace, entry: AccessEntry, status: str) -> None:

@@ -41,7 +41,7 @@ class ExecutionTimes(Protocol):
 
 
 class LateExecution(NamedTuple):
-    """Execution whose responses came later; it lasts until the last of them."""
+    """Execution whose responses are sent after it returned; its span ends with the last of them."""
     items: int
     started_ns: int
     encoded_ns: int

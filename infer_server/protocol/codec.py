@@ -80,7 +80,7 @@ class InputTensor:
 
     @functools.cached_property
     def is_plain(self) -> bool:
-        """True if an array can be a view of the raw contents, whatever their bytes are."""
+        """True if any raw contents can be viewed as an array."""
         return self.datatype.name not in ("BYTES", "BOOL") and self.raw_bytes > 0
 
     @property

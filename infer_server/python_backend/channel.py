@@ -56,7 +56,7 @@ class MessageChannel:
         Raises
         ------
         ClosedError
-            The other side is gone.
+            The other process has ended.
         OSError, ValueError
             The tensors cannot be encoded, or there is no shared memory left; nothing was sent.
         """

@@ -55,7 +55,7 @@ class ModelProcess:
         self._numbers = itertools.count()
         self._responded_secs = 0.0                      # time of the last response
         self._lock = threading.Lock()
-        self._open: dict[int, Request] = {}             # without the last response; whoever pops one must end it
+        self._open: dict[int, Request] = {}             # without the last response; code that pops one must end it
         self._executing: tuple[int, ...] = ()           # open ones that execute() ends; the reader ends the others
         self._between: dict[Request, int] = {}          # rescheduled ones, which keep their numbers
         self._last: dict[int, Any] = {}                 # results of rescheduled ones that have ended meanwhile
@@ -190,7 +190,7 @@ class ModelProcess:
         return self._open.pop(number)
 
     def cancel(self, request: Request) -> None:
-        """Tell the model that a request was cancelled, if it is open. From any thread."""
+        """Notify the model that a request was cancelled, if it is open. Thread-safe."""
         for number, other in list(self._open.items()):
             if other is request:
                 self._send_cancelled(number)
@@ -200,7 +200,7 @@ class ModelProcess:
         return request.trace if (request := self._open.get(number)) else None
 
     def forget(self, request: Request) -> None:
-        """Remove a rescheduled request that has ended and tell its response sender. From any thread."""
+        """Remove a rescheduled request that has ended and notify its response sender. Thread-safe."""
         with self._lock:
             number = self._between.pop(request, None)
             if number is None:

@@ -23,7 +23,7 @@ class SendWindow:
         self._bytes += size
 
     def consumed(self) -> None:
-        """Remove the oldest response."""
+        """Remove the oldest response from the window."""
         self._bytes -= self._sizes.popleft() if self._sizes else 0
 
 

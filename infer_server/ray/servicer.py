@@ -15,8 +15,8 @@ from infer_server import protos
 from infer_server.endpoints.grpc.grpcio.server import Handlers
 from infer_server.endpoints.grpc.methods import Methods
 
-# A watcher would hold up a replica that drains, and learn of one replica out of many. A gRPC client that gets
-# UNIMPLEMENTED for Watch takes the server for healthy.
+# A Watch call would delay the drain of a replica, and report one replica of many. A gRPC client that gets
+# UNIMPLEMENTED for Watch assumes that the server is healthy.
 WATCH = f"/{protos.HEALTH_SERVICE}/Watch"
 METHODS = tuple(method for service in (protos.INFERENCE_SERVICE, protos.HEALTH_SERVICE)
                 for method in protos.methods(service) if method.path != WATCH)

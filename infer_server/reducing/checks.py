@@ -189,5 +189,5 @@ def _serve(check: Check, link: Connection) -> None:
             return
         try:
             link.send(check.verdict(model, data))
-        except Exception as error:      # whatever the user's code raises
+        except Exception as error:      # any error of the user's code
             link.send(Verdict(RAISED, f"{check.name} raised {type(error).__name__}: {error}"))

@@ -26,7 +26,7 @@ class Fragment:
     Attributes
     ----------
     nodes : tuple of int
-        Positions of the kept nodes in the model's graph. Constant nodes are not counted: each comes with its readers.
+        Positions of the kept nodes in the model's graph. Constant nodes are not counted; their readers add them.
     outputs : tuple of str
         Tensors that the fragment returns.
     frozen : bool
@@ -192,7 +192,7 @@ def load(path: Path) -> OnnxModel:
         return onnx.load(path)
     except OSError:
         raise
-    except Exception as error:      # whatever the protobuf runtime at hand raises
+    except Exception as error:      # the class depends on the protobuf runtime
         raise ModelError(f"{path} is no ONNX file: {error}") from error
 
 

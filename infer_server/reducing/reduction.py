@@ -99,11 +99,11 @@ def reduce_model(model: str | os.PathLike[str], output: str | os.PathLike[str], 
         ONNX files. The inputs of the reduced model are written beside it, with the suffix .npz.
     check : Check
     data : path or callable, optional
-        Items, in the forms of `infer_server.calibration.open_data`, of which the first is taken. None generates one.
+        Items, in the forms of `infer_server.calibration.open_data`, of which the first is used. None generates one.
     preprocess : str
         Preprocessing of images.
     max_checks : int
-        Number of checks after which the smallest model so far is taken.
+        Number of checks after which the smallest model so far is written.
     timeout : float
         Seconds after which a check counts as a failure of its own kind.
     stage : callable, optional

@@ -1,6 +1,6 @@
 """Compile models at load time in child processes: a model.onnx, or a plan that was built for another machine.
 
-A build runs in a process of its own because it is minutes of Python that would hold the server's interpreter lock, and
+A build runs in its own process, because it takes minutes of Python, which would hold the server's interpreter lock, and
 because a crash of the compiler must not end other models. The engine cache makes the second build a lookup. The plan
 file is deleted after loading: an engine runs from its own memory.
 """

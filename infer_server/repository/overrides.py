@@ -24,7 +24,7 @@ _NAME_ERRNOS = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)  
 
 @contextmanager
 def temporary_repository(name: str, files: Mapping[str, bytes]) -> Iterator[Path]:
-    """Create a temporary repository with this model alone; it is deleted when the context exits.
+    """Create a temporary repository with only this model; it is deleted when the context exits.
 
     Parameters
     ----------

@@ -123,5 +123,5 @@ def _fingerprint(root: RepositoryRoot, name: str) -> Hashable:
         return root.fingerprint(name)
     except FetchError:
         raise
-    except RepositoryError as error:        # concerns this model alone: its load reports the reason
+    except RepositoryError as error:        # concerns only this model: its load reports the reason
         return str(error)

@@ -216,7 +216,7 @@ class RemoteFolder(RepositoryRoot):
         FetchError
             The file does not exist, or the local disk refuses it.
         UnreachableError
-            Any other error: each file system raises exceptions of its own.
+            Any other error: file systems raise their own exceptions.
         """
         try:
             self._files.invalidate_cache()

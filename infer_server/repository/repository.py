@@ -49,7 +49,7 @@ class IndexEntry:
 
 
 class Repository:
-    """Models of one or more repositories. `find`, the request path, takes two dictionary lookups."""
+    """Models of one or more repositories. `find`, which every request calls, costs two dictionary lookups."""
 
     def __init__(self, roots: Sequence[RepositoryRoot], load: Callable[[Source], Model], config_name: str = "",
                  loads: int = LOADS) -> None:

@@ -1,4 +1,4 @@
-"""Tests of ports that open when the models of the start are loaded, and of the probes meanwhile."""
+"""Tests of ports that open when the initial models are loaded, and of the probes meanwhile."""
 from __future__ import annotations
 
 import asyncio

@@ -64,7 +64,7 @@ class HttpTransport(Transport):
         return send
 
     async def _request(self, request: bytes, timeout: float, slots: Slots) -> Answer:
-        """Send a request on a free connection. Raises StatusError if no answer comes."""
+        """Send a request on a free connection. Raises StatusError if there is no answer."""
         connection: HttpClientConnection | None = None
         try:
             async with slots.one(timeout):

@@ -85,7 +85,7 @@ class InProcessGrpc:
         Parameters
         ----------
         requests : async iterable of bytes
-            Serialised request messages. Several are in flight before the first response is taken.
+            Serialised request messages. Several are in flight before the first response is consumed.
 
         Yields
         ------

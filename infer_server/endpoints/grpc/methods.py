@@ -33,7 +33,7 @@ class Methods:
     """Calls of a gRPC port.
 
     find : returns the call for a path such as "/inference.GRPCInferenceService/ServerLive"; None if there is none.
-    infer : takes ModelInfer without a coroutine, for the transports that can; None: `find` serves it.
+    infer : serves ModelInfer without a coroutine, for transports that support that; None: `find` serves it.
     load_report : returns the serialised load report, for responses of ModelInfer to clients that ask for it.
     """
     find: Callable[[str], Serve | None]

@@ -65,7 +65,7 @@ class PortLimits:
                 f"size of {most} bytes. Use {option} to increase the limit. (Of both protocols: --max-message-mib.)"))
 
     def check_announced(self, headers: Mapping[str, str], count: int) -> None:
-        """Raise RefusedError if a body of `count` bytes, which these headers announce, is not taken now."""
+        """Raise RefusedError if a body of `count` bytes, announced by these headers, cannot be accepted now."""
         self.check_size(headers, count)
         if count > self.inflight.max_partial_bytes:
             raise RefusedError(error_response(
@@ -145,7 +145,7 @@ class _Incoming:
 
 
 class _CachedHead(NamedTuple):
-    """Cached request that arrived alone and in one piece."""
+    """Cached request that arrived in one piece, without another one."""
     head: bytes                         # bytes before the body
     size: int                           # total size, body included
     request: HttpRequest

@@ -54,7 +54,7 @@ class EnsembleModel(Model):
             kind = "a decoupled model" if self.config.decoupled else "a sequence"
             raise ModelConfigError(f"response_cache: {kind}'s responses are not cached, and a step has such; remove it")
         self._loaded_with = b"".join(model.revision for model in models)
-        self.labels = labels                # defaults if the ensemble has no label files of its own, as in Triton
+        self.labels = labels                # used if the ensemble has no label files, as in Triton
 
     async def is_ready(self) -> bool:
         try:

@@ -96,7 +96,7 @@ class EnsembleRun:
         Raises
         ------
         NotServedError
-            The client's call takes a single response.
+            The client's call allows a single response.
         """
         if not isinstance(self.request.reply, StreamReply):
             raise NotServedError("the step is decoupled: ask for the ensemble in a stream (ModelStreamInfer)")

@@ -22,7 +22,7 @@ from infer_server.engines.errors import EngineError, InputError
 from infer_server.errors import ModelConfigError
 
 _LARGEST = 1 << 16          # largest bucket that is made by default
-_TRIED = 16                 # the trial takes the first bucket of at least this extent
+_TRIED = 16                 # the trial uses the first bucket of at least this extent
 _CLOSE = 1e-3               # difference over the largest value of an output, for float32
 _ROUNDED = 3e-2             # for other precisions
 

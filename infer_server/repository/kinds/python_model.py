@@ -292,7 +292,7 @@ def _launch(source: Source, message: model_config.ModelConfig, config: ModelConf
 
 
 class _BlsRequest:
-    """Request that a Python model sends to another model (BLS), and the Reply that takes its responses."""
+    """Request that a Python model sends to another model (BLS), and the Reply that receives its responses."""
 
     def __init__(self, find: Find, trace_of: Callable[[int], RequestTrace | None], loop: asyncio.AbstractEventLoop,
                  open_: dict[int, _BlsRequest], message: ChannelMessage, answer: Answer) -> None:

@@ -81,7 +81,7 @@ class GrpcioServer:
             connections.stop_listening(self._port)
 
     async def send_away(self) -> None:
-        """Refuse new connections and send GOAWAY; clients over TLS only learn from the status of their next calls."""
+        """Refuse new connections and send GOAWAY; over TLS, clients get a status at their next calls instead."""
         self.stop_listening()
         if self._port and self._is_plain:
             await connections.send_away(self._port)

@@ -223,8 +223,8 @@ class CoroutineCall:
         self._messages: deque[tuple[bytes, int, Callable[[], None]]] = deque()
         self._partial = OpenCall(self)                  # counts a message that arrives in pieces
         self._ended = self._started = self._finished = False    # the client has sent all; headers, trailers are sent
-        self._changed: asyncio.Future[None] | None = None       # somebody waits for a message
-        self._sent: asyncio.Future[None] | None = None          # somebody waits until a message is sent
+        self._changed: asyncio.Future[None] | None = None       # set while read() waits for a message
+        self._sent: asyncio.Future[None] | None = None          # set while write() waits until a message is sent
         self._done: list[Callable[[], None]] = []
         self._closed = False
         self.answered_at, self.is_partial, self.partial_bytes = 0.0, False, 0

@@ -1,4 +1,4 @@
-"""ModelInfer without coroutines: a request is submitted with an object that takes its response or error."""
+"""ModelInfer without coroutines: a request is submitted with an object that receives its response or error."""
 from __future__ import annotations
 
 import time
