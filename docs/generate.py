@@ -234,10 +234,10 @@ def _literal_families(source: str) -> Iterator[tuple[str, str, str]]:
 def routes_page() -> str:
     """Return the paths of the HTTP port and the methods of the gRPC port."""
     from infer_server import protos
-    from infer_server.endpoints.restrictions import OF_CALL
+    from infer_server.endpoints.restrictions import CATEGORY_BY_CALL
 
     rows = [(f"`{method}`", f"`{path}`", category) for method, path, category in http_routes()]
-    calls = [(f"`{method.name}`", OF_CALL[method.name]) for method in protos.methods(protos.INFERENCE_SERVICE)]
+    calls = [(f"`{method.name}`", CATEGORY_BY_CALL[method.name]) for method in protos.methods(protos.INFERENCE_SERVICE)]
     return f"""# Routes of the protocol
 
 `--http-restricted-api` and `--grpc-restricted-protocol` restrict calls by category ([Secure it](../howto/secure.md)).

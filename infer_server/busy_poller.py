@@ -9,9 +9,9 @@ import asyncio
 import os
 import time
 
-_LONGEST_NS = 200_000       # maximum time of polling; after longer gaps, having slept makes no difference
-_SURE = 4                   # number of short gaps from which the loop polls
-_MOST = 8                   # limit of the counter of short gaps, which each long gap halves
+_MAX_POLL_NS = 200_000      # maximum time of polling; after longer gaps, having slept makes no difference
+_MIN_SHORT_GAPS = 4         # number of short gaps from which the loop polls
+_MAX_SHORT_GAPS = 8         # limit of the counter of short gaps, which each long gap halves
 
 
 class BusyPoller:
@@ -31,8 +31,8 @@ class BusyPoller:
     def opened(self) -> None:
         """Record that a request has arrived while none was open."""
         self._is_idle = False
-        if time.monotonic_ns() - self._idle_ns < _LONGEST_NS:
-            self._short_gaps = min(_MOST, self._short_gaps + 1)
+        if time.monotonic_ns() - self._idle_ns < _MAX_POLL_NS:
+            self._short_gaps = min(_MAX_SHORT_GAPS, self._short_gaps + 1)
         else:
             self._short_gaps >>= 1
 
@@ -40,12 +40,12 @@ class BusyPoller:
         """Record that no request is open any more."""
         self._is_idle = True
         self._idle_ns = time.monotonic_ns()
-        if self._short_gaps >= _SURE and not self.is_polling:
+        if self._short_gaps >= _MIN_SHORT_GAPS and not self.is_polling:
             self.is_polling = True
             self._loop.call_soon(self._poll)
 
     def _poll(self) -> None:
-        if self._is_idle and time.monotonic_ns() - self._idle_ns < _LONGEST_NS:
+        if self._is_idle and time.monotonic_ns() - self._idle_ns < _MAX_POLL_NS:
             os.sched_yield()
             self._loop.call_soon(self._poll)            # the loop polls its sockets first
         else:

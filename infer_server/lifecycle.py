@@ -46,7 +46,7 @@ class Lifecycle:
     def __init__(self, are_models_ready: Callable[[], bool] = lambda: True,
                  has_repository: Callable[[], bool] = lambda: True,
                  has_memory: Callable[[], bool] = lambda: True,
-                 looks_again: Callable[[], bool] = lambda: False) -> None:
+                 retries: Callable[[], bool] = lambda: False) -> None:
         """Begin in the phase STARTING; changes of the predicates are reported with changed().
 
         Parameters
@@ -57,11 +57,11 @@ class Lifecycle:
             Returns False if the repository cannot be read.
         has_memory : callable
             Returns False if the memory for requests is used up.
-        looks_again : callable
+        retries : callable
             Returns True if a repository that cannot be read is tried again, so that a restart would not help.
         """
         self._are_models_ready, self._has_repository = are_models_ready, has_repository
-        self._has_memory, self._looks_again = has_memory, looks_again
+        self._has_memory, self._retries = has_memory, retries
         self.phase = ServerPhase.STARTING               # changed by enter()
         self.startup = StartUp()
         self._changed = asyncio.Event()
@@ -69,7 +69,7 @@ class Lifecycle:
     @property
     def live(self) -> bool:
         """False if the repository cannot be read, so that the server should be restarted."""
-        return self._has_repository() or self._looks_again()
+        return self._has_repository() or self._retries()
 
     @property
     def ready(self) -> bool:

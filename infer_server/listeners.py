@@ -12,7 +12,7 @@ from infer_server.endpoints.http.server import HttpServer, listen
 from infer_server.endpoints.tls import ServerTls
 
 _POLL_SECS = 0.05               # interval of checks for open connections, each of which visits all descriptors
-_TAKING_IN_TURNS = 5            # iterations of the loop to take connections that the system has accepted
+_ACCEPT_ITERATIONS = 5          # iterations of the loop to take connections that the system has accepted
 _REFUSING_SECS = 0.25           # time in which clients that send another request get a refusal
 SENDING_SECS = 5.0              # time for computed responses to reach their clients
 
@@ -96,7 +96,7 @@ class Listeners:
 
     async def _refuse(self) -> None:
         """Refuse requests that clients send immediately after a response, while any client is connected."""
-        for _ in range(_TAKING_IN_TURNS):
+        for _ in range(_ACCEPT_ITERATIONS):
             await asyncio.sleep(0)
         end = time.monotonic() + _REFUSING_SECS
         while time.monotonic() < end and (any(http.is_connected for http in self._http)

@@ -155,7 +155,7 @@ class Server:
         self.repository.watch(self.lifecycle.changed)
         self._poller = Poller(self.repository, self._roots, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # reason why the repository cannot be read
-        self._looks_again = False               # True while unreachable remote storage is retried
+        self._retries_storage = False           # True while unreachable remote storage is retried
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
         self._inflight.watch_limit(self.lifecycle.changed)
         self._listeners = Listeners(PortLimits(options.max_body_bytes, self._inflight, options.max_json_bytes,
@@ -205,7 +205,7 @@ class Server:
     def _make_lifecycle(self) -> Lifecycle:
         return Lifecycle(lambda: not (self._options.strict_readiness and self.failures()),
                          lambda: not self._without_repository(), lambda: not self._inflight.is_near_limit,
-                         lambda: self._looks_again)
+                         lambda: self._retries_storage)
 
     async def start(self) -> Ports:
         """Open the ports and begin to load models.
@@ -278,7 +278,7 @@ class Server:
 
     def _without_repository(self) -> dict[str, str]:
         """Return the reason why the repository cannot be read, until a poll succeeds."""
-        return {} if self._poller and self._poller.has_polled and not self._looks_again else self._unreadable
+        return {} if self._poller and self._poller.has_polled and not self._retries_storage else self._unreadable
 
     async def stop(self) -> bool:
         """Drop readiness, answer the accepted requests, and close.
@@ -337,9 +337,9 @@ class Server:
                 await self._load_chosen()
         except RepositoryError as error:        # the repository cannot be read
             self._unreadable["model repository"] = str(error)
-            self._looks_again = isinstance(error, FetchError)
+            self._retries_storage = isinstance(error, FetchError)
             log.error("%s", error)
-        if not self._looks_again:
+        if not self._retries_storage:
             await self._open()
         if self.lifecycle.phase is ServerPhase.STARTING:
             self.lifecycle.enter(ServerPhase.READY)
@@ -348,7 +348,7 @@ class Server:
     async def _poll(self) -> None:
         """Load the models that unreachable storage delayed, then poll the repositories if that is enabled."""
         secs = self._options.poll_secs or self._options.retry_secs
-        if self._looks_again or not all(root.is_reachable for root in self._roots):
+        if self._retries_storage or not all(root.is_reachable for root in self._roots):
             await load_when_reachable(self._roots, secs, self._load_late)
         await (self._poller.run() if self._poller else load_unfetched(self.repository, secs))
 
@@ -363,7 +363,7 @@ class Server:
         """Load the initial models once remote storage is reachable. Raises RepositoryError if it is not."""
         await self._load_chosen()
         self._unreadable.clear()
-        self._looks_again = False
+        self._retries_storage = False
         await self._open()
         self.lifecycle.changed()
         log.info("the initial models are loaded" if not self.failures() else "not all models could be loaded")

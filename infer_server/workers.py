@@ -86,7 +86,7 @@ class WaitGraph:
                 del self._awaited[name]
 
 
-def at_once(steps: Generator[None, None, T]) -> T:
+def run_steps(steps: Generator[None, None, T]) -> T:
     """Run a generator to its end without pauses and return or raise what it does; for small inputs."""
     while True:
         try:

@@ -70,11 +70,11 @@ class Sections:
             self._file = os.dup(file)
             weakref.finalize(self, os.close, self._file)
         self._check_order(records, file, end)
-        at_once = {name: record for name, record in records.items() if not is_weights(name)}
-        self._copy = Memory(max((record.offset + record.bytes for record in at_once.values()), default=PAGE) - PAGE)
+        run_steps = {name: record for name, record in records.items() if not is_weights(name)}
+        self._copy = Memory(max((record.offset + record.bytes for record in run_steps.values()), default=PAGE) - PAGE)
         self._views: dict[str, memoryview] = {}
         whole = self._copy.bytes.data
-        for name, record in at_once.items():
+        for name, record in run_steps.items():
             begin = record.offset - PAGE
             view = whole[begin:begin + record.bytes]
             self._read(name, view, file, record)

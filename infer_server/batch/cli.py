@@ -24,7 +24,7 @@ from infer_server.batch.sources import MAX_ITEMS, SPLITS, open_source
 from infer_server.cli.common import guarded, positive
 from infer_server.engines.machine.cpu import allowed_cpus
 
-SHOWN = 20          # number of failed items that are printed
+MAX_LISTED = 20     # number of failed items that are printed
 BUILT = "_model.plan"
 
 
@@ -82,9 +82,9 @@ def _text(summary: Summary, options: argparse.Namespace) -> str:
     if now:
         lines.append(f"{values['seconds']:.1f} s on {summary.processes} process{'es' * (summary.processes != 1)}, "
                      f"{values['items_per_second']:.1f} items/s; {values['engine_share']:.0%} of it in the engine")
-    lines += [f"failed: {name}: {why}" for name, why in list(failed.items())[:SHOWN]]
-    if len(failed) > SHOWN:
-        lines.append(f"... and {len(failed) - SHOWN} more; --json lists all")
+    lines += [f"failed: {name}: {why}" for name, why in list(failed.items())[:MAX_LISTED]]
+    if len(failed) > MAX_LISTED:
+        lines.append(f"... and {len(failed) - MAX_LISTED} more; --json lists all")
     return "\n".join(lines)
 
 

@@ -28,7 +28,7 @@ _ANSWER_COPIES = 2              # our copy of a response, and the one that gRPC 
 _MUCH_BYTES = 64 << 20          # a peak above this is returned to the system (malloc_trim) ...
 LITTLE_BYTES = 1 << 20         # ... when at most this is held, ...
 _QUIET_SECS = 1.0               # ... after this delay
-_LOOKING_SECS = 20.0            # interval between checks for memory that messages without a call have left
+_CHECK_SECS = 20.0              # interval between checks for memory that messages without a call have left
 _NEAR_LIMIT_SHARE = 15 / 16     # share of the limit above which the server is not ready
 
 
@@ -68,7 +68,7 @@ class Inflight:
         self._peak_bytes = 0                    # peak since memory was last returned to the system
         self._trimming: asyncio.TimerHandle | None = None
         self._least_bytes = resident_bytes()    # minimum of the process's resident memory since then
-        self._loop.call_later(_LOOKING_SECS, self._look)
+        self._loop.call_later(_CHECK_SECS, self._check_memory)
         self.held_bytes = 0
         self.partial_bytes = 0                  # part of held_bytes of requests that have not arrived completely
         self.on_message: Callable[[Client, int], None] | None = None        # called by begin() with its arguments
@@ -238,13 +238,13 @@ class Inflight:
             self._peak_bytes = self.held_bytes
             self._returning = self._loop.create_task(self._return_memory())
 
-    def _look(self) -> None:
+    def _check_memory(self) -> None:
         """Return memory to the system that transports have freed without a call.
 
         Messages that are cancelled, truncated or fail to decompress never become a call, and the allocator keeps their
         memory.
         """
-        self._loop.call_later(_LOOKING_SECS, self._look)
+        self._loop.call_later(_CHECK_SECS, self._check_memory)
         resident = resident_bytes()
         self._least_bytes = min(self._least_bytes, resident)
         if resident - self._least_bytes >= _MUCH_BYTES:

@@ -22,7 +22,7 @@ from infer_server.errors import ContentTypeError, RestrictedError
 
 CATEGORIES = ("health", "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics",
               "trace", "logging")
-OF_CALL = {                     # category of every call of the service
+CATEGORY_BY_CALL = {            # category of every call of the service
     "ServerLive": "health", "ServerReady": "health", "ModelReady": "health",
     "ServerMetadata": "metadata", "ModelMetadata": "metadata",
     "ModelInfer": "inference", "ModelStreamInfer": "inference",
@@ -77,12 +77,12 @@ class HostCheck:
         """
         host = headers.get("host", "")
         if host and not self._allows(_name_of(host)):
-            raise RestrictedError(f"Host '{host[:_SHOWN]}' is not a name of this server; if it is one, start the "
-                                  f"server with --allowed-hosts {_name_of(host)[:_SHOWN]}")
+            raise RestrictedError(f"Host '{host[:_MAX_QUOTED]}' is not a name of this server; if it is one, start the "
+                                  f"server with --allowed-hosts {_name_of(host)[:_MAX_QUOTED]}")
         origin = headers.get("origin") or _origin_of(headers.get("referer", ""))
         if origin and not self._is_own(origin, host):
-            raise RestrictedError(f"a page of '{origin[:_SHOWN]}' may not change this server; if it may, start the "
-                                  "server with --allowed-hosts and its host name")
+            raise RestrictedError(f"a page of '{origin[:_MAX_QUOTED]}' may not change this server; if it may, start "
+                                  "the server with --allowed-hosts and its host name")
         if not origin and headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise RestrictedError("a page of another site may not change this server")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -115,7 +115,7 @@ class HostCheck:
 # browsers send an Origin with it.
 _FORMS = ("text/plain", "multipart/form-data")
 _PRIVATE_ZONES = (".localhost", ".internal", ".svc", ".cluster.local")      # the last two are Kubernetes's
-_SHOWN = 100                    # maximum number of a client's characters in an error
+_MAX_QUOTED = 100               # maximum number of a client's characters in an error
 
 
 def _plain(name: str) -> str:

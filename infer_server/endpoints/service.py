@@ -101,16 +101,16 @@ class ModelService:
     async def RepositoryModelLoad(
             self, request: inference.RepositoryModelLoadRequest) -> inference.RepositoryModelLoadResponse:
         _check_repository(request.repository_name)
-        await self._to_its_end(self.load(request.model_name, from_messages(request.parameters)))
+        await self._shielded(self.load(request.model_name, from_messages(request.parameters)))
         return inference.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(
             self, request: inference.RepositoryModelUnloadRequest) -> inference.RepositoryModelUnloadResponse:
         _check_repository(request.repository_name)
-        await self._to_its_end(self.unload(request.model_name, from_messages(request.parameters)))
+        await self._shielded(self.unload(request.model_name, from_messages(request.parameters)))
         return inference.RepositoryModelUnloadResponse()
 
-    async def _to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
+    async def _shielded(self, change: Coroutine[Any, Any, None]) -> None:
         """Run a load or unload to its end even if the client cancels the call, as Triton does.
 
         A cancelled change would leave the model loading or unloading forever.

@@ -84,7 +84,7 @@ class GrpcCalls:
         if code:
             raise GrpcStatusError(code, details)
 
-    # ---- worker_end.Infers
+    # ---- worker_end.GrpcReceiver
     def answered(self, frame: Frame, is_counted: bool) -> None:
         reply = self._replies.pop(frame.number, None)
         if reply is None or reply.open_call is None:        # the client has disconnected

@@ -13,7 +13,7 @@ from infer_server.frontend_workers.json_requests import is_worthwhile, with_byte
 from infer_server.frontend_workers.link import Frame
 from infer_server.frontend_workers.worker_end import WorkerEnd, WorkerInflight
 from infer_server.protocol.json_documents import LARGE_BYTES
-from infer_server.workers import at_once
+from infer_server.workers import run_steps
 
 _CACHED_HEADS = 1024            # number of parsed response heads that are cached
 
@@ -30,7 +30,7 @@ class HttpCalls:
             exchange.answer_later(self._convert(exchange))
             return
         if is_worthwhile(exchange.request):
-            exchange.request = at_once(with_bytes(exchange.request, partial(self._inflight.hold, exchange.open_call)))
+            exchange.request = run_steps(with_bytes(exchange.request, partial(self._inflight.hold, exchange.open_call)))
         self._send(exchange)
 
     async def _convert(self, exchange: Exchange) -> None:

@@ -30,7 +30,7 @@ _START_SECS = 60.0
 _ENDING_SECS = 3 * SENDING_SECS         # time for a worker to send pending responses and to end
 _PAUSE_SECS = 1.0                       # minimum interval between two starts of a worker
 _SERVER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_LOOKING_SECS = 0.02                    # interval between checks whether a process has ended
+_CHECK_SECS = 0.02                      # interval between checks whether a process has ended
 
 MakeEnd = Callable[[Callable[[str], None], Callable[[], None]], EngineEnd]      # (ready, gone): see EngineEnd
 
@@ -157,7 +157,7 @@ class _FrontendWorker:
             return "not started"
         process.kill()
         while (status := process.poll()) is None:       # polls, because a thread to wait may not be available
-            await asyncio.sleep(_LOOKING_SECS)
+            await asyncio.sleep(_CHECK_SECS)
         return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
 
     def _listens(self) -> bool:

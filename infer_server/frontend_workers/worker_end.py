@@ -16,7 +16,7 @@ from infer_server.frontend_workers.link import Frame, Link
 from infer_server.frontend_workers.settings import WorkerSettings
 
 
-class Infers(Protocol):
+class GrpcReceiver(Protocol):
     """Interface of the receiver of responses to gRPC inference: GrpcCalls."""
 
     def answered(self, frame: Frame, is_counted: bool) -> None: ...
@@ -27,7 +27,7 @@ class Infers(Protocol):
         """Accept a frame of a ModelStreamInfer call."""
 
 
-class Exchanges(Protocol):
+class HttpReceiver(Protocol):
     """Interface of the receiver of HTTP responses: HttpCalls."""
 
     def answered(self, frame: Frame) -> None: ...
@@ -53,8 +53,8 @@ class WorkerInflight(Inflight):
 
 class WorkerEnd(Link):
     """Worker's end of the link. When the engine process is gone, the worker's process ends, too."""
-    infers: Infers
-    exchanges: Exchanges
+    infers: GrpcReceiver
+    exchanges: HttpReceiver
 
     def __init__(self, start: Callable[[WorkerSettings], None], send_away: Callable[[], None],
                  drain: Callable[[bool], None]) -> None:

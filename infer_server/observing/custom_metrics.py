@@ -16,7 +16,7 @@ from weakref import WeakSet
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _RESERVED = ("nv_", "process_", "infer_server_")           # prefixes of the server's metrics
 _HISTOGRAM_SUFFIXES = ("_bucket", "_sum", "_count")
-MOST = 4096                                 # limit of the metrics of a model, since each scrape lists them all
+MAX_METRICS = 4096                          # limit of the metrics of a model, since each scrape lists them all
 KINDS = ("counter", "gauge", "histogram")
 Labels = tuple[tuple[str, str], ...]
 Sample = tuple[str, Labels, float]          # suffix of the family's name, labels, value
@@ -80,8 +80,8 @@ class CustomMetrics:
             if metric.bounds != bounds:
                 raise ValueError(f"metric '{name}' already has the buckets {list(metric.bounds)}; use the same ones")
             if owner not in metric.owners:
-                if owner.metrics == MOST:
-                    raise ValueError(f"metric '{name}': its model already has {MOST} metrics; use fewer labels")
+                if owner.metrics == MAX_METRICS:
+                    raise ValueError(f"metric '{name}': its model already has {MAX_METRICS} metrics; use fewer labels")
                 owner.metrics += 1
                 metric.owners.add(owner)
             self._families[name], family.metrics[key] = family, metric

@@ -12,7 +12,7 @@ from infer_server.errors import InvalidRequestError, NotServedError
 from infer_server.observing.traces import LEVELS, OFF
 
 MODE = "triton"
-_MOST = (1 << 32) - 1
+_MAX_NUMBER = (1 << 32) - 1
 # Setting with a number: (field of TraceSettings, minimum).
 _NUMBERS = {"trace_rate": ("rate", 0), "trace_count": ("count", -1), "log_frequency": ("log_frequency", 0)}
 
@@ -142,6 +142,7 @@ def number(name: str, text: str, least: int) -> int:
         value = int(text)
     except ValueError:
         raise InvalidRequestError(f"Unable to parse {name}, got: {text}") from None
-    if not least <= value <= _MOST:
-        raise InvalidRequestError(f"Unable to parse {name}, value is out of range [ {least}, {_MOST} ], got: {text}")
+    if not least <= value <= _MAX_NUMBER:
+        raise InvalidRequestError(f"Unable to parse {name}, value is out of range [ {least}, {_MAX_NUMBER} ], got: "
+                                  f"{text}")
     return value

@@ -10,7 +10,7 @@ from infer_server.reporting.data import ReportData, Row
 from infer_server.reporting.elements import Element, decibels, el, number
 from infer_server.reporting.layout import HEIGHT, WIDTH, Layout, layered
 
-MOST = 1500             # boxes; of larger plans, neighbouring kernels share a box
+MAX_BOXES = 1500        # boxes; of larger plans, neighbouring kernels share a box
 LETTERS = 32            # characters of a line in a box
 
 
@@ -50,16 +50,16 @@ class Box:
         return sum(known) if known else None
 
 
-def boxes_of(data: ReportData, most: int = MOST) -> tuple[list[Box], list[tuple[int, int]]]:
+def boxes_of(data: ReportData, max_boxes: int = MAX_BOXES) -> tuple[list[Box], list[tuple[int, int]]]:
     """Return the boxes in topological order and the edges between them; kernels that only write borders are left out.
 
-    Consecutive kernels share a box if there are more than `most`. The order of execution is topological, so edges
+    Consecutive kernels share a box if there are more than `max_boxes`. The order of execution is topological, so edges
     between such groups still point forwards.
     """
     rows = [row for row in data.rows if not row.is_border]
-    size = max(-(-len(rows) // most), 1)
+    size = max(-(-len(rows) // max_boxes), 1)
     graph = data.graph
-    inputs, outputs = list(graph.get("inputs", ()))[:MOST], list(graph.get("outputs", ()))[:MOST]
+    inputs, outputs = list(graph.get("inputs", ()))[:MAX_BOXES], list(graph.get("outputs", ()))[:MAX_BOXES]
     shapes = graph.get("types", {})
     boxes = [Box(name, f"input {_shape(shapes.get(name, {}).get('shape', ()))}") for name in inputs]
     index_of: dict[int, int] = {}
@@ -111,9 +111,9 @@ def drawn(data: ReportData) -> Element:
     boxes, edges = boxes_of(data)
     layout = layered(len(boxes), edges)
     longest = max((box.us for box in boxes), default=0.0) or 1.0
-    most = max((box.noise or 0.0 for box in boxes), default=0.0) or 1.0
+    max_boxes = max((box.noise or 0.0 for box in boxes), default=0.0) or 1.0
     paths = el("path", d="".join(_curve(points) for points in layout.edges.values()), class_="edges")
-    svg = el("svg", el("g", paths, [_drawn(index, box, layout, longest, most) for index, box in enumerate(boxes)]),
+    svg = el("svg", el("g", paths, [_drawn(index, box, layout, longest, max_boxes) for index, box in enumerate(boxes)]),
              viewBox=f"0 0 {layout.width:.0f} {layout.height:.0f}", id="graph", role="img", tabindex=0,
              aria_label="Graph of the kernels")
     svg.set("preserveAspectRatio", "xMidYMin meet")
@@ -132,13 +132,13 @@ def _curve(points: Sequence[tuple[float, float]]) -> str:
     return text
 
 
-def _drawn(index: int, box: Box, layout: Layout, longest: float, most: float) -> Element:
+def _drawn(index: int, box: Box, layout: Layout, longest: float, max_boxes: float) -> Element:
     x, y = layout.nodes[index]
     us = f"{number(box.us)} µs" if box.us else ""
     sqnr, noise = box.sqnr_db, box.noise
     # Shares of 0 to 1 that the page's colours are mixed by; SQNR from 50 dB, good, to 10 dB.
     shares = {"t": box.us / longest, "s": 0.0 if sqnr is None else min(max((50.0 - sqnr) / 40.0, 0.0), 1.0),
-              "n": max(noise or 0.0, 0.0) / most}
+              "n": max(noise or 0.0, 0.0) / max_boxes}
     style = ";".join(f"--{name}:{100 * share:.0f}%" for name, share in shares.items() if box.rows)
     label = f"{box.title}\n{box.subtitle}" + f"\n{us}" * bool(us) + (
         f"\nSQNR {decibels(sqnr)} dB" if sqnr is not None else "")
@@ -152,10 +152,10 @@ def _drawn(index: int, box: Box, layout: Layout, longest: float, most: float) ->
     return group
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most - 1]}…"
+def _cut(text: str, max_boxes: int) -> str:
+    return text if len(text) <= max_boxes else f"{text[:max_boxes - 1]}…"
 
 
-def _short(text: str, most: int) -> str:
+def _short(text: str, max_boxes: int) -> str:
     """Shorten a text from its beginning: the ends of names differ."""
-    return text if len(text) <= most else f"…{text[1 - most:]}"
+    return text if len(text) <= max_boxes else f"…{text[1 - max_boxes:]}"

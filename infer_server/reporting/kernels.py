@@ -7,7 +7,7 @@ from typing import Any
 
 from infer_server.reporting import charts
 from infer_server.reporting.data import ReportData, Row
-from infer_server.reporting.drawing import MOST, drawn
+from infer_server.reporting.drawing import MAX_BOXES, drawn
 from infer_server.reporting.elements import Element, bar, decibels, el, missing, number, section, table
 from infer_server.reporting.trace import trace
 
@@ -21,7 +21,7 @@ def graph(data: ReportData) -> Element:
     count = sum(not row.is_border for row in data.rows)
     if not count:
         return section("graph-section", "Graph", missing("The plan has no kernels to draw."))
-    if count > MOST:
+    if count > MAX_BOXES:
         about += f" The plan has {count} kernels, so neighbours share a box."
     able = {"precision": True, "time": bool(data.basis), "sqnr": any(row.sqnr_db is not None for row in data.rows),
             "noise": any(row.noise is not None for row in data.rows)}

@@ -36,7 +36,7 @@ class OnDemand:
         self._listing: asyncio.Task[list[str]] | None = None
         self._listed_until = 0.0
         self._last_names: list[str] = []                # models of the last successful listing
-        repository.watch(self._look)
+        repository.watch(self._update)
 
     async def load(self, name: str) -> None:
         """Load a model unless it is ready. Errors are not raised here but by the following `Repository.find`."""
@@ -69,7 +69,7 @@ class OnDemand:
         if name not in self._loading:
             self._loading[name] = asyncio.create_task(self._load(name))
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         """Resume the callbacks whose model is ready, and evict models if the memory limit is exceeded."""
         for name in list(self._waiting):
             if self._repository.versions(name):

@@ -35,7 +35,7 @@ class Poller:
     async def begin(self) -> None:
         """Record the initial fingerprints, if the repository can be read; call this before models are first loaded."""
         with suppress(RepositoryError):                 # loading reports it
-            self._loaded = dict(await self._look())
+            self._loaded = dict(await self._read_fingerprints())
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -50,7 +50,7 @@ class Poller:
     async def poll(self) -> bool:
         """Poll once: load changed models, unload removed ones. Return True if files are still changing."""
         try:
-            current = await self._look()
+            current = await self._read_fingerprints()
         except RepositoryError as error:                # the repository may be reachable again at the next poll
             if str(error) != self._reported:
                 log.warning("polling: %s", error)
@@ -76,7 +76,7 @@ class Poller:
         except Exception:                               # an internal error, which must not affect other models
             log.exception("polling failed")
 
-    async def _look(self) -> Mapping[str, Hashable]:
+    async def _read_fingerprints(self) -> Mapping[str, Hashable]:
         fingerprints = await in_daemon_thread(self._fingerprints)
         self.has_polled = True
         return fingerprints

@@ -209,13 +209,13 @@ class Looking(Inflight):
     """Inflight that checks memory again only when the previous trim has ended, however long that took."""
     looks = 0
 
-    def _look(self) -> None:
+    def _check_memory(self) -> None:
         returning = getattr(self, "_returning", None)
         if returning and not returning.done():
-            self._loop.call_later(0.001, self._look)
+            self._loop.call_later(0.001, self._check_memory)
         else:
             self.looks += 1
-            super()._look()
+            super()._check_memory()
 
 
 def test_memory_that_no_call_tells_of_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_memory_that_no_call_tells_of_goes_back_to_the_system(monkeypatch: pytes
 
     monkeypatch.setattr("infer_server.engines.capacity.trim", trim)
     monkeypatch.setattr(inflight, "resident_bytes", lambda: resident[0])
-    monkeypatch.setattr(inflight, "_LOOKING_SECS", 0.001)
+    monkeypatch.setattr(inflight, "_CHECK_SECS", 0.001)
     asyncio.run(grow())
 
 

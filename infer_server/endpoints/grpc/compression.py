@@ -12,7 +12,7 @@ from typing import cast
 
 from infer_server.endpoints.inflight import Inflight, OpenCall
 from infer_server.protocol.compression import coding_of, inflated
-from infer_server.workers import at_once
+from infer_server.workers import run_steps
 
 _GZIP_BYTES = 1 << 10               # smaller responses are not compressed
 _MAX_CONTROL_BYTES = 4 << 20        # maximum decompressed size of messages other than inference
@@ -33,7 +33,7 @@ async def plain(data: bytes, max_bytes: int, inflight: Inflight, open_call: Open
 def plain_control(data: bytes) -> bytes:
     """Return another call's message, decompressed if compressed. Raises InvalidRequestError, MemoryLimitError."""
     coding = coding_of(data)
-    return bytes(at_once(inflated(data, coding, _MAX_CONTROL_BYTES, lambda _: None))) if coding else data
+    return bytes(run_steps(inflated(data, coding, _MAX_CONTROL_BYTES, lambda _: None))) if coding else data
 
 
 def gzipped(message: bytes) -> bytes | None:

@@ -30,7 +30,7 @@ from infer_server.errors import MemoryLimitError
 
 _LINGER_SECS = 2.0              # time for the client to read the last response before the connection is closed
 _SILENCE_SECS = 0.1             # silence after which a client over asyncio's TLS is assumed to send nothing more
-_LOOKING_SECS = 2.0             # interval between checks of the timeouts; no longer than the shortest
+_CHECK_SECS = 2.0               # interval between checks of the timeouts; no longer than the shortest
 _MAX_WAITING = 32               # pipelined requests; later bytes are parsed when these are answered
 _PARSING_SECS = 0.001           # parsing time before control returns to the event loop
 
@@ -50,7 +50,7 @@ class HttpConnection(asyncio.Protocol):
         self._handle, self._limits, self._connections = handle, limits, connections
         self._loop = asyncio.get_running_loop()
         self._reader = RequestReader(limits, self)
-        self._looking_secs = min(_LOOKING_SECS, limits.body_grace_secs)
+        self._check_secs = min(_CHECK_SECS, limits.body_grace_secs)
         self._transport: asyncio.Transport | None = None
         self._outlet: Outlet | None = None                      # set while there is a transport
         self._waiting: deque[_Waiting] = deque()                # pipelined requests behind the current one
@@ -316,9 +316,9 @@ class HttpConnection(asyncio.Protocol):
         """
         self._closes_at = self._loop.time() + secs if secs else math.inf
         if self._timer is None and secs:
-            self._timer = self._loop.call_later(min(secs, self._looking_secs), self._look)
+            self._timer = self._loop.call_later(min(secs, self._check_secs), self._check_timeout)
 
-    def _look(self) -> None:
+    def _check_timeout(self) -> None:
         self._timer = None
         left = self._closes_at - self._loop.time()
         is_waiting = self.exchange is not None or bool(self._waiting)
@@ -326,8 +326,8 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(refused.response)
             return
         if left <= 0 and is_waiting:
-            left = _LOOKING_SECS            # the client waits for a response
+            left = _CHECK_SECS              # the client waits for a response
         if left <= 0 and self._transport:
             self._transport.close()
         elif left < math.inf:
-            self._timer = self._loop.call_later(min(left, self._looking_secs), self._look)
+            self._timer = self._loop.call_later(min(left, self._check_secs), self._check_timeout)

@@ -136,9 +136,9 @@ class Outlet:
         self._sending.clear()
 
     def _await_reader(self) -> None:
-        self._unread = self._loop.call_later(self._inflight.send_timeout_secs, self._look, self._written_bytes)
+        self._unread = self._loop.call_later(self._inflight.send_timeout_secs, self._check_unread, self._written_bytes)
 
-    def _look(self, due_bytes: int) -> None:
+    def _check_unread(self, due_bytes: int) -> None:
         """Disconnect the client if it has not read the first `due_bytes`, written before the timeout started."""
         if self._written_bytes - self._transport.get_write_buffer_size() >= due_bytes:
             self._await_reader()                        # wait for the bytes written since

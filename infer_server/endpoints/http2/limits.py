@@ -129,9 +129,9 @@ class ConnectionTimers:
     def watch_unread(self) -> None:
         """Start the send timeout unless it runs; to be called while responses wait to be read."""
         if "unread" not in self._timers:
-            self.later("unread", self._connection.inflight.send_timeout_secs, self._look_for_unread)
+            self.later("unread", self._connection.inflight.send_timeout_secs, self._check_unread)
 
-    def _look_for_unread(self) -> None:
+    def _check_unread(self) -> None:
         """Abort the connection if its client has not read a response in time."""
         del self._timers["unread"]
         timeout = self._connection.inflight.send_timeout_secs
@@ -140,15 +140,15 @@ class ConnectionTimers:
             self._connection.inflight.warn_of(self._connection.peer)
             self._connection.abort()
         elif answered:
-            self.later("unread", timeout - waited, self._look_for_unread)
+            self.later("unread", timeout - waited, self._check_unread)
 
     def watch_partial(self) -> None:
         """Start checking the minimum rate unless it runs; to be called while a message arrives in pieces."""
         if "partial" not in self._timers and self._settings.min_body_rate:
             self._partial = {}
-            self.later("partial", self._settings.body_grace_secs, self._look_at_partial)
+            self.later("partial", self._settings.body_grace_secs, self._check_partial)
 
-    def _look_at_partial(self) -> None:
+    def _check_partial(self) -> None:
         """End the calls whose messages arrive too slowly."""
         del self._timers["partial"]
         least = self._settings.min_body_rate * self._settings.body_grace_secs
@@ -163,4 +163,4 @@ class ConnectionTimers:
             else:
                 self._partial[stream] = call.partial_bytes
         if self._partial:
-            self.later("partial", self._settings.body_grace_secs, self._look_at_partial)
+            self.later("partial", self._settings.body_grace_secs, self._check_partial)

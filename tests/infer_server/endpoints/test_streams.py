@@ -221,8 +221,8 @@ def test_a_client_is_given_its_time_to_read_an_answer_when_those_before_it_are_s
         monkeypatch: pytest.MonkeyPatch) -> None:
     large = request_of("large", shape=(1, 1 << 18), raw=bytes(4 << 18))
     before = statistics(server, "large").success.count
-    with GATES["stream"].closed(), monkeypatch.context() as at_once:
-        at_once.setattr(server.server._inflight, "send_timeout_secs", 0.0)
+    with GATES["stream"].closed(), monkeypatch.context() as patch:
+        patch.setattr(server.server._inflight, "send_timeout_secs", 0.0)
         answers = stub.ModelStreamInfer(iter([numbered(1, "gated"), large]), timeout=TIMEOUT_SECS)
         assert eventually(lambda: statistics(server, "large").success.count > before)
         server.run(asyncio.sleep(0.01))

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from infer_server.observing.custom_metrics import MOST, CustomMetrics, MetricsOwner
+from infer_server.observing.custom_metrics import MAX_METRICS, CustomMetrics, MetricsOwner
 
 
 def test_a_metric_is_shared_and_goes_with_the_last_model_that_made_it() -> None:
@@ -58,9 +58,9 @@ def test_a_metric_that_no_page_could_show_for_its_text_is_refused() -> None:
 
 def test_a_model_has_so_many_metrics_and_no_more() -> None:
     metrics, owner = CustomMetrics(), MetricsOwner()
-    for number in range(MOST):
+    for number in range(MAX_METRICS):
         metrics.make(owner, "rows", "counter", "", {"of": str(number)})
-    with pytest.raises(ValueError, match=f"its model already has {MOST} metrics"):
+    with pytest.raises(ValueError, match=f"its model already has {MAX_METRICS} metrics"):
         metrics.make(owner, "rows", "counter", "", {"of": "one more"})
     metrics.make(owner, "rows", "counter", "", {"of": "0"})
     metrics.make(MetricsOwner(), "rows", "counter", "", {"of": "another's"})

@@ -15,7 +15,7 @@ from infer_server.protocol.codec import DATATYPES, OBJECT_BYTES, InputTensor, ob
 from infer_server.protocol.json_documents import read_inference, read_members
 from infer_server.protocol.json_tensors import from_json, json_pieces, read_array, read_values
 from infer_server.protocol.json_values import JsonArray, Steps, flat
-from infer_server.workers import at_once
+from infer_server.workers import run_steps
 
 Read = Callable[[bytes, int, Callable[[int], None]], Steps[dict[str, Any]]]
 
@@ -25,7 +25,7 @@ def ignore(count: int) -> None:
 
 
 def read(text: bytes, reader: Read = read_inference) -> dict[str, Any]:
-    return at_once(reader(text, len(text), ignore))
+    return run_steps(reader(text, len(text), ignore))
 
 
 def plain(value: Any) -> Any:
@@ -113,7 +113,7 @@ def test_text_that_is_not_a_request_is_refused(text: bytes, says: str) -> None:
 def test_nan_and_infinity_are_read_in_documents_of_moderate_size() -> None:
     text = request([float("nan"), float("inf"), 1.5])
     array = read(text)["inputs"][0]["data"]
-    values = at_once(read_array(DATATYPES["FP32"], "x", "x", array, ignore, 3))
+    values = run_steps(read_array(DATATYPES["FP32"], "x", "x", array, ignore, 3))
     np.testing.assert_array_equal(values, np.float32([np.nan, np.inf, 1.5]))
     with pytest.raises(InvalidRequestError, match="failed to parse"):
         read(text + b" " * (2 << 20))
@@ -139,10 +139,10 @@ def test_bytes_are_counted_before_they_are_used() -> None:
     for text in (request([1] * 200_000), request(["a"] * 200_000), request(["a" * (2 << 20)])):
         held = 0
         with pytest.raises(MemoryLimitError):
-            at_once(read_inference(text, len(text), hold))
+            run_steps(read_inference(text, len(text), hold))
     held = 0
     text = request([1.5] * 20_000)
-    at_once(read_inference(text, len(text), hold))
+    run_steps(read_inference(text, len(text), hold))
     assert held == 160_000
 
 
@@ -154,13 +154,13 @@ def test_bytes_are_counted_before_they_are_used() -> None:
 def test_values_of_another_datatype_are_refused(datatype: str, data: list[Any], says: str) -> None:
     array = read(request(data))["inputs"][0]["data"]
     with pytest.raises(InvalidRequestError, match=says):
-        at_once(read_array(DATATYPES[datatype], "x", "x", array, ignore, len(data)))
+        run_steps(read_array(DATATYPES[datatype], "x", "x", array, ignore, len(data)))
 
 
 def test_more_values_than_the_tensor_has_are_refused() -> None:
     array = read(request([1, 2, 3]))["inputs"][0]["data"]
     with pytest.raises(InvalidRequestError, match="expected 2 values for x, got 3"):
-        at_once(read_array(DATATYPES["FP32"], "x", "x", array, ignore, 2))
+        run_steps(read_array(DATATYPES["FP32"], "x", "x", array, ignore, 2))
 
 
 @pytest.mark.parametrize(("datatype", "data"), [
@@ -168,7 +168,7 @@ def test_more_values_than_the_tensor_has_are_refused() -> None:
     ("FP64", [0.1, 2**70]), ("BOOL", [True]), ("UINT8", [255])])
 def test_values_keep_all_their_bits(datatype: str, data: list[Any]) -> None:
     array = read(request(data))["inputs"][0]["data"]
-    values = at_once(read_array(DATATYPES[datatype], "x", "x", array, ignore, len(data)))
+    values = run_steps(read_array(DATATYPES[datatype], "x", "x", array, ignore, len(data)))
     assert values.dtype == DATATYPES[datatype].array and values.tolist() == data
 
 
@@ -196,7 +196,7 @@ def test_long_values_are_those_that_json_reads(values: Any, datatype: str, shape
                                                written: dict[str, Any]) -> None:
     text = json.dumps({"inputs": [{"name": "x", "data": values}]}, **written).encode()
     tensor = InputTensor("x", DATATYPES[datatype], shape)
-    array, expected = at_once(read_values(tensor, read(text)["inputs"][0]["data"], ignore)), from_json(tensor, values)
+    array, expected = run_steps(read_values(tensor, read(text)["inputs"][0]["data"], ignore)), from_json(tensor, values)
     assert array.dtype == expected.dtype
     np.testing.assert_array_equal(array, expected)
 

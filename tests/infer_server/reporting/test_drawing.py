@@ -68,7 +68,7 @@ def test_boxes_are_inputs_kernels_and_outputs(data: ReportData) -> None:
 
 
 def test_neighbours_share_a_box_in_large_plans(data: ReportData) -> None:
-    boxes, edges = boxes_of(data, most=2)
+    boxes, edges = boxes_of(data, max_boxes=2)
     inner = [box for box in boxes if box.rows]
     assert len(inner) == 2 and sum(len(box.rows) for box in inner) == sum(not row.is_border for row in data.rows)
     assert "kernels" in inner[0].title and all(source < target for source, target in edges)

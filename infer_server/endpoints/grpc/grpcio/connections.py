@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 _DESCRIPTORS = "/dev/fd"            # descriptors of this process, on Linux and macOS
 _TCP_INFO = 11                      # <linux/tcp.h>; on other systems the option's value is too short to be unpacked
 _BYTES_RECEIVED = struct.Struct("=128xQ")   # the field tcpi_bytes_received of struct tcp_info
-_LOOKING_SECS = 0.25
-_LOOKS = 20                                 # checks after which unexplained memory is attributed to other causes
+_CHECK_SECS = 0.25
+_MIN_CHECKS = 20                            # checks after which unexplained memory is attributed to other causes
 _TRACKED_SHARE = 1 / 8                      # unexplained memory, as a share of the limit, from which bytes are tracked
 _PARTIAL_SHARE = 3 / 4                      # share of the limit that partial messages may hold
 _CALL_BYTES = 300                           # bytes of headers and frames of a message
@@ -34,7 +34,7 @@ _CALL_BYTES = 300                           # bytes of headers and frames of a m
 # the server still accepts calls that the client sent before it read the notice (RFC 9113, section 6.8).
 _GOAWAY = struct.pack(">IBIII", 8 << 8 | 7, 0, 0, (1 << 31) - 1, 0)
 _INT = struct.Struct("i")
-_SETTLED_LOOKS = 2                          # checks in a row that find a short send queue before GOAWAY is written
+_SETTLED_CHECKS = 2                         # checks in a row that find a short send queue before GOAWAY is written
 _WRITING_SECS = 0.05                        # interval between these checks
 _LEAVING_SECS = 1.0                         # time for clients to read GOAWAY and to leave
 
@@ -67,14 +67,14 @@ async def send_away(port: int) -> None:
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + _LEAVING_SECS
-    looks, notified = dict[str, int](), set[str]()
+    checks, notified = dict[str, int](), set[str]()
     while loop.time() < end and is_connected(port):
         for _, connection in _sockets(port):
             peer = _peer(connection)
             if _listens(connection) or not peer or peer in notified:
                 continue
-            looks[peer] = looks.get(peer, 0) + 1 if _is_writable(connection) else 0
-            if looks[peer] >= _SETTLED_LOOKS:
+            checks[peer] = checks.get(peer, 0) + 1 if _is_writable(connection) else 0
+            if checks[peer] >= _SETTLED_CHECKS:
                 notified.add(peer)
                 _send_goaway(connection)
         await asyncio.sleep(_WRITING_SECS)
@@ -115,11 +115,11 @@ class PartialMessages:
         self._floor_bytes = resident_bytes()            # resident memory that is explained
         self._received: dict[str, int] = {}             # bytes by peer at the last check; {}: not tracked
         self._pending: dict[str, int] = {}              # bytes by peer since tracking began that were not delivered
-        self._looks = 0                                 # checks since tracking began
-        self._looking = self._loop.call_later(_LOOKING_SECS, self._look)
+        self._checks = 0                                # checks since tracking began
+        self._timer = self._loop.call_later(_CHECK_SECS, self._check)
 
     def close(self) -> None:
-        self._looking.cancel()
+        self._timer.cancel()
         self._inflight.on_message = None
 
     def delivered(self, client: Client, count: int) -> None:
@@ -128,18 +128,18 @@ class PartialMessages:
         if peer in self._pending:
             self._pending[peer] -= count + _CALL_BYTES
 
-    def _look(self) -> None:
-        self._looking = self._loop.call_later(_LOOKING_SECS, self._look)
+    def _check(self) -> None:
+        self._timer = self._loop.call_later(_CHECK_SECS, self._check)
         most, unexplained = self._inflight.max_bytes, resident_bytes() - self._inflight.held_bytes
         self._floor_bytes = min(self._floor_bytes, unexplained)
         if unexplained - self._floor_bytes < _TRACKED_SHARE * most:
-            self._received, self._pending, self._inflight.on_message, self._looks = {}, {}, None, 0
+            self._received, self._pending, self._inflight.on_message, self._checks = {}, {}, None, 0
             return
         self._track()
-        self._looks += 1
+        self._checks += 1
         left = sum(self._pending.values())
         if left <= _PARTIAL_SHARE * most:
-            if self._looks >= _LOOKS and left < _TRACKED_SHARE * most:
+            if self._checks >= _MIN_CHECKS and left < _TRACKED_SHARE * most:
                 self._floor_bytes = unexplained         # other causes: a model was loaded
             return
         for peer in sorted(self._pending, key=self._pending.__getitem__, reverse=True):

@@ -12,14 +12,14 @@ from infer_server.batching.request import Request
 from infer_server.batching.statistics import Failure
 from infer_server.endpoints.grpc.infer_reply import InferReply
 from infer_server.endpoints.grpc.service.infer import GrpcCall, GrpcEncoder
-from infer_server.endpoints.restrictions import OF_CALL, Restrictions
+from infer_server.endpoints.restrictions import CATEGORY_BY_CALL, Restrictions
 from infer_server.endpoints.services import InferenceServices
 from infer_server.errors import MemoryLimitError
 from infer_server.protocol.wire import MessageLayout, layout_of, split_request
 from infer_server.repository.model import Model
 from infer_server.serving import Prepared, Submitted
 
-_CATEGORY = OF_CALL["ModelInfer"]
+_CATEGORY = CATEGORY_BY_CALL["ModelInfer"]
 _MAX_FORMS = 256                    # number of request layouts cached for each model
 
 

@@ -15,7 +15,7 @@ from infer_server.endpoints.grpc.service.health import health_methods
 from infer_server.endpoints.grpc.service.infer_calls import InferCalls
 from infer_server.endpoints.grpc.service.reflection import reflection_methods
 from infer_server.endpoints.grpc.service.stream import infer_stream
-from infer_server.endpoints.restrictions import OF_CALL, Restrictions
+from infer_server.endpoints.restrictions import CATEGORY_BY_CALL, Restrictions
 from infer_server.endpoints.service import Service
 from infer_server.endpoints.services import InferenceServices
 from infer_server.lifecycle import Lifecycle
@@ -30,7 +30,7 @@ def service_methods(service: Service, services: InferenceServices, lifecycle: Li
     methods: dict[str, Serve] = {}
     infers = InferCalls(services, restrictions)
     for method in protos.methods(protos.INFERENCE_SERVICE):
-        check = partial(_check, restrictions, OF_CALL[method.name])
+        check = partial(_check, restrictions, CATEGORY_BY_CALL[method.name])
         if method.name == "ModelStreamInfer":
             methods[method.path] = partial(infer_stream, services, check)
         elif method.path == INFER_PATH:

@@ -16,7 +16,7 @@ from infer_server.errors import InvalidRequestError, TooLargeError
 from infer_server.protocol.codec import DATATYPES, InputTensor
 from infer_server.protocol.compression import inflated
 from infer_server.protocol.json_tensors import from_json
-from infer_server.workers import at_once
+from infer_server.workers import run_steps
 from tests.infer_server.endpoints.http.plain import CLOSE, ask, body_of, post
 from tests.infer_server.endpoints.http.test_inference import X
 from tests.infer_server.endpoints.test_serving import eventually
@@ -132,14 +132,14 @@ def test_a_handle_of_gpu_memory_that_is_no_base64_is_refused(server: RunningServ
 def test_a_compressed_body_is_counted_by_what_it_becomes(server: RunningServer) -> None:
     counted: list[int] = []
     sent = gzip.compress(bytes(9 << 20))
-    assert at_once(inflated(sent, "gzip", 9 << 20, counted.append)) == bytes(9 << 20)
+    assert run_steps(inflated(sent, "gzip", 9 << 20, counted.append)) == bytes(9 << 20)
     assert len(counted) == 18 and sum(counted) == 9 << 20
     for body, says in ((sent[:-1], "ends within its gzip stream"), (sent + b"x", "1 bytes after the end"),
                        (sent + sent, f"{len(sent)} bytes after the end")):
         with pytest.raises(InvalidRequestError, match=says):
-            at_once(inflated(body, "gzip", 9 << 20, counted.append))
+            run_steps(inflated(body, "gzip", 9 << 20, counted.append))
     with pytest.raises(TooLargeError):
-        at_once(inflated(sent, "gzip", (9 << 20) - 1, counted.append))
+        run_steps(inflated(sent, "gzip", (9 << 20) - 1, counted.append))
     assert eventually(lambda: server.server._inflight.held_bytes == 0)
 
 

@@ -110,7 +110,7 @@ def test_a_client_that_reads_is_given_its_time_again_though_there_is_always_more
             outlet.write(bytes(size))
             outlet.sent(inflight.begin(client, size), size)
             transport.unread -= read
-            outlet._look(due)                               # its time is over for what there was the time before
+            outlet._check_unread(due)                       # its time is over for what there was the time before
             assert client.disconnected == is_gone
             due += size
         outlet.taken()
