@@ -336,26 +336,26 @@ class Metric:
         self._kind = family.kind
         named = {key: str(value) for key, value in (labels or {}).items()}
         self._head: dict[str, Any] = {"family": family.name, "labels": named}
-        server.call("metric", what="make", of=family.kind, text=family.description, **self._head, buckets=[
+        server.call("metric", operation="make", of=family.kind, text=family.description, **self._head, buckets=[
             bound.item() if isinstance(bound, np.generic) else bound for bound in (() if buckets is None else buckets)])
 
     def increment(self, value: float) -> None:
         if self._kind == "histogram" or self._kind == "counter" and value < 0:
             raise TritonModelException(f"a {self._kind} cannot be incremented by {value}")
-        server.notify("metric", what="increment", value=float(value), **self._head)
+        server.notify("metric", operation="increment", value=float(value), **self._head)
 
     def set(self, value: float) -> None:
         self._refuse_unless("gauge", "set")
-        server.notify("metric", what="set", value=float(value), **self._head)
+        server.notify("metric", operation="set", value=float(value), **self._head)
 
     def observe(self, value: float) -> None:
         self._refuse_unless("histogram", "observed")
-        server.notify("metric", what="observe", value=float(value), **self._head)
+        server.notify("metric", operation="observe", value=float(value), **self._head)
 
     def value(self) -> float:
         if self._kind == "histogram":
             raise TritonModelException("a histogram has no single value")
-        return float(server.call("metric", what="value", **self._head))
+        return float(server.call("metric", operation="value", **self._head))
 
     def _refuse_unless(self, kind: str, operation: str) -> None:
         if self._kind != kind:

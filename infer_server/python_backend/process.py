@@ -87,7 +87,7 @@ class ModelProcess:
         except (ClosedError, ExecutionError) as error:
             raise RepositoryError(f"{self.launch.file}: {error}") from error
         config: str = message.head["config"]
-        self._has_is_ready = message.head["says_ready"]
+        self._has_is_ready = message.head["has_is_ready"]
         return config
 
     def check(self) -> Future[bool]:
@@ -181,7 +181,7 @@ class ModelProcess:
                 number = next(self._numbers) if number is None else number
                 begun[number] = request
                 if request.window:
-                    request.on_consumed = partial(self._send_later, {"kind": "taken", "request": number})
+                    request.on_consumed = partial(self._send_later, {"kind": "consumed", "request": number})
         self._open.update(begun)
         return tuple(begun), [*begun.values()], ended
 

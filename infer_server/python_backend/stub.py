@@ -60,7 +60,7 @@ class Stub:
                 if kind == "initialize":
                     self._model, config = self._initialize(message.head)
                     self._channel.send({"kind": "initialized", "config": config,
-                                        "says_ready": hasattr(self._model, "is_ready")})
+                                        "has_is_ready": hasattr(self._model, "is_ready")})
                 elif kind == "execute":
                     self._execute(self._model, message)
                 else:
@@ -101,7 +101,7 @@ class Stub:
             "sequence": request.correlation_id(), "flags": request.flags(), "decoupled": decoupled,
             "traced_by": request.trace().number}, [tensors])
         responses = pb_utils.ResponseIterator(self._answers(number, answers),
-                                              partial(self.notify, "withdraw", asked=number))
+                                              partial(self.notify, "withdraw", call=number))
         weakref.finalize(responses, self._calls.pop, number, None).atexit = False      # they may not be read to the end
         return responses
 
@@ -151,7 +151,7 @@ class Stub:
                 kind = message.head["kind"]
                 if kind == "cancel":
                     self._open.cancel(message.head["request"])
-                elif kind == "taken":
+                elif kind == "consumed":
                     self._open.consumed(message.head["request"])
                 elif kind == "forget":          # the request has ended between two executions
                     self._open.end(message.head["request"])

@@ -168,7 +168,7 @@ class PythonModel(QueuedModel):
     def _handle_metric(self, message: ChannelMessage, answer: Answer) -> None:
         """Create, change or read a custom metric on behalf of a model."""
         head, metrics = message.head, self._metrics
-        name, labels, operation = head["family"], head["labels"], head["what"]
+        name, labels, operation = head["family"], head["labels"], head["operation"]
         if operation == "make":
             metrics.make(self._owner, name, head["of"], head["text"], labels, head["buckets"])
         elif operation != "value":
@@ -232,7 +232,7 @@ def _withdraw(open_: Mapping[int, _BlsRequest], loop: asyncio.AbstractEventLoop,
               _: Answer) -> None:
     """Cancel a request that a Python model has sent to another model, unless it has ended."""
     def withdraw() -> None:
-        if request := open_.get(message.head["asked"]):
+        if request := open_.get(message.head["call"]):
             request.withdraw()
 
     post(loop, withdraw)
