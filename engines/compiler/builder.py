@@ -16,7 +16,7 @@ from typing import Any
 
 from infer_server.engines.backends import backend_of
 from infer_server.engines.backends.base import Chosen, Progress, Session, TimedNode
-from infer_server.engines.compiler.max_batch import DEFAULT_MAX_BATCH, fitting, usual_max_batch
+from infer_server.engines.compiler.max_batch import DEFAULT_MAX_BATCH, has_batch, max_batch_of, usual_max_batch
 from infer_server.engines.errors import ConfigError, did_you_mean
 from infer_server.engines.faults import faults_named
 from infer_server.engines.frontend.inputs import Value, is_size
@@ -186,7 +186,7 @@ class Builder:
         if graph.dependence:
             self.notices.append("the items of a batch depend on each other, so it is neither cut nor merged with "
                                 f"others: {graph.dependence}")
-        if _has_batch(graph) and not self.config.max_batch and (
+        if has_batch(graph) and not self.config.max_batch and (
                 most := usual_max_batch(graph, self._is_open)) < DEFAULT_MAX_BATCH:
             self.notices.append(f"items are large for this machine's memory: a plan takes {most} at "
                                 f"once, not {DEFAULT_MAX_BATCH}, and runs more in slices; --max-batch sets how many")
@@ -377,21 +377,7 @@ class Builder:
         return max_batch, min(opt_batch, max_batch) if opt_batch and self._fewer and max_batch else opt_batch
 
     def _max_batch(self, graph: Graph) -> int:
-        """Return the maximum batch of a plan; 0 if the model has no batch axis."""
-        if _has_batch(graph):
-            asked = self.config.max_batch
-            if asked and (graph.dependence or not self._fewer):
-                return asked
-            return fitting(graph, asked) if asked else usual_max_batch(graph, self._is_open)
-        if (self.config.max_batch or 1) > 1:
-            raise ConfigError(f"--max-batch {self.config.max_batch}: the model's inputs have no symbolic batch axis, "
-                              "so it takes exactly the shape it declares; export it with a dynamic batch axis, or say "
-                              "--batch-first if the leading extents that it leaves open are the batch")
-        return 0
-
-
-def _has_batch(graph: Graph) -> bool:
-    return any(graph.shape(name)[:1] == (BATCH,) for name in graph.inputs)
+        return max_batch_of(graph, self.config.max_batch, self._is_open, self._fewer)
 
 
 def io_tensors(graph: Graph, names: Sequence[str]) -> tuple[IoTensor, ...]:
