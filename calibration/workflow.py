@@ -15,10 +15,15 @@ from infer_server.calibration.run import FEWEST_ITEMS, CalibrationRun, judge_of,
 from infer_server.calibration.table import CalibrationTable, load_or_make
 from infer_server.calibration.target.search import AccuracyTarget, TargetSearch
 from infer_server.calibration.target.sensitivity import layers_of, sensitivities
+from infer_server.calibration.weight_only.gptq import GptqRounder
+from infer_server.calibration.weight_only.moments import ProductMoments
+from infer_server.engines.compiler.builder import BuildConfig
 from infer_server.engines.compiler.engine_cache import sources_digest
 from infer_server.engines.compiler.ranges import Calibrated, Notify, Progress
 from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.errors import CalibrationError, ConfigError
+from infer_server.engines.frontend.onnx_file import OnnxModel
+from infer_server.engines.frontend.weight_only.layers import Layer, Rounder
 from infer_server.engines.ir.graph import Graph
 from infer_server.engines.plan.plan import IoTensor
 from infer_server.engines.preprocess import Preprocess, load_preprocess
@@ -137,6 +142,32 @@ class Calibration:
         if self.target:
             raise ConfigError("an accuracy target is for models that become one graph, and this one is a program")
         return _OfSegment(list(feeds), self.calibrator)
+
+    def rounder(self, source: OnnxModel, config: BuildConfig, layers: Sequence[Layer], notify: Notify,
+                progress: Progress) -> Rounder:
+        """Return the rounding of weights by the error of each layer's output on the items.
+
+        Raises
+        ------
+        ConfigError
+            The calibration has options of INT8 builds, no data, or the model's products cannot be observed.
+        CalibrationError
+            The data cannot be read.
+        """
+        if self.data is None or self.cache or self.calibrator or self.target:
+            raise ConfigError("a weight-only build takes calibration data, and no calibrator, cache or accuracy "
+                              "target: leave --calibrator, --calib-cache and --max-drop out")
+        pixels = config.pixels is not None
+
+        def data(subject: Subject) -> CalibrationData:
+            opened = self._items_of(self._source, subject)
+            if opened.note:
+                notify(opened.note)
+            return opened
+
+        tensors = {layer.data: layer.depth(source.weights) for layer in layers}
+        moments = ProductMoments(source, tensors, config, lambda inputs: self.first(inputs, pixels), data, progress)
+        return GptqRounder(moments.of)
 
     def doubts(self, inputs: Sequence[IoTensor], feeds: Sequence[Feed]) -> tuple[str, ...]:
         """Return warnings about implausible items."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from infer_server.endpoints.grpc.errors import GrpcStatusError
     from infer_server.engines.compiler.build import EngineBuild, build_engine
     from infer_server.engines.compiler.engine_cache import EngineCache
+    from infer_server.engines.compiler.weight_only.scheme import WeightOnly
     from infer_server.engines.loading import load_engine
     from infer_server.engines.runtime.context import ExecutionContext
     from infer_server.engines.runtime.engine import Engine
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "build_engine": "engines.compiler.build", "EngineBuild": "engines.compiler.build",
-    "EngineCache": "engines.compiler.engine_cache", "Calibration": "calibration.workflow",
+    "EngineCache": "engines.compiler.engine_cache",
+    "WeightOnly": "engines.compiler.weight_only.scheme", "Calibration": "calibration.workflow",
     "AccuracyTarget": "calibration.target.search",
     "load_engine": "engines.loading", "Engine": "engines.runtime.engine",
     "ExecutionContext": "engines.runtime.context",
@@ -36,7 +38,7 @@ _HOMES = {
     "GrpcStatusError": "endpoints.grpc.errors"}
 __all__ = ["AccuracyTarget", "AsyncInferenceClient", "Calibration", "Engine", "EngineBuild", "EngineCache",
            "ExecutionContext", "GrpcStatusError", "InferenceClient", "Scorer", "Server", "ServerOptions",
-           "build_engine", "load_engine"]
+           "WeightOnly", "build_engine", "load_engine"]
 
 
 def __getattr__(name: str) -> Any:

@@ -57,6 +57,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.frontend": ("engines.frontend.operators.contrib", "engines.frontend.operators.ml", "engines.version",
                          "engines.faults", "engines.capacity"),
     "engines.frontend.cutting": ("engines.frontend", "engines.plan"),
+    "engines.frontend.weight_only": ("engines.frontend",),
     "engines.passes.rewriting": ("engines.ops",),
     "engines.passes.rules": ("engines.passes.rewriting",),
     "engines.passes.layout": ("engines.passes.rules",),
@@ -133,8 +134,9 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
         "engines.backends", "engines.backends.tensorrt.runtime", "engines.frontend", "engines.capacity"),
     "engines.backends.numpy": ("engines.backends", "engines.lowering", "engines.backends.fallback"),
     # all together
+    "engines.compiler.weight_only": ("engines.passes", "engines.frontend.weight_only"),
     "engines.compiler": ("engines.backends", "engines.runtime.load", "engines.lowering", "engines.passes",
-                         "engines.frontend.cutting"),
+                         "engines.frontend.cutting", "engines.compiler.weight_only"),
     "engines.onnx_backend": ("engines.compiler",),
     # calibration
     "calibration.histogram": (),
@@ -144,7 +146,9 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "calibration.calibrators": ("calibration.histogram",),
     "calibration.trials": ("calibration.accuracy",),
     "calibration.target": ("calibration.trials", "calibration.data.sources"),
-    "calibration": ("calibration.target", "calibration.calibrators"),
+    "calibration.rounding": ("calibration.histogram",),
+    "calibration.weight_only": ("calibration.rounding", "calibration.trials"),
+    "calibration": ("calibration.target", "calibration.calibrators", "calibration.weight_only"),
     # the server
     "infer_server.backend": (), "infer_server.errors": (), "infer_server.process": (),
     "infer_server.lifecycle": (), "infer_server.busy_poller": (),

@@ -23,8 +23,10 @@ from infer_server.engines.compiler.ranges import Calibrated, Notify, Progress, R
 from infer_server.engines.compiler.segments import Watched
 from infer_server.engines.compiler.specialise import compiled, with_symbolic_plans
 from infer_server.engines.compiler.subject import Subject
+from infer_server.engines.compiler.weight_only.quantise import quantise_weights, to_nearest
 from infer_server.engines.errors import ConfigError, ModelError
-from infer_server.engines.frontend.onnx_file import Model, read_model
+from infer_server.engines.frontend.onnx_file import Model, OnnxModel, read_model
+from infer_server.engines.frontend.weight_only.layers import Layer, Rounder
 from infer_server.engines.ir.graph import Array, Graph
 from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.machine import object_cache
@@ -102,12 +104,13 @@ def build_engine(model: Model, *, calibration: RangeSource | None = None,
         Path of an ONNX file, its bytes, or an `onnx.ModelProto`.
     calibration
         An `infer_server.Calibration`, for precision "int8" (unless the model is quantised already) and "best". For
-        "fp16" its items tell which tensors exceed float16's range.
+        "fp16" its items tell which tensors exceed float16's range; with `weight_only` they decide how weights are
+        rounded.
     cache
         True: the user's engine cache. A path or an EngineCache: that one. False: build in any case.
     progress
-        Called with (stage, done, of, what). The stage is "calibrating", "searching", "evaluating", "ranking",
-        "growing", "closing", "pruning", "compiling" or "tracing"; `of` is 0 where the total is unknown.
+        Called with (stage, done, of, what). The stage is "calibrating", "quantising", "searching", "evaluating",
+        "ranking", "growing", "closing", "pruning", "compiling" or "tracing"; `of` is 0 where the total is unknown.
     notify
         Called with each notice when it comes; the result has all of them.
     **options
@@ -140,8 +143,8 @@ def _check(model: Model, config: BuildConfig, calibration: RangeSource | None) -
                           "infer_server.Calibration(data, ...)")
     if config.float_type != "fp32" and config.precision != "int8":
         raise ConfigError(f"float_type is the precision of what int8 leaves in float; this build is {config.precision}")
-    if calibration is not None and config.precision not in ("int8", "best", "fp16"):
-        raise ConfigError(f"calibration is for int8, best and fp16; this build is {config.precision}")
+    if calibration is not None and not config.weight_only and config.precision not in ("int8", "best", "fp16"):
+        raise ConfigError(f"calibration is for int8, best, fp16 and weight_only; this build is {config.precision}")
 
 
 def _default_of(plan: Plan, name: str, array: Array) -> Any:
@@ -180,11 +183,11 @@ class _Build:
         pixels = builder.config.pixels is not None
         given = read_model(self.model).with_constants(builder.config.constants).with_ragged(builder.config.ragged)
         trim()      # the file's content has been copied into arrays
-        source = given.with_optional(builder.config.optional)
+        source, weights = self._with_quantised_weights(given.with_optional(builder.config.optional))
         plan = plan_of(builder, source, lambda inputs: calibration.first(inputs, pixels) if calibration else None,
                        self.add_notice, self._of_graph, self._watched())
         name = Path(self.model).name if isinstance(self.model, str | os.PathLike) else source.name
-        extra: dict[str, Any] = {} if "notices" in plan.metadata else {"notices": list(self.notices)}
+        extra: dict[str, Any] = weights | ({} if "notices" in plan.metadata else {"notices": list(self.notices)})
         if builder.config.optional:
             extra[DEFAULTS] = {name: _default_of(plan, name, given.weights[name]) for name in builder.config.optional}
         plan = replace(plan, metadata={"model": name, **plan.metadata, **extra})
@@ -192,12 +195,29 @@ class _Build:
             plan = with_symbolic_plans(plan, partial(self.progress, "tracing"))
         return EngineBuild(plan, tuple(self.notices), tuple(builder.log))
 
+    def _with_quantised_weights(self, source: OnnxModel) -> tuple[OnnxModel, dict[str, Any]]:
+        """Return the model with packed weights if the options ask for them, and the report for the plan's metadata."""
+        config, calibration = self.builder.config, self.calibration
+        if config.weight_only is None:
+            return source, {}
+
+        def rounder(layers: tuple[Layer, ...]) -> Rounder:
+            return calibration.rounder(source, config, layers, self.add_notice, self.progress) if (
+                calibration) else to_nearest
+
+        packed, report = quantise_weights(source, config.weight_only, config.keep_float, rounder,
+                                   partial(self.progress, "quantising"))
+        return packed, {"weights": report}
+
     def _of_graph(self, subject: Subject) -> Plan:
         """Return the plan of a model that is one graph."""
         builder, calibration = self.builder, self.calibration
         for notice in (*dict.fromkeys(builder.notices), *filter(None, [builder.arithmetic_note])):
             self.add_notice(notice)
         self._check_kept(subject.graph)
+        if builder.config.weight_only and is_quantised(subject.graph):
+            raise ConfigError(f"{subject.source.name} is quantised already, by QuantizeLinear nodes: build it without "
+                              "--weight-only")
         metadata: dict[str, Any] = {"notices": list(self.notices)}
         recipe = None
         if calibration and is_quantised(subject.graph):
@@ -208,7 +228,7 @@ class _Build:
             for doubt in doubts:
                 self.add_notice(doubt)
             metadata = {"notices": [*metadata["notices"], *doubts]}
-        elif calibration:
+        elif calibration and not builder.config.weight_only:
             found = calibration.calibrate(subject, self.add_notice, self.progress)
             recipe = self._usable(found, subject)
             builder.config = replace(builder.config, float_type=found.float_type or builder.config.float_type,
@@ -219,8 +239,10 @@ class _Build:
     def _check_kept(self, graph: Graph) -> None:
         """Raise ConfigError if keep_float names nothing, or the build quantises nothing."""
         config, quantised = self.builder.config, is_quantised(graph)
+        if config.weight_only:      # the names were checked in the model before it was optimised
+            return
         if config.keep_float and config.precision not in ("int8", "best") and not quantised:
-            raise ConfigError(f"keep_float is for int8 and best; this build is {config.precision}")
+            raise ConfigError(f"keep_float is for int8, best and weight_only; this build is {config.precision}")
         check_kept(graph, config.keep_float, quantised)
 
     def _usable(self, calibrated: Calibrated, subject: Subject) -> Recipe | None:
@@ -233,7 +255,7 @@ class _Build:
     def _watched(self) -> Watched | None:
         """Return the functions that calibrate a program; None without calibration and for fp16."""
         calibration = self.calibration
-        if calibration is None or self.builder.config.precision == "fp16":
+        if calibration is None or self.builder.config.precision == "fp16" or self.builder.config.weight_only:
             return None
 
         def plan(subject: Subject, feeds: Sequence[Mapping[str, Array]]) -> Plan:

@@ -17,6 +17,7 @@ from typing import Any
 from infer_server.engines.backends import backend_of
 from infer_server.engines.backends.base import Chosen, Progress, Session, TimedNode
 from infer_server.engines.compiler.max_batch import DEFAULT_MAX_BATCH, has_batch, max_batch_of, usual_max_batch
+from infer_server.engines.compiler.weight_only.scheme import WeightOnly
 from infer_server.engines.errors import ConfigError, did_you_mean
 from infer_server.engines.faults import faults_named
 from infer_server.engines.frontend.inputs import Value, is_size
@@ -78,6 +79,8 @@ class BuildConfig:
         ONNX nodes that an INT8 build leaves in float: names, patterns ("head/*"), "NODE..." for all that follows.
     float_type
         Precision of what an INT8 build leaves in float: "fp32", "bf16" or "fp16".
+    weight_only
+        Weights of a float build that are stored as INT8 or INT4: WeightOnly("int4"). None: as in the model.
     timing
         Time the tactics; False takes the cheapest by its cost.
     timing_cache
@@ -99,6 +102,7 @@ class BuildConfig:
     pixels: Pixels | None = None
     keep_float: tuple[str, ...] = ()
     float_type: str = "fp32"
+    weight_only: WeightOnly | None = None
     timing: bool = True
     timing_cache: str = ""
     symbolic_plans: bool = True
@@ -108,6 +112,8 @@ class BuildConfig:
         for name, known in (("precision", PRECISIONS), ("float_type", FLOAT_PRECISIONS)):
             if (chosen := getattr(self, name)) not in known:
                 raise ConfigError(f"unknown {name} '{chosen}'{did_you_mean(str(chosen), known)}")
+        if self.weight_only is not None:
+            WeightOnly.checked(self.weight_only, self.precision)
         for name in ("max_batch", "opt_batch", "threads"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value > 0):
@@ -232,7 +238,8 @@ class Builder:
         if precision == "int8":
             raise ConfigError("an int8 build needs calibration: give --calib, or --calib-cache with a cache that "
                               "exists (from Python, calibration=Calibration(data, cache=...))")
-        return set_float_precision(graph, "fp32" if precision == "best" else precision)
+        return set_float_precision(graph, "fp32" if precision == "best" else precision,
+                                   packed=self.config.weight_only is not None)
 
     # ---- plans
     def take_over(self, plan: Plan) -> None:

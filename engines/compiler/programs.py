@@ -81,6 +81,9 @@ def _tried(builder: Builder, source: OnnxModel, seen: Seen, notify: Notify, part
            watched: Watched | None) -> Plan:
     """Return the plan of a program, with segments compiled for their inputs in a run on the data or likely inputs."""
     config = builder.config
+    if config.weight_only and config.precision != "fp32":
+        raise ConfigError(f"{source.name}: data decide about extents or about what is computed, so it runs as a "
+                          f"program, whose weights stay packed in fp32 builds alone: leave --{config.precision} out")
     check_names(source.name, {node.name for node in nodes_in(source.proto.graph.node)}, config.keep_float)
     plan = _declared(builder, source, partition)
     part, inputs = plan.program, plan.inputs

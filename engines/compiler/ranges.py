@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from infer_server.engines.compiler.builder import BuildConfig
 from infer_server.engines.compiler.subject import Subject
+from infer_server.engines.frontend.onnx_file import OnnxModel
+from infer_server.engines.frontend.weight_only.layers import Layer, Rounder
 from infer_server.engines.ir.graph import Array, Graph
 from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.plan.plan import IoTensor
@@ -52,6 +55,10 @@ class RangeSource(Protocol):
 
     def calibrate(self, subject: Subject, notify: Notify, progress: Progress) -> Calibrated:
         """Determine the ranges of the model's tensors. Raises EngineErrors about the data."""
+
+    def rounder(self, source: OnnxModel, config: BuildConfig, layers: Sequence[Layer], notify: Notify,
+                progress: Progress) -> Rounder:
+        """Return how the weights of these layers are rounded in a weight-only build. Raises EngineErrors."""
 
     def items(self, inputs: Sequence[IoTensor], most: int) -> Sequence[Mapping[str, Array]]:
         """Return the first items of the data, at most `most`. Raises EngineErrors about the data."""

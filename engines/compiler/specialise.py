@@ -24,6 +24,7 @@ from infer_server.engines.compiler.engine_cache import EngineCache
 from infer_server.engines.compiler.guesses import foreseen, stepped
 from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.compiler.symbolic import CACHING, ORDINARY, SymbolicPlans, encoded, symbolic_plans_of
+from infer_server.engines.compiler.weight_only.scheme import WeightOnly
 from infer_server.engines.errors import ConfigError, EngineError, PlanTargetError
 from infer_server.engines.faults import faults_named
 from infer_server.engines.frontend.onnx_file import OnnxModel
@@ -255,7 +256,8 @@ class Specialiser:
             config = BuildConfig(
                 options.precision, max_batch or options.max_batch, options.opt_batch, target,
                 keep_float=options.keep_float, pixels=Pixels(**options.pixels) if options.pixels else None,
-                timing=self._timing, threads=options.threads, float_type=options.float_type)
+                timing=self._timing, threads=options.threads, float_type=options.float_type,
+                weight_only=WeightOnly.of(self._plan.metadata))
             types = {io.name: TensorType(dtype_named(io.dtype), io.shape) for io in self._part.declared}
             usual = dict.fromkeys((*open_extents(self._part.declared), *map(value_name, self._part.deciding)), 0)
             builder = Builder(config, fewer=max_batch is None)

@@ -7,7 +7,7 @@ name. A Transpose is written only for an operator that cannot work on the other 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from infer_server.engines.frontend.operators.denormalise import (
 from infer_server.engines.ir.graph import Array, Graph, Node, QParams, TensorType
 from infer_server.engines.ops import LayoutOp, op_of
 from infer_server.engines.ops.blocks import in_blocks, unpacked
+from infer_server.engines.ops.blocks import packed as packed_rows
 from infer_server.engines.ops.recurrent import GATES
 from infer_server.engines.version import COMPILER_VERSION
 
@@ -40,8 +41,11 @@ def _to_last(rank: int) -> tuple[int, ...]:
     return (0, *range(2, rank), 1)
 
 
-def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
+def onnx_from_graph(graph: Graph, packed: bool = False) -> onnx.ModelProto:
     """Return the graph as a checked ONNX model of opset 20, with the graph's input and output names.
+
+    packed: write products by 4-bit weights as MatMulNBits of ONNX Runtime; otherwise their weights are written in
+    float, since this opset has no block scales.
 
     A quantised activation becomes QuantizeLinear -> DequantizeLinear after its producer, a quantised constant an
     integer initializer and a DequantizeLinear. Recurrent layers are written in float, since ONNX has no quantised
@@ -52,7 +56,7 @@ def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
     ModelError
         If ONNX cannot express a node, such as a Reshape with two symbolic extents.
     """
-    graph = _by_floats(graph)
+    graph = _without_blocks(graph, _by_matmul_n_bits if packed else _by_floats)
     writer = OnnxWriter(graph)
     for name in graph.inputs:
         writer.names[name] = OnnxTensor(name)
@@ -77,26 +81,52 @@ def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
     return model
 
 
-def _by_floats(graph: Graph) -> Graph:
-    """Replace products by 4-bit weights by float products, since this opset has no block scales.
+_ROUNDED_ROWS = ("QuantizeBlocks", "FakeQuantizeBlocks")
 
-    Rounding of their rows in blocks is dropped.
+
+def _without_blocks(graph: Graph, written: Callable[[Graph, Node, dict[str, Array]], Node]) -> Graph:
+    """Replace each product by 4-bit weights by what `written` returns, which adds constants by name.
+
+    Rounding of their rows in blocks is dropped; MatMulNBits has it as its accuracy level.
     """
-    nodes, constants, types = [], {}, {}
+    nodes, constants, types = list[Node](), dict[str, Array](), {}
     for node in graph.nodes:
-        if node.op in ("QuantizeBlocks", "FakeQuantizeBlocks"):
+        if node.op in _ROUNDED_ROWS:
             node = replace(node, op="Identity", attrs={})
             types[node.outputs[0]] = graph.types[node.inputs[0]]
-        if (product := node.anchor).op == "MatMulBlocks":
-            x, q, scales, offsets, *bias = product.inputs
-            name, numbers = f"{q}.real", unpacked(graph.constants[q], product.attrs["depth"])
-            weights = in_blocks(numbers, graph.constants[scales], graph.constants.get(offsets), product.attrs["block"])
-            constants[name] = np.ascontiguousarray(weights if bias else weights.T)
-            op, attrs = ("Gemm", {"transB": 1}) if bias else ("MatMul", {})
-            anchor = replace(product, op=op, inputs=(x, name, *bias), attrs=attrs)
-            node = node.with_body((anchor, *node.body[1:]))
+        if node.anchor.op == "MatMulBlocks":
+            node = node.with_body((written(graph, node.anchor, constants), *node.body[1:]))
         nodes.append(node)
     return graph.rebuild(nodes, constants, types)
+
+
+def _by_floats(graph: Graph, product: Node, constants: dict[str, Array]) -> Node:
+    x, q, scales, offsets, *bias = product.inputs
+    name, numbers = f"{q}.real", unpacked(graph.constants[q], product.attrs["depth"])
+    weights = in_blocks(numbers, graph.constants[scales], graph.constants.get(offsets), product.attrs["block"])
+    constants[name] = np.ascontiguousarray(weights if bias else weights.T)
+    op, attrs = ("Gemm", {"transB": 1}) if bias else ("MatMul", {})
+    return replace(product, op=op, inputs=(x, name, *bias), attrs=attrs)
+
+
+def _by_matmul_n_bits(graph: Graph, product: Node, constants: dict[str, Array]) -> Node:
+    x, q, scales, offsets, *bias = product.inputs
+    numbers, scale = unpacked(graph.constants[q], depth := product.attrs["depth"]), graph.constants[scales]
+    size = next((size for size in (16, 32, 64, 128) if size >= min(product.attrs["block"], depth)), 256)
+    count, parts = -(-depth // size), max(product.attrs["block"] // size, 1)
+    elements = np.pad(numbers, ((0, 0), (0, -depth % size)))
+    named = {f"{q}.n_bits": packed_rows(elements).reshape(len(numbers), count, -1),
+             f"{scales}.n_bits": np.repeat(scale, parts, axis=1)[:, :count].reshape(-1)}
+    if offsets:
+        zeros = np.rint(np.divide(-graph.constants[offsets], scale, out=np.zeros_like(scale), where=scale != 0))
+        zeros = np.repeat(zeros.astype(np.uint8), parts, axis=1)[:, :count]
+        named[f"{offsets}.n_bits"] = packed_rows(zeros).reshape(-1)
+    constants |= named
+    inputs = (x, *named, *("" for _ in range(3 - len(named))))
+    rounds = x in graph.producer and graph.producer[x].op in _ROUNDED_ROWS
+    return replace(product, op="MatMulNBits", inputs=(*inputs, "", *bias) if bias else inputs[:1 + len(named)], attrs={
+        "onnx_domain": "com.microsoft", "onnx_opset": 1, "K": depth, "N": len(numbers), "bits": 4, "block_size": size,
+        "accuracy_level": 4 if rounds else 0})
 
 
 def _value_info(name: str, kind: TensorType) -> onnx.ValueInfoProto:

@@ -353,7 +353,7 @@ def in_order(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
     the importer then reports a read of an undefined tensor.
     """
     maker = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    reads = [{maker[name] for name in _read_by(node) if name in maker} for node in nodes]
+    reads = [{maker[name] for name in read_by(node) if name in maker} for node in nodes]
     order: dict[int, None] = {}
     for last in range(len(nodes)):
         waiting, begun = [last], set[int]()
@@ -369,13 +369,13 @@ def in_order(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
     return [nodes[index] for index in order]
 
 
-def _read_by(node: onnx.NodeProto) -> Iterator[str]:
+def read_by(node: onnx.NodeProto) -> Iterator[str]:
     """Yield the tensors that a node and its subgraphs read."""
     yield from node.input
     for graph in graphs_in(node):
         yield from (value.name for value in graph.output)
         for inner in graph.node:
-            yield from _read_by(inner)
+            yield from read_by(inner)
 
 
 def operators_within(node: onnx.NodeProto) -> Iterator[str]:

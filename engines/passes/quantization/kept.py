@@ -41,7 +41,7 @@ def check_kept(graph: Graph, keep_float: Collection[str], quantised: bool = Fals
 def check_names(model: str, names: Collection[str], keep_float: Collection[str]) -> None:
     """Raise ConfigError for an entry of keep_float that matches none of the names of a model's ONNX nodes."""
     for entry in keep_float:
-        if entry not in names and not _fitting(entry.removesuffix(BEHIND), names):
+        if entry not in names and not fitting_names(entry.removesuffix(BEHIND), names):
             raise ConfigError(_unknown(model, entry, names))
 
 
@@ -53,11 +53,11 @@ def _named(graph: Graph, entry: str) -> set[str]:
     names = _names(graph)
     if entry in names:
         return {entry}
-    first = _fitting(entry.removesuffix(BEHIND), names)
+    first = fitting_names(entry.removesuffix(BEHIND), names)
     return _with_all_behind(graph, first) if entry.endswith(BEHIND) else first
 
 
-def _fitting(pattern: str, names: Collection[str]) -> set[str]:
+def fitting_names(pattern: str, names: Collection[str]) -> set[str]:
     """Return the name equal to the pattern if there is one, else the names that match it."""
     return {pattern} if pattern in names else {name for name in names if fnmatchcase(name, pattern)}
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from infer_server.engines.errors import ConfigError
-from infer_server.engines.ir.dtypes import dtype_named, is_float
+from infer_server.engines.ir.dtypes import FLOAT, dtype_named, is_float
 from infer_server.engines.ir.graph import Array, Graph, Node, QParams, TensorType
 from infer_server.engines.ir.recipe import unpacked_steps
 from infer_server.engines.passes.quantization.bias_correction import corrected_bias, is_correctable
@@ -103,11 +103,21 @@ def in_int8(graph: Graph, inputs: Mapping[int, TensorType], weights: Mapping[tup
                          for node, whole in zip(graph.nodes, chosen, strict=True))
 
 
-def set_float_precision(graph: Graph, precision: str) -> Graph:
+def set_float_precision(graph: Graph, precision: str, packed: bool = False) -> Graph:
     """Return the graph with edges stored, and contractions computed, in a float precision.
 
     fp16 edges have dtype float16, bf16 edges ml_dtypes.bfloat16. Graph inputs and outputs, and tensors of nodes without
     kernels on stored types, stay float32.
+
+    Parameters
+    ----------
+    graph : Graph
+        An optimised graph.
+    precision : str
+        One of FLOAT_PRECISIONS.
+    packed : bool
+        Keep weights on a grid packed in every precision, by products that compute in float32. Otherwise only fp32
+        does, and they become 16-bit floats.
 
     Raises
     ------
@@ -116,19 +126,29 @@ def set_float_precision(graph: Graph, precision: str) -> Graph:
     """
     if precision not in FLOAT_PRECISIONS:
         raise ConfigError(f"unknown float precision '{precision}'; choose one of {', '.join(FLOAT_PRECISIONS)}")
+    if packed or precision == "fp32":
+        graph = with_weights_as_bytes(graph)
     if precision == "fp32":
-        return with_weights_as_bytes(graph)
+        return graph
     dtype = dtype_named("float16" if precision == "fp16" else "bfloat16")
     types = {name: replace(graph.types[name], dtype=dtype) for group in classes(graph) for name in group
              if graph.types[name].quant is None}
     graph = graph.rebuild(graph.nodes, types=types)
-    anchors = [node for node in contractions(graph, ()) if node.precision != "int8"]
+    anchors = [node for node in contractions(graph, ()) if node.precision != "int8" and not _has_bytes(graph, node)]
     wanted = {id(node): replace(graph.types[node.anchor.inputs[0]], dtype=dtype) for node in anchors}
+    wanted |= {id(node): replace(graph.types[node.anchor.inputs[0]], dtype=FLOAT) for node in graph.nodes
+               if packed and (node.anchor.op == "MatMulBlocks" or is_weighted(node) and _has_bytes(graph, node))}
     others = [node for node in graph.nodes
               if node.precision != "int8" and (node.op == "Recurrence" or is_product(graph, node))]
     names = {node.outputs for node in (*anchors, *others)}
     graph = with_conversions(graph, wanted)
     return graph.rebuild(replace(node, precision=precision) if node.outputs in names else node for node in graph.nodes)
+
+
+def _has_bytes(graph: Graph, node: Node) -> bool:
+    """Return True if the weights of a float contraction are stored in bytes."""
+    weight = node.anchor.inputs[1]
+    return graph.is_constant(weight) and graph.types[weight].quant is not None
 
 
 # ---- edges

@@ -181,7 +181,7 @@ def test_importing_the_package_imports_neither_the_compiler_nor_onnx() -> None:
     ({"precision": "int9"}, "unknown precision 'int9'; did you mean 'int8'"),
     ({"precision": "int8"}, "an int8 build needs calibration"),
     ({"calibration": feeds(1), "precision": "int8"}, "calibration is a list; wrap the data"),
-    ({"calibration": Calibration(feeds(1))}, "calibration is for int8, best and fp16; this build is fp32"),
+    ({"calibration": Calibration(feeds(1))}, "calibration is for int8, best, fp16 and weight_only; this build is fp32"),
     ({"max_batch": 0}, "--max-batch 0: it must be a whole number of at least 1"),
     ({"max_batch": "8"}, "--max-batch 8: it must be a whole number"),
     ({"target": "avx"}, "avx"),

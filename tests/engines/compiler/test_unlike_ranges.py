@@ -265,7 +265,7 @@ def test_entries_without_effect_are_refused() -> None:
     model = skip()
     with pytest.raises(ConfigError, match=r"no node of .* has a name that fits 'head/\*'"):
         built(model, keep_float=("head/*",))
-    with pytest.raises(ConfigError, match="keep_float is for int8 and best; this build is fp16"):
+    with pytest.raises(ConfigError, match="keep_float is for int8, best and weight_only; this build is fp16"):
         built(model, precision="fp16", calibration=None, keep_float=("d",))
     graph = float_graph(model)
     quantised = onnx_from_graph(quantize(graph, ranges_of(graph)))
