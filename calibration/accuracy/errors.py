@@ -38,6 +38,7 @@ LIMITS = {
     "fp16": ErrorLimits(relative=2e-2, differing=0.1, rows=2e-2),   # 11 bits a tensor, over all layers
     "bf16": ErrorLimits(relative=1e-1, differing=0.2, rows=1e-1),   # 8 bits
     "int8": ErrorLimits(sqnr_db=POOR_DB, differing=0.5, rows=1e-1),
+    "weight-only": ErrorLimits(sqnr_db=POOR_DB, differing=0.5, rows=1e-1),      # against the float model
 }
 
 

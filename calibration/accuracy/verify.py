@@ -43,6 +43,8 @@ _ADVICE = {
     "bf16": "build with --fp32 --verify: if that passes, the model needs more than bfloat16 has",
     "int8": "build with --fp32 --verify: if that passes, quantisation is what costs it: calibrate on more and typical "
             "data, check --preprocess, or leave nodes in float with --keep-float",
+    "weight-only": "build without --weight-only, with --verify: if that passes, rounding the weights is what costs it: "
+                   "give --calib, take smaller groups or --weight-only int8, or leave nodes in float with --keep-float",
 }
 
 
@@ -118,7 +120,7 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
     if engine.plan.program is not None:
         return _verify_program(engine, Path(model), oracle_of(Path(model), shapes, constants, plan=engine.plan), data)
     graph = graph_at(engine.plan)
-    precision = precision_of(engine.plan, graph)
+    precision = _weight_only(engine.plan) or precision_of(engine.plan, graph)
     structure = structure_of(engine.plan, graph, tensor_names(Path(model)))
     if data is None and engine.plan.precision == "int8":
         oracle = reference_of(graph) if engine.plan.open is None else reference_of_specialisations(engine.plan)
@@ -173,7 +175,8 @@ def _verify_program(engine: Engine, model: Path, oracle: Oracle, data: Calibrati
     likely = {tensor.name: np.array(context.input(tensor.name)) for tensor in engine.inputs}
     feeds = list(data.limit(BATCHES)) if data else [likely, *_random(engine, likely)]
     try:
-        found = verify_engine(engine, oracle, feeds, _precision_of_program(engine.plan), structure_of_program(model))
+        precision = _weight_only(engine.plan) or _precision_of_program(engine.plan)
+        found = verify_engine(engine, oracle, feeds, precision, structure_of_program(model))
         is_empty = all(errors.rows == 0 for errors in found.outputs)
         return replace(found, notes=("no output has a row on these items, so nothing is compared; give some on which "
                                      "it has, --calib",) * is_empty)
@@ -232,6 +235,11 @@ def precision_of(plan: Plan, graph: Graph) -> str:
     dtypes = {kind.dtype.name for kind in graph.types.values()}
     return _coarsest(found | {precision for dtype, precision in (("float16", "fp16"), ("bfloat16", "bf16"))
                               if dtype in dtypes})
+
+
+def _weight_only(plan: Plan) -> str:
+    """Return the name of the limits for a plan whose weights the build quantised; "" for other plans."""
+    return "weight-only" if plan.metadata.get("weights") else ""
 
 
 def _precision_of_program(plan: Plan) -> str:

@@ -2,6 +2,7 @@
 
     build-engine model.onnx -o model.plan                               float32
     build-engine model.onnx -o model.plan --int8 --calib photos/        INT8, calibrated on a folder of images
+    build-engine model.onnx -o model.plan --weight-only int4            float, with weights of four bits
 """
 from __future__ import annotations
 
@@ -31,7 +32,15 @@ from infer_server.cli.common import (
 )
 from infer_server.cli.dims import parse_constant, parse_dims, shapes_of_dims
 from infer_server.cli.inspect_engine import by_reference, kernels, layers
-from infer_server.cli.verifying import TARGET_MISSED, add_calibration, add_target, calibration_of, verify_build
+from infer_server.cli.verifying import (
+    TARGET_MISSED,
+    add_calibration,
+    add_target,
+    add_weight_only,
+    calibration_of,
+    verify_build,
+    weight_only_of,
+)
 from infer_server.engines.backends import known_targets
 from infer_server.engines.compiler.build import EngineBuild, build_engine
 from infer_server.engines.compiler.builder import BuildConfig, Profile
@@ -44,6 +53,7 @@ from infer_server.engines.frontend.onnx_export import onnx_from_graph
 from infer_server.engines.plan.coverage import Coverage
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.plan.roofline import expected
+from infer_server.engines.plan.weights import weights_text
 from infer_server.engines.preprocess import load_preprocess
 from infer_server.process import tune_malloc
 from infer_server.reporting.command import add_report, report_plan
@@ -57,7 +67,7 @@ class Bar:
     A thread writes the lines, so that a long step of a build does not delay them.
     """
     UNITS = {"calibrating": "item", "searching": "trial", "compiling": "kernel", "evaluating": "item",
-             "ranking": "layer", "tracing": "shape"}
+             "ranking": "layer", "quantising": "layer", "tracing": "shape"}
     QUIET, BEAT = 4.0, 0.5      # seconds between lines, and between checks
 
     def __init__(self, quiet: bool = False) -> None:
@@ -158,6 +168,7 @@ def _config(options: argparse.Namespace) -> BuildConfig:
         precision=options.precision, max_batch=options.max_batch, opt_batch=options.opt_batch,
         target=options.target or "", shapes=_shapes(options), constants=dict(options.constant or ()),
         keep_float=tuple(options.keep_float or ()), float_type=options.float_type,
+        weight_only=weight_only_of(options),
         pixels=load_preprocess(options.preprocess).pixels if options.uint8_input else None,
         timing=not options.no_timing, timing_cache=options.timing_cache or "", threads=options.threads,
         profiles=_profiles(options), ragged=tuple(options.ragged or ()), optional=tuple(options.optional or ()),
@@ -190,7 +201,8 @@ def _profiles(options: argparse.Namespace) -> tuple[Profile, ...]:
 
 def _build_calibration(calibration: Calibration | None, config: BuildConfig) -> Calibration | None:
     """Return the calibration if the build itself needs it, and not only --verify."""
-    needed = config.precision in ("int8", "best") or config.precision == "fp16" and calibration and calibration.data
+    needed = config.precision in ("int8", "best") or (
+        calibration and calibration.data and (config.precision == "fp16" or config.weight_only))
     return calibration if needed else None
 
 
@@ -205,8 +217,13 @@ def _check(options: argparse.Namespace) -> None:
                   options.output, options.report, options.export_qdq,
                   options.tensorrt_cache and options.tensorrt_cache[0])))
               if output.is_dir() or not os.access(output.absolute().parent, os.W_OK)]
-    if options.calib and options.precision not in ("int8", "best", "fp16") and not options.verify:
-        faults.append(f"--calib is for --int8, --best, --fp16 and --verify; this build is {options.precision}")
+    if options.calib and options.precision not in ("int8", "best", "fp16") and not (
+            options.verify or options.weight_only):
+        faults.append("--calib is for --int8, --best, --fp16, --weight-only and --verify; this build is "
+                      f"{options.precision}")
+    if options.weight_only and (options.calibrator or options.calib_cache):
+        faults.append("--calibrator and --calib-cache are of INT8 builds: give --weight-only the data alone, by "
+                      "--calib")
     if options.uint8_input and not options.preprocess:
         faults.append("--uint8-input needs --preprocess: the scale, mean and std that normalise pixels for the model")
     if options.max_drop is None and any((
@@ -218,8 +235,8 @@ def _check(options: argparse.Namespace) -> None:
         faults.append("--max-drop moves layers from INT8 to float: it needs --int8")
     if options.plan_store and options.no_cache:
         faults.append("--plan-store is the second level of the engine cache: do without --no-cache")
-    if options.export_qdq and options.precision != "int8":
-        faults.append("--export-qdq writes the quantised model: it needs --int8")
+    if options.export_qdq and options.precision != "int8" and not options.weight_only:
+        faults.append("--export-qdq writes the quantised model: it needs --int8 or --weight-only")
     if options.tensorrt_cache and not options.calib_cache:
         faults.append("--tensorrt-cache writes the ranges of --calib-cache: give that, too")
     if options.tensorrt_cache and not _version(text := options.tensorrt_cache[1]):
@@ -257,8 +274,10 @@ def _version(text: str) -> tuple[int, int, int] | None:
 
 def _export(plan: Plan, path: str, notify: Notify) -> None:
     import onnx
-    onnx.save(onnx_from_graph(graph_at(plan)), path)
-    notify(f"{path}: the quantised model with QuantizeLinear and DequantizeLinear nodes")
+    packed = bool(plan.metadata.get("weights"))
+    onnx.save(onnx_from_graph(graph_at(plan), packed), path)
+    notify(f"{path}: the quantised model with " + (
+        "packed weights, for ONNX Runtime" if packed else "QuantizeLinear and DequantizeLinear nodes"))
 
 
 def _summary(build: EngineBuild, options: argparse.Namespace, notify: Notify) -> None:
@@ -269,6 +288,8 @@ def _summary(build: EngineBuild, options: argparse.Namespace, notify: Notify) ->
         _print_error(missing)
     size = Path(options.output).stat().st_size / 1e6
     notify(f"{options.output}: {plan.precision} for {plan.machine.target}, {kernels(plan)}, {size:.1f} MB")
+    if weights := weights_text(plan.metadata):
+        notify(weights)
     notify(coverage.line)
     if line := expected(plan):
         notify(line)
@@ -288,6 +309,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--entry-file", help=argparse.SUPPRESS)     # for infer-server: the plan's file in the cache
     parser.set_defaults(precision="fp32")
     add_calibration(parser)
+    add_weight_only(parser)
     add_target(parser)
     _add_shapes(parser)
     _add_tuning(parser)

@@ -22,6 +22,7 @@ from infer_server.engines.plan.file import read_plan
 from infer_server.engines.plan.plan import IoTensor, OpenPart, Plan, Step
 from infer_server.engines.plan.program import Region
 from infer_server.engines.plan.roofline import expected, expected_us
+from infer_server.engines.plan.weights import weights_text
 from infer_server.reporting.command import add_report, check_report, report_plan
 
 
@@ -158,7 +159,7 @@ def _command(options: argparse.Namespace) -> int:
     coverage = coverage_of(plan)
     if missing := by_reference(coverage):
         print(missing)
-    print(*filter(None, (coverage.line, expected(plan))), sep="\n")
+    print(*filter(None, (weights_text(plan.metadata), coverage.line, expected(plan))), sep="\n")
     if notices := plan.metadata.get("notices"):
         print("notices of the build:", *(f"  {notice}" for notice in notices), sep="\n")
     return 0

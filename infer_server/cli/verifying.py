@@ -18,6 +18,15 @@ from infer_server.cli.common import table
 from infer_server.engines.backends import device_of
 from infer_server.engines.compiler.builder import BuildConfig
 from infer_server.engines.compiler.ranges import Notify
+from infer_server.engines.compiler.weight_only.scheme import (
+    GROUP_SIZES,
+    ROWS_AS_INT8,
+    ROWS_AS_MODEL,
+    TYPES,
+    USUAL_GROUP,
+    WeightOnly,
+)
+from infer_server.engines.errors import ConfigError
 from infer_server.engines.plan.file import read_plan
 from infer_server.engines.preprocess import PRESETS
 
@@ -123,6 +132,34 @@ def calibration_of(options: argparse.Namespace) -> Calibration | None:
                        sensitivity=bool(options.report) and options.precision == "int8")
 
 
+def weight_only_of(options: argparse.Namespace) -> WeightOnly | None:
+    """Return the weight-only quantisation of the options, or None. Raises ConfigError."""
+    if options.weight_only is not None:
+        return WeightOnly(options.weight_only, options.group_size or 0, options.accuracy_level or 0)
+    for option in ("group_size", "accuracy_level"):
+        if getattr(options, option) is not None:
+            raise ConfigError(f"--{option.replace('_', '-')} is of weight-only quantisation: give --weight-only int4")
+    return None
+
+
+def add_weight_only(parser: argparse.ArgumentParser) -> None:
+    """Add the options of weight-only quantisation."""
+    group = parser.add_argument_group(
+        "weight-only quantisation", "Store the weights of a float model's MatMul and Gemm nodes, and tables of Gather "
+                                    "nodes, packed in few bits. Activations stay float. With --calib, weights are "
+                                    "rounded by the error of each layer's output (GPTQ).")
+    group.add_argument("--weight-only", choices=TYPES,
+                       help="int8: a byte a weight, with a scale per output channel; int4: half a byte, with a scale "
+                            "per group (tables are INT8)")
+    group.add_argument("--group-size", type=int, choices=GROUP_SIZES, metavar="N",
+                       help=f"INT4 weights that share a scale: {', '.join(map(str, GROUP_SIZES))} "
+                            f"(default {USUAL_GROUP})")
+    group.add_argument("--accuracy-level", type=int, choices=(ROWS_AS_MODEL, ROWS_AS_INT8),
+                       help=f"{ROWS_AS_MODEL}: INT4 weights multiply float rows; {ROWS_AS_INT8}: rows are rounded to 8 "
+                            "bits in groups like the weights, which is faster with AVX-512 VNNI (as MatMulNBits of "
+                            f"ONNX Runtime; default {ROWS_AS_MODEL})")
+
+
 def add_calibration(parser: argparse.ArgumentParser) -> None:
     """Add the options of a calibration."""
     parser.add_argument("--calib", metavar="PATH", help="calibration data: a folder of images or .npz files, an .npz "
@@ -142,7 +179,7 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
                         help="build an engine that takes images as uint8 [N, H, W, C] and normalises them as "
                              "--preprocess says")
     parser.add_argument("--keep-float", action="append", metavar="NODE",
-                        help="ONNX node that --int8 leaves in float, or a pattern of names ('head/*'); NODE... also "
-                             "leaves all nodes that follow it; can be repeated")
+                        help="ONNX node that --int8 or --weight-only leaves in float, or a pattern of names "
+                             "('head/*'); NODE... also leaves all nodes that follow it; can be repeated")
     parser.add_argument("--float-type", choices=("fp32", "bf16", "fp16"), default="fp32",
                         help="precision of what --int8 leaves in float (default fp32)")

@@ -23,6 +23,9 @@ class BuildOptions:
     calib_cache: str = ""
     preprocess: str = ""
     keep_float: str = ""                    # ONNX nodes that int8 leaves in float: names or patterns, comma-separated
+    weight_only: str = ""                   # int8 or int4: weights of a float model stored in few bits
+    group_size: str = ""                    # int4 weights that share a scale
+    accuracy_level: str = ""                # 4: rows that int4 weights multiply are rounded to 8 bits
     image_input: str = ""                   # name of an input that also accepts JPEG and PNG files
     uint8_input: str = ""                   # "true": images are sent as uint8 [N, H, W, C]
     timing: str = ""                        # "false": tactics are chosen by the cost model instead of timing

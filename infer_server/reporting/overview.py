@@ -9,6 +9,7 @@ from typing import Any
 from infer_server.engines.plan.coverage import coverage_of
 from infer_server.engines.plan.extents import text
 from infer_server.engines.plan.roofline import expected
+from infer_server.engines.plan.weights import weights_text
 from infer_server.engines.summary import tensor
 from infer_server.reporting.accuracy import STAGES, not_calibrated, stages_of
 from infer_server.reporting.data import ReportData, Row
@@ -172,6 +173,8 @@ def _decisions(data: ReportData) -> Iterator[tuple[str, Child]]:
     counts = Counter(row.precision for row in data.rows if not row.is_border)
     shares = ", ".join(f"{count} kernels in {name}" for name, count in counts.most_common())
     yield "precision", f"{plan.precision}: {shares}"
+    if weights := weights_text(metadata):
+        yield "weights", _lines(iter(weights.removeprefix("weights: ").splitlines()))
     yield "target", f"{machine.target} ({machine.backend}), on {machine.cpu.get('model', 'an unknown processor')}"
     yield "coverage", coverage_of(plan).line.removeprefix("coverage: ")
     yield "batch", (f"up to {plan.max_batch}" if plan.max_batch else "the declared shape") + (

@@ -261,10 +261,9 @@ def build_command(source: Source, plan: Path, cache_dir: Path | None, threads: i
         command += ["--preprocess", str(file) if file.exists() else options.preprocess]
     for entry in filter(None, map(str.strip, options.keep_float.split(","))):
         command += [f"--keep-float={entry}"]
-    for option, shapes in (("--min-shapes", options.min_shapes), ("--opt-shapes", options.opt_shapes),
-                           ("--max-shapes", options.max_shapes)):
-        if shapes:
-            command += [option, shapes]
+    for name in ("weight_only", "group_size", "accuracy_level", "min_shapes", "opt_shapes", "max_shapes"):
+        if value := getattr(options, name):
+            command += [f"--{name.replace('_', '-')}={value}"]
     if options.uint8_input == "true":
         command += ["--uint8-input"]
     return command

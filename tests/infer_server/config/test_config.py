@@ -350,6 +350,12 @@ def test_an_onnx_file_is_built_with_the_options_of_its_configuration(tmp_path: P
     (folder / "config.pbtxt").write_text('parameters { key: "keep_float" value { string_value: "head/*, -a..." } }')
     command = build_command(*read_model(tmp_path, "m"), tmp_path / "m.plan", None, threads=2)
     assert command[command.index("--threads"):] == ["--threads", "2", "--keep-float=head/*", "--keep-float=-a..."]
+    (folder / "config.pbtxt").write_text("".join(
+        f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+        for key, value in (("weight_only", "int4"), ("group_size", "64"), ("opt_shapes", "x:1x3"))))
+    command = build_command(*read_model(tmp_path, "m"), tmp_path / "m.plan", None, threads=2)
+    assert command[command.index("--threads"):] == [
+        "--threads", "2", "--weight-only=int4", "--group-size=64", "--opt-shapes=x:1x3"]
     (folder / "config.pbtxt").write_text("""
         parameters { key: "timing" value { string_value: "false" } }
         optimization { execution_accelerators {
