@@ -55,11 +55,12 @@ def test_a_row_is_read_at_most_the_slack_past_its_end_if_its_width_is_dynamic(fa
 
 @EVERY_WIDTH
 @EVERY_FAMILY
-def test_rows_of_u8_are_dequantised_before_and_quantised_after(family, runner):
+@pytest.mark.parametrize("width", [15, 37])
+def test_rows_of_u8_are_dequantised_before_and_quantised_after(width, family, runner):
     prologue, before = dequantise()
-    program, constants = requantise(37, np.random.default_rng(0), 30, residual=True)
-    x = gapped("uint8", (5, 37))
-    spec = family((x,), x, (dense_view("uint8", (5, 37)),), prologue, program)
+    program, constants = requantise(width, np.random.default_rng(0), 30, residual=True)
+    x = gapped("uint8", (5, width))
+    spec = family((x,), x, (dense_view("uint8", (5, width)),), prologue, program)
     check(spec, runner, data(spec), {"prologue": before, **constants})
 
 

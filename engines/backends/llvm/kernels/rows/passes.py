@@ -118,8 +118,8 @@ class RowCode:
     def _constants(self, program: EpilogueProgram, address: Value, at: RowVector) -> list[Value]:
         pitch = 4 * _pitch(self.problem.constants_width)
         address = address + (at.column * 4 if self.problem.constants_width > 1 else 0)
-        return [self.f.load(self.isa.floats, address + c * pitch, self.isa.bytes, "constant")
-                for c in range(program.constants)]
+        align = 4 if isinstance(self.width, KernelInt) else self.isa.bytes      # the tail of a symbolic row is narrow
+        return [self.f.load(self.isa.floats, address + c * pitch, align, "constant") for c in range(program.constants)]
 
 
 def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[RowVector], Value]) -> Value:
