@@ -32,11 +32,14 @@ class Recipe:
         Divisor per index of the last axis.
     rounding : mapping from str to str
         By output of a contraction: steps that each int8 weight lies above the nearest one; see `packed_steps`.
+    scaled_rows : tuple of str
+        Tensors that products read with a scale for each row, computed at run time.
     """
     ranges: Mapping[str, tuple[float, float]]
     means: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     smoothing: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     rounding: Mapping[str, str] = field(default_factory=dict)
+    scaled_rows: tuple[str, ...] = ()
 
 
 def packed_steps(steps: Array) -> str:

@@ -1,6 +1,6 @@
-"""Blockwise quantised rows: x = scale[b] * r with b = k // block and integers r in -127..127, and their byte layout.
+"""Rows quantised at run time: x = scale * r, with a scale for each row or block of it and integers r in -127..127.
 
-A block is a HEAD (its scale as float32, the sum of its integers as int32) and then the integers.
+Blocks have a layout in bytes: a HEAD (the scale as float32, the sum of the integers as int32), then the integers.
 """
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ import numpy as np
 
 from infer_server.engines.ir.graph import Array
 
-STEPS = 127             # integer of the largest number of a block
+STEPS = 127             # integer of the largest number of a row or block
+LEAST_SCALE = float(np.finfo(np.float32).tiny)      # of a row: zeros stay zeros
+MIDDLE = 128            # zero point of rows that are stored as uint8
 HEAD = 8                # bytes
+
+
+def row_scales(x: Array) -> Array:
+    """Return the scale of each row of x [..., K], float32 [..., 1]: max |x| / STEPS.
+
+    The scale of a row with NaN or infinity is NaN or infinity.
+    """
+    largest = np.abs(x).max(axis=-1, keepdims=True, initial=0).astype(np.float32)
+    return np.asarray(np.maximum(largest * np.float32(1 / STEPS), np.float32(LEAST_SCALE)))
 
 
 def rounded(x: Array, block: int) -> tuple[Array, Array]:

@@ -10,12 +10,13 @@ import math
 import numpy as np
 
 from infer_server.engines.errors import GraphError
-from infer_server.engines.ir.dtypes import integer_limits
+from infer_server.engines.ir.dtypes import FLOAT, integer_limits
 from infer_server.engines.ir.graph import Array, Dim, Node, TensorType
+from infer_server.engines.ir.rounding import row_scales
 from infer_server.engines.ir.shapes import fixed, normal_axis, text
 from infer_server.engines.ops.cast import narrowed
 from infer_server.engines.ops.items import ItemAxes, only_first, untouched_axis
-from infer_server.engines.ops.op import Inputs, Op, Types, present
+from infer_server.engines.ops.op import Inputs, Op, Stored, Types, present
 from infer_server.engines.ops.pointwise import Epilogue
 
 
@@ -76,6 +77,28 @@ class FakeQuantize(Epilogue):
         step = x.dtype.type(scale)
         stored = np.clip(np.rint(x / step) + zero_point, low, high)
         return np.asarray((stored - zero_point) * step, x.dtype)
+
+
+class ScaledRows(Op):
+    """Division of each row by its scale, max |x| / 127 along the last axis; the results are x / scale and scale.
+
+    If the first result is stored in 8 bits with scale 1 and zero point 128, this is symmetric quantisation by row, with
+    scales computed at run time. The scale of a row with NaN or infinity is NaN or infinity.
+    """
+    stored = Stored.CONVERTED       # applies to the first result only
+
+    @classmethod
+    def types(cls, node: Node, x: TensorType) -> Types:
+        return x, TensorType(FLOAT, (*x.shape[:-1], 1))
+
+    @classmethod
+    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
+        return (untouched_axis(outputs[0].shape, only_first(axes), (-1,), "scales rows along"),) * 2
+
+    @classmethod
+    def compute(cls, node: Node, x: Array) -> tuple[Array, Array]:
+        scales = row_scales(x)
+        return x / scales, scales
 
 
 def check_constants(node: Node, inputs: Inputs) -> None:

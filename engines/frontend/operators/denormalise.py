@@ -14,6 +14,7 @@ from onnx import defs, helper, numpy_helper
 
 from infer_server.engines.errors import ModelError
 from infer_server.engines.ir.graph import Array, Dim, Node, TensorType, trimmed
+from infer_server.engines.ir.rounding import LEAST_SCALE, STEPS
 from infer_server.engines.ir.shapes import extent, fixed
 from infer_server.engines.ops import describe, op_of
 from infer_server.engines.ops.fallback import name_in_onnx
@@ -132,6 +133,16 @@ def _fake_quantize(node: Node, types: Sequence[TensorType | None], constant: Con
     stored = f"{node.outputs[0]}.integers"
     return [("QuantizeLinear", [node.inputs[0], *constants], [stored], {}),
             ("DequantizeLinear", [stored, *constants], node.outputs, {})]
+
+
+@_rule("ScaledRows")
+def _scaled_rows(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
+    (x,), (y, scales), axes = node.inputs, node.outputs, constant("axes", np.array([-1], np.int64))
+    step, least = (constant(label, np.array(number, np.float32))
+                   for label, number in (("step", 1 / STEPS), ("least", LEAST_SCALE)))
+    return [("Abs", [x], [f"{y}.sizes"], {}), ("ReduceMax", [f"{y}.sizes", axes], [f"{y}.largest"], {}),
+            ("Mul", [f"{y}.largest", step], [f"{y}.steps"], {}), ("Max", [f"{y}.steps", least], [scales], {}),
+            ("Div", [x, scales], [y], {})]
 
 
 @_rule("TopK")

@@ -8,6 +8,7 @@
     l2        y = program(x / max(sqrt(sum of x**2), epsilon))
     LRN       y[c] = program(x[c] * (bias + alpha / size * sum over k of x[c - before + k]**2) ** -beta)
               k in 0..size-1, before = (size - 1) // 2; missing channels are 0
+    scaled    y = program(x / scale), scale = max |x| / 127             and one scale per row
     reduce    y = program(sum, max or min of x)                         one element per row
     extreme   y = program(max or min of all x)                          one element for all rows of all items
 
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from infer_server.engines.ir.rounding import MIDDLE, row_scales
 from infer_server.engines.lowering.epilogue.program import (
     COPY,
     INSTRUCTIONS,
@@ -38,7 +40,8 @@ from infer_server.engines.lowering.problems.problem import Array, Problem
 from infer_server.engines.lowering.problems.view import View
 
 PARTIALS = 64
-NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
+# largest: the maximum of numbers without a sign, by their bits, so that NaN is the largest
+NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf, "largest": 0.0}
 WIDEST_LRN = 64         # channels per window of local response normalisation
 EXP = INSTRUCTIONS["exp_of_moderate"]
 EXP_DOWN_TO_0 = INSTRUCTIONS["exp_down_to_0"]
@@ -116,6 +119,48 @@ class Norm(RowProblem):
         else:
             scale = np.float32(1) / np.sqrt(total * share + epsilon)
         return np.asarray(x * scale, np.float32)
+
+
+@dataclass(frozen=True)
+class ScaledRows(RowProblem):
+    """Division of each row by its scale (ir/rounding.py), without a program; bytes are stored as y + MIDDLE.
+
+    `scales` is the second output, float32 [..., 1].
+    """
+    scales: View | None = None
+    family = "scaled_rows"
+    writes = ("y", "scales")
+
+    @property
+    def shift(self) -> float:
+        """Number that is added to y before it is stored."""
+        return MIDDLE if self.y.dtype == "uint8" else 0.0
+
+    def meaning(self, x: Floats) -> Floats:
+        return np.asarray(x * (np.float32(1) / row_scales(x)) + np.float32(self.shift), np.float32)
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        with np.errstate(invalid="ignore"):
+            return *super().reference(inputs, constants), row_scales(load_meaning(self.sources[0].dtype, inputs[0]))
+
+
+@dataclass(frozen=True)
+class ScaledNorm(Norm):
+    """Norm whose result y is also written as ScaledRows: `rows` and `scales`."""
+    rows: View | None = None
+    scales: View | None = None
+    family = "scaled_norm"
+    writes = ("y", "rows", "scales")
+
+    @property
+    def scaled(self) -> ScaledRows:
+        """Problem of the rows and scales, which reads y."""
+        assert self.rows is not None
+        return ScaledRows((self.y,), self.rows, scales=self.scales)
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        y, = super().reference(inputs, constants)
+        return y, *self.scaled.reference([y], {})
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,23 @@ from typing import Any
 import numpy as np
 
 from infer_server.engines.ir.graph import Node
+from infer_server.engines.ir.rounding import LEAST_SCALE, MIDDLE, STEPS
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.calls.body import stored, write_body
 from infer_server.engines.lowering.calls.broadcast import broadcast
-from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, lowers
+from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused, fallback_rule, lowers
+from infer_server.engines.lowering.calls.nesting import NestWriter
+from infer_server.engines.lowering.calls.placement import as_one_item
 from infer_server.engines.lowering.epilogue.affine import AffineWriter
 from infer_server.engines.lowering.epilogue.program import ProgramBuilder
-from infer_server.engines.lowering.problems.rows import WIDEST_LRN, Lrn, Norm, RowProblem, Softmax
+from infer_server.engines.lowering.problems.rows import (
+    WIDEST_LRN,
+    Lrn,
+    Norm,
+    RowProblem,
+    ScaledRows,
+    Softmax,
+)
 
 SMALLEST = 1e-12        # least L2 norm: a row of zeros stays zeros
 
@@ -48,6 +59,31 @@ def _scaled_by_rows(node: Node) -> Node:
     scaled = f"{y}.scaled" if bias else y
     parts = [replace(node, inputs=(x,), outputs=(made,)), Node("Mul", (made, scale), (scaled,))]
     return node.with_body([*parts, *(Node("Add", (scaled, name), (y,)) for name in bias)])
+
+
+@lowers("ScaledRows")
+def lower_scaled_rows(ctx: Context, node: Node) -> Sequence[ProblemCall]:
+    x, y, scales = (ctx.placements[name] for name in (*node.inputs, *node.outputs))
+    if len(ctx.type(node.inputs[0]).shape) < 2:
+        raise Refused("its input has one axis only")
+    return [ProblemCall(node, ScaledRows((x.view,), y.view, scales=scales.view), (x,), (y, scales))]
+
+
+@fallback_rule("ScaledRows")
+def lower_scaled_as_nests(ctx: Context, node: Node) -> Sequence[ProblemCall]:
+    """Lower to a nest for the scales and one for the rows."""
+    *outer, width = ctx.type(node.inputs[0]).shape
+    w = NestWriter(ctx, node, outer, (as_int(width),))
+    x = w.at(node.inputs[0], [*w.axes, *w.inner])
+    largest = w.reduce("max", x.unary("abs").bits("i32")).bits("f32")       # by its bits NaN is the largest
+    scale = largest * (1 / STEPS)
+    scale = w.where(scale < LEAST_SCALE, scale.like(LEAST_SCALE), scale)
+    result = x * (scale.like(1.0) / scale)
+    if ctx.type(node.outputs[0]).quant is not None:
+        result = (result + float(MIDDLE)).unary("rint").to("i32")
+    y, scales = (ctx.placements[name] if w.batched else as_one_item(ctx.placements[name]) for name in node.outputs)
+    column = replace(scales.view, shape=scales.view.shape[:-1], strides=scales.view.strides[:-1])
+    return [w.call(scale, targets=[replace(scales, view=column)]), w.call(result, inside=True, targets=[y])]
 
 
 @lowers("LRN", images=True)

@@ -32,6 +32,7 @@ from infer_server.engines.passes.rules.pad import never_negative
 
 Ranges = Mapping[str, tuple[float, float]]
 SUMS = 1 << 31              # exclusive bound of the sums of an int8 contraction
+OF_SCALED_ROWS = (-128.0, 127.0)        # range of rows divided by their scales: one step is 1
 FLOAT_PRECISIONS = ("fp32", "fp16", "bf16")
 
 
@@ -170,7 +171,8 @@ def parted(graph: Graph, ranges: Ranges, kept: Collection[str]) -> Graph:
 
 def _spans(graph: Graph, ranges: Ranges) -> dict[str, tuple[float, float]]:
     """Return the ranges of the graph's tensors, without negative values where the graph rules them out."""
-    return {name: _bounded(graph, name, span) for name, span in ranges.items() if name in graph.types}
+    known = {name: _bounded(graph, name, span) for name, span in ranges.items() if name in graph.types}
+    return known | {node.outputs[0]: OF_SCALED_ROWS for node in graph.nodes if node.op == "ScaledRows"}
 
 
 def _with_stored_types(graph: Graph, ranges: Ranges, kept: Collection[str]) -> Graph:

@@ -61,7 +61,7 @@ def classes(graph: Graph, floats: Collection[str] = ()) -> list[tuple[str, ...]]
                 fixed.update(touched)               # a constant part of a Concat, a table of embeddings
         elif node.op == ATTENTION:
             fixed.update(name for name in node.inputs[3:] if name in parent)        # the mask
-        elif node.op == "Recurrence":
+        elif node.op in ("Recurrence", "ScaledRows"):
             fixed.update(name for name in touched if name != node.outputs[0])
     still = {root(name) for name in fixed}
     members: dict[str, list[str]] = {}

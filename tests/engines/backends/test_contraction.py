@@ -16,7 +16,7 @@ from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.ir.graph import Node
 from infer_server.engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from infer_server.engines.lowering.problems.convolution import BlockedProduct, Contraction, RoundedProduct
-from infer_server.engines.lowering.problems.view import Halo, dense_view
+from infer_server.engines.lowering.problems.view import Halo, View, dense_view
 from infer_server.engines.ops.blocks import QuantizeBlocks
 from scripts.testing.suite import check, gapped, random_array, requantise, run
 from tests.engines.backends.llvm.jit import assembly, spills
@@ -93,6 +93,25 @@ def test_an_integer_contraction_equals_its_reference_bit_for_bit(shape, runner):
     assert spec.reference(inputs, constants)[0].std() > 10      # not all saturated
     for way in runner.ways(spec):
         check(way, runner, inputs, constants, pieces=2, slack=15)
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("shape", [Shape(7, 9, 24, 40), Shape(1, 37, 100, 70), Shape(1, 1, 100, 70)], ids=str)
+@pytest.mark.parametrize("long", [False, True])
+def test_a_scale_of_each_row_multiplies_its_sums(long, shape, runner):
+    random, couts = np.random.default_rng(0), shape.cout
+    b = ProgramBuilder(True)
+    sums = b.add("fma", b.accumulator, b.constant(random.uniform(0.001, 0.002, couts)),
+                 b.constant(random.uniform(-9, 9, couts)))
+    value = b.add("fma", b.operand(), sums, b.constant(random.uniform(20, 90, couts)))
+    value = b.add("gelu_u8", value) if long else value
+    of_row = View("float32", (shape.rows, shape.cols, couts), (4 * shape.cols, 4, 0), 4 * shape.cols * shape.rows)
+    spec, (x, _), constants = problem(shape, "int8")
+    spec = replace(spec, operands=(of_row,), program=b.program())
+    scales = np.broadcast_to(random.uniform(0.1, 9, (*x.shape[:-1], 1)).astype(np.float32), (BATCH, *spec.y.shape))
+    constants = {"weights": constants["weights"], "program": b.constants}
+    for way in runner.ways(spec):
+        check(way, runner, [x, scales], constants, pieces=2, slack=15)
 
 
 @EVERY_BACKEND

@@ -5,7 +5,7 @@ import pytest
 from infer_server.engines.backends.llvm.codegen.isa import AVX512_VNNI, PORTABLE
 from infer_server.engines.backends.llvm.kernels.rows import kernels
 from infer_server.engines.lowering.epilogue.program import ProgramBuilder
-from infer_server.engines.lowering.problems.rows import Extreme, Lrn, Norm, Reduce, Softmax
+from infer_server.engines.lowering.problems.rows import Extreme, Lrn, Norm, Reduce, ScaledNorm, ScaledRows, Softmax
 from infer_server.engines.lowering.problems.view import View, dense_view
 from scripts.testing.suite import check, gapped, random_array, requantise, run
 from tests.engines.backends.llvm.runner import CpuRunner, DynamicRunner, kernel_of
@@ -75,6 +75,54 @@ def test_a_program_may_read_one_number_for_each_row(width, runner):
     numbers = [np.broadcast_to(random_array(np.random.default_rng(i), "float32", (BATCH, 3, 5, 1)), x.shape)
                for i in (1, 2)]
     check(spec, runner, [x, *numbers], {"program": b.constants}, pieces=2)
+
+
+def scaled(x, dtype="uint8"):
+    """Return the problem of scaled rows, as bytes with zero point 128 or as floats."""
+    return ScaledRows((x,), dense_view(dtype, x.shape), scales=dense_view("float32", (*x.shape[:-1], 1)))
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("width", [1, 7, 64, 65, 384])
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_scaled_rows_and_their_scales_equal_the_reference(dtype, width, runner):
+    spec = scaled(gapped("float32", (3, 2, width)), dtype)
+    (x,) = data(spec)
+    x[0] *= 1e-3 * np.arange(1, 4, dtype=np.float32)[:, None, None]
+    x[1, 0] = 0         # rows of zeros
+    x[1, 1] = 1e-44     # the least scale
+    check(spec, runner, [x], {}, pieces=2)
+    y, scales = run(spec, runner, [x], {})
+    largest = np.abs(x).max(-1, keepdims=True)
+    np.testing.assert_allclose(scales, np.maximum(largest / 127, np.finfo(np.float32).tiny), rtol=1e-6)
+    real = (y.astype(np.float64) - (128 if dtype == "uint8" else 0)) * scales
+    assert (np.abs(real - x) <= 0.5001 * scales).all()
+    assert (y[1, 0] == (128 if dtype == "uint8" else 0)).all()
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("width", [7, 65])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_a_norm_also_writes_its_rows_scaled(kind, width, runner):
+    b = ProgramBuilder(True)
+    b.add("fma", b.accumulator, b.constant(np.linspace(0.1, 3, width)), 0.25)
+    view = gapped("float32", (3, 2, width))
+    spec = ScaledNorm((view,), view, program=b.program(), kind=kind, rows=dense_view("uint8", (3, 2, width)),
+                      scales=dense_view("float32", (3, 2, 1)))
+    check(spec, runner, data(spec), {"program": b.constants}, pieces=2)
+
+
+@EVERY_WIDTH
+@pytest.mark.parametrize("width", [1, 7, 65])
+@pytest.mark.parametrize("column", [0, -1])
+def test_a_row_that_is_not_finite_has_a_scale_that_is_not(column, width, runner):
+    spec = scaled(dense_view("float32", (3, width)))
+    (x,) = data(spec)
+    x[0, 0, column], x[0, 1, column], x[1, 2, column] = np.nan, np.inf, -np.inf
+    _, scales = run(spec, runner, [x], {})
+    np.testing.assert_array_equal(np.isnan(scales[0, 0]), True)
+    np.testing.assert_array_equal(scales[[0, 1], [1, 2]], np.inf)
+    assert np.isfinite(scales[[0, 1, 1], [2, 0, 1]]).all()
 
 
 @EVERY_WIDTH

@@ -24,7 +24,8 @@ OperandNumbers = tuple[int, ...]
 # on addresses or loop counts (an index, a count, an order); these check a value, and then read it again.
 VOLATILE_SAFE = frozenset({
     "contraction", "blocked_product", "rounded_product", "depthwise", "pointwise", "pool", "global_pool", "product",
-    "integer_product", "permute", "take", "resize", "softmax", "norm", "lrn", "reduce", "halo_fill"})
+    "integer_product", "permute", "take", "resize", "softmax", "norm", "scaled_norm", "scaled_rows",
+    "lrn", "reduce", "halo_fill"})
 
 
 class ZeroCopyBuffers:

@@ -11,6 +11,7 @@ A row program is written like its definition, with passes as functions of one ve
 from __future__ import annotations
 
 import math
+import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from infer_server.engines.backends.llvm.kernels.common.pixels import PANEL, load
 from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, Window, begin_kernel
 from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
-from infer_server.engines.codegen.types import I1, I64, vector
+from infer_server.engines.codegen.types import I1, I64, overload, vector
 from infer_server.engines.lowering.epilogue.program import EpilogueProgram
 from infer_server.engines.lowering.problems.problem import Array
 from infer_server.engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem
@@ -58,9 +59,23 @@ class RowCode:
     """
 
     def __init__(self, f: Function, isa: Isa, problem: RowProblem, sources: list[Value], prologue: Value,
-                 operands: list[Value], program: Value, y: Value, scratch: Value | None) -> None:
+                 operands: list[Value], program: Value, y: Value, scratch: Value | None,
+                 others: Sequence[Value] = ()) -> None:
+        """others: addresses of the problem's outputs after y."""
         self.f, self.isa, self.problem, self.width, self._scratch = f, isa, problem, problem.width, scratch
+        self.others = others
         self._sources, self._prologue, self._operands, self._program, self._y = sources, prologue, operands, program, y
+
+    def then(self, problem: RowProblem) -> RowCode:
+        """Return the code of a problem that reads the row which was stored as y, and writes the outputs after y.
+
+        The problem has neither constants nor operands. A symbolic width becomes a number: past the end of y there may
+        be no memory that can be read.
+        """
+        y, *others = self.others
+        code = RowCode(self.f, self.isa, problem, [self._y], self._prologue, [], self._program, y, None, others)
+        code.width = operator.index(code.width)
+        return code
 
     def x(self, at: RowVector) -> Value:
         """Return float32 elements; lanes past the row are undefined."""
@@ -196,6 +211,9 @@ def live(isa: Isa, value: Value, count: int | Value, neutral: float) -> Value:
 
 
 def combine(isa: Isa, kind: str, a: Value, b: Value) -> Value:
+    if kind == "largest":
+        ints = a.f.call(isa.ints, f"llvm.smax.{overload(isa.ints)}", isa.bits(a), isa.bits(b), hint="largest")
+        return isa.from_bits(ints)
     return a + b if kind == "sum" else isa.max(a, b) if kind == "max" else isa.min(a, b)
 
 
@@ -209,7 +227,7 @@ class OverRows(Kernel[R]):
         problem, shape = self.problem, self.problem.sources[0].shape
         if len(shape) == 1:
             return super().windows(isa, tactic)
-        return [Window.along(view, rows=math.prod(shape[1:-1])) for view in (*problem.inputs, problem.y)]
+        return [Window.along(view, rows=math.prod(shape[1:-1])) for view in (*problem.inputs, *problem.outputs)]
 
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """Pack the constants of prologue and program, each as [constant][index], rounded up to whole vectors."""
@@ -237,16 +255,17 @@ class RowKernel(OverRows[R]):
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
         problem = self.problem
-        f, addresses, (begin, end, *_) = begin_kernel(module, name, len(problem.inputs) + 3)
-        *inputs, prologue, program, y = addresses
-        rows = [_row_view(view, problem.width) for view in (*problem.inputs, problem.y)]
-        views = joined(rows, keep_last=True)
+        tensors, count = (*problem.inputs, *problem.outputs), len(problem.inputs)
+        f, addresses, (begin, end, *_) = begin_kernel(module, name, len(tensors) + 2)
+        prologue, program = addresses[count:count + 2]
+        views = joined([_row_view(view, problem.width) for view in tensors], keep_last=True)
         scratch = None
         if self.scratch:    # allocated in the entry block; in the loop the stack would grow with each row
             scratch = f.alloca(4 * _pitch(self.scratch) + ALIGNMENT, ALIGNMENT, "scratch")
-        split = len(problem.sources)
-        for *starts, target in each_row(f, begin, end, [*inputs, y], views, views[0].shape[:-1]):
-            self.emit_row(RowCode(f, isa, problem, starts[:split], prologue, starts[split:], program, target, scratch))
+        split, ends = len(problem.sources), addresses[:count] + addresses[count + 2:]
+        for starts in each_row(f, begin, end, ends, views, views[0].shape[:-1]):
+            self.emit_row(RowCode(f, isa, problem, starts[:split], prologue, starts[split:count], program,
+                                  starts[count], scratch, starts[count + 1:]))
 
 
 def _row_view(view: View, width: int) -> View:
