@@ -31,6 +31,7 @@ from infer_server.engines.ir.graph import Array
 from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.passes.quantization.quantize import contractions
 from infer_server.engines.passes.quantization.recipe import prepared
+from infer_server.engines.passes.quantization.scaled_rows import scalable_rows
 from infer_server.engines.passes.quantization.smoothing import smoothable
 
 # Budget of the search in multiply-accumulates, so that it is independent of the machine: about 25 s of AVX2.
@@ -40,6 +41,7 @@ MOST_ITEMS, FEWEST_ITEMS, MOST_TRIALS = 64, 8, 32
 STEPS = 3           # trials of bias correction: with and without; of rounding: with
 FEW_CANDIDATES = ("percentile", "percentile:99.9999")       # candidates if the budget is too small for all
 WIDEST = "percentile:99.9999"       # calibrator with which smoothing, which reduces outliers, is evaluated
+SCALING = ("llvm", "numpy")         # backends on which scaled rows are as fast as others
 WATCHED_BYTES = 2 << 30     # maximum bytes of the observed tensors of a batch
 
 
@@ -127,6 +129,7 @@ class CalibrationRun:
         self._subject, self._data, self._calibrator, self._check = subject, data, calibrator, check
         self._notify, self._progress = notify, progress
         self._edges, self._uneven = subject.builder.edges(subject.graph), smoothable(subject.graph)
+        self._scalable = scalable_rows(subject.graph) if subject.builder.backend in SCALING else ()
         self._trials = self._spent = 0      # planned and finished trials of the search, for the progress display
         self._known: dict[Any, Errors] = {}     # errors of finished trials, by the contents of their tables
         self._record = SearchRecord()
@@ -190,7 +193,8 @@ class CalibrationRun:
         self._progress("searching", min(self._spent, self._trials), self._trials, "")
 
     def _trial(self, judge: Judge, table: CalibrationTable, stage: str, label: str) -> Errors:
-        key = (*(tuple(part.items()) for part in (table.ranges, table.means, table.smoothing)), bool(table.rounding))
+        key = (*(tuple(part.items()) for part in (table.ranges, table.means, table.smoothing)), bool(table.rounding),
+               table.scaled_rows)
         if key not in self._known:
             self._known[key] = judge.errors(table.recipe)
         self._spent += 1
@@ -204,17 +208,19 @@ class CalibrationRun:
         spare = self._spare(trials)
         single = min(max(spare, 0), MOST_TRIALS)
         candidates = CANDIDATES if spare >= 0 else FEW_CANDIDATES
-        self._trials = ((1 + len(ALPHAS)) * bool(self._uneven) + STEPS * (spare >= 0) + len(candidates) + single)
+        self._trials = self._first_trials + STEPS * (spare >= 0) + len(candidates) + single
         factors: dict[str, tuple[float, ...]] = {}
         moments, plain = watched.moments, watched.histograms
+        rows = self._scaled_rows(judge, watched) if self._scalable else ()
         if self._uneven:
-            watched, factors = self._smoothing(judge, watched)
+            watched, factors = self._smoothing(judge, watched, rows)
         hash_, items = model_hash(self._subject), watched.items
-        usual = replace(make_table("percentile", hash_, items, watched.histograms), smoothing=factors)
+        searched = {name: one for name, one in watched.histograms.items() if name not in rows}
+        usual = replace(make_table("percentile", hash_, items, searched), smoothing=factors, scaled_rows=rows)
         if spare < 0:
             self._notify("a model of this size leaves the search few trials: biases are not corrected, weights are "
                          f"rounded to the nearest, and only {' and '.join(FEW_CANDIDATES)} are compared")
-        steps: dict[str, Any] = {"smoothing": factors}
+        steps: dict[str, Any] = {"smoothing": factors, "scaled_rows": rows}
         if spare >= 0:
             steps["means"] = self._bias_correction(judge, usual, watched.means)
             steps["rounding"] = self._rounding(judge, replace(usual, **steps), moments)
@@ -223,24 +229,48 @@ class CalibrationRun:
             stage = "calibrator" if table.calibrator in candidates else "range"
             return self._trial(judge, replace(table, **steps), stage, table.calibrator)
 
-        found = search(watched.histograms, hash_, items, judged, single, candidates)
+        found = search(searched, hash_, items, judged, single, candidates)
         for stage, label in found.kept():
             self._record.keep(stage, label)
         self._notify(f"calibrators by their error on {judge.items} calibration items (--calibrator forces one):\n"
                      f"{found}")
         report["calibrators"] = {name: vars(errors) for name, errors in found.choice.errors.items()}
-        before = {name: plain[name] for name in factors if name in plain}
-        unsmoothed = make_table(found.choice.name, hash_, items, before)
-        return watched, replace(found.table, **steps, unsmoothed=unsmoothed.ranges), found.errors
+        scaled, before = ({name: histograms[name] for name in names if name in histograms} for names, histograms in (
+            (rows, watched.histograms), (factors, plain)))
+        of_scaled, unsmoothed = (make_table(found.choice.name, hash_, items, one).ranges for one in (scaled, before))
+        ranges = {**found.table.ranges, **of_scaled}
+        return watched, replace(found.table, **steps, ranges=ranges, unsmoothed=unsmoothed), found.errors
+
+    @property
+    def _first_trials(self) -> int:
+        """Number of trials of scaled rows and smoothing."""
+        return 2 * bool(self._scalable) + (1 + len(ALPHAS)) * bool(self._uneven)
 
     def _spare(self, trials: int) -> int:
-        """Return how many trials the search has beside those of its steps; below 0 if it has too few for them."""
-        return trials - (1 + len(ALPHAS)) * bool(self._uneven) - len(CANDIDATES) - STEPS
+        """Return how many trials the search has beside those of its steps; below 0 if it has too few for them.
 
-    def _smoothing(self, judge: Judge, plain: _Watched) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
-        """Return statistics and smoothing factors if smoothing lowers the error, else `plain` and no factors."""
+        The trial of scaled rows takes the place of two that repeat an earlier one and cost nothing: the first of
+        smoothing and the default calibrator.
+        """
+        repeated = (1 + bool(self._uneven)) * bool(self._scalable)
+        return trials - self._first_trials - len(CANDIDATES) - STEPS + repeated
+
+    def _scaled_rows(self, judge: Judge, plain: _Watched) -> tuple[str, ...]:
+        """Return the tensors whose rows products read with a scale each if that raises the SQNR, else ()."""
+        table = make_table(WIDEST, "", 0, plain.histograms)
+        is_better = self._is_better(judge, "scaled rows", {"without": table,
+                                                           "with": replace(table, scaled_rows=self._scalable)})
+        return self._scalable if is_better else ()
+
+    def _smoothing(self, judge: Judge, plain: _Watched,
+                   rows: tuple[str, ...]) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
+        """Return statistics and smoothing factors if smoothing lowers the error, else `plain` and no factors.
+
+        rows: the tensors with scaled rows.
+        """
         edges = tuple(plain.histograms)
-        before = self._trial(judge, make_table(WIDEST, "", 0, plain.histograms), "smoothing", "without").sqnr_db
+        table = replace(make_table(WIDEST, "", 0, plain.histograms), scaled_rows=rows)
+        before = self._trial(judge, table, "smoothing", "without").sqnr_db
         best, kept, measured = before, "without", [f"{before:.2f} dB without"]
         found: tuple[_Watched, dict[str, tuple[float, ...]]] = (plain, {})
         for alpha in ALPHAS:
@@ -248,7 +278,7 @@ class CalibrationRun:
             factors = {name: tuple(map(float, s)) for name, s in found_factors.items()}
             even = replace(plain, engines=watching(self._subject, edges, factors))
             even.watch(edges, FloatRuns(self._subject.graph, 0))
-            table = replace(make_table(WIDEST, "", 0, even.histograms), smoothing=factors)
+            table = replace(make_table(WIDEST, "", 0, even.histograms), smoothing=factors, scaled_rows=rows)
             after = self._trial(judge, table, "smoothing", f"alpha {alpha}").sqnr_db
             measured.append(f"{after:.2f} dB with alpha {alpha}")
             if after > best:

@@ -36,6 +36,7 @@ class CalibrationTable:
     smoothing   divisor at each index of a tensor's last axis (smoothing.py)
     unsmoothed  range of each smoothed tensor before smoothing, for other runtimes
     rounding    steps that int8 weights lie above the nearest ones, by output of the contraction (rounding.py)
+    scaled_rows tensors that products read with a scale for each row, computed at run time
     model_hash  hash of the model; "" from a TensorRT cache
     items       number of calibration items; 0 from a TensorRT cache
     notes       warnings about the data
@@ -49,6 +50,7 @@ class CalibrationTable:
     smoothing: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     unsmoothed: Mapping[str, Range] = field(default_factory=dict)
     rounding: Mapping[str, str] = field(default_factory=dict)
+    scaled_rows: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     fault: str = ""
 
@@ -58,10 +60,11 @@ class CalibrationTable:
                 raise CalibrationError(f"'{tensor}': the range ({low}, {high}) must be finite and hold zero")
         for name in ("ranges", "means", "smoothing", "unsmoothed", "rounding"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
     @property
     def recipe(self) -> Recipe:
         """Recipe for the compiler."""
-        return Recipe(self.ranges, self.means, self.smoothing, self.rounding)
+        return Recipe(self.ranges, self.means, self.smoothing, self.rounding, self.scaled_rows)
 
 
 def make_table(calibrator: str, model_hash: str, items: int, histograms: Mapping[str, Histogram]) -> CalibrationTable:
@@ -78,7 +81,7 @@ def write_table(table: CalibrationTable, path: str | Path) -> None:
                 "means": {tensor: list(means) for tensor, means in table.means.items()},
                 "smoothing": {tensor: list(factors) for tensor, factors in table.smoothing.items()},
                 "unsmoothed": {tensor: list(range_) for tensor, range_ in table.unsmoothed.items()},
-                "rounding": dict(table.rounding),
+                "rounding": dict(table.rounding), "scaled_rows": list(table.scaled_rows),
                 "notes": list(table.notes), "fault": table.fault}
     try:
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -137,7 +140,7 @@ def _parse_ours(text: str) -> CalibrationTable:
                                f"{FORMAT!r} version {VERSION}; delete it to calibrate again")
     wanted = {"format", "version", "calibrator", "model_hash", "items", "ranges", "means", "smoothing", "unsmoothed",
               "rounding"}
-    if document.keys() - {"notes", "fault"} != wanted:
+    if document.keys() - {"scaled_rows", "notes", "fault"} != wanted:
         raise CalibrationError(f"its fields are {sorted(document)}, expected {sorted(wanted)}")
     try:
         ranges, unsmoothed = ({str(tensor): (float(low), float(high)) for tensor, (low, high) in document[key].items()}
@@ -147,6 +150,7 @@ def _parse_ours(text: str) -> CalibrationTable:
         return CalibrationTable(str(document["calibrator"]), str(document["model_hash"]), int(document["items"]),
                                 ranges, means, smoothing, unsmoothed,
                                 {str(output): str(steps) for output, steps in document["rounding"].items()},
+                                tuple(map(str, document.get("scaled_rows", ()))),
                                 tuple(map(str, document.get("notes", ()))), str(document.get("fault", "")))
     except (AttributeError, TypeError, ValueError) as error:
         raise CalibrationError(f"a field of the wrong type: {error}") from error

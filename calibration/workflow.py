@@ -218,7 +218,8 @@ class Calibration:
             notify(f"no ranges for {len(missing)} tensors ({', '.join(missing[:3])}, ...): what reads them stays in "
                    "float")
         report |= {"calibrator": table.calibrator, "calibration_items": table.items,
-                   "biases_corrected": bool(table.means), "tensors_smoothed": len(table.smoothing)}
+                   "biases_corrected": bool(table.means), "tensors_smoothed": len(table.smoothing),
+                   "tensors_scaled_by_row": len(table.scaled_rows)}
         lost = [f"INT8 loses what this model computes, as measured on calibration items: {table.fault}; calibrate on "
                 "more and typical data, check --preprocess, or leave nodes in float with --keep-float"] if (
                     table.fault) else []

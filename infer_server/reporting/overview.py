@@ -187,6 +187,7 @@ def _decisions(data: ReportData) -> Iterator[tuple[str, Child]]:
         yield "ranges", f"{calibrator}, on {record.get('calibration_items', '–')} items"
         yield "biases", "corrected" if record.get("biases_corrected") else "not corrected"
         yield "smoothing", f"{record.get('tensors_smoothed') or 'no'} tensors"
+        yield "scales by row", f"{record.get('tensors_scaled_by_row') or 'no'} tensors"
     if preprocess := record.get("preprocess"):
         yield "preprocessing", ", ".join(f"{name} {value}" for name, value in preprocess.items()
                                          if value not in (None, ""))

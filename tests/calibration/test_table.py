@@ -33,6 +33,16 @@ def test_the_rounding_of_weights_comes_back_equal(tmp_path):
     assert table.unsmoothed == {"x": (0.0, 2.0)}
 
 
+def test_scaled_rows_come_back_equal_and_older_caches_have_none(tmp_path):
+    cache = tmp_path / "c.json"
+    write_table(replace(TABLE, scaled_rows=("n", "m")), cache)
+    assert read_table(cache).scaled_rows == ("n", "m")
+    document = json.loads(cache.read_text())
+    del document["scaled_rows"]
+    cache.write_text(json.dumps(document))
+    assert read_table(cache) == TABLE
+
+
 @pytest.mark.parametrize("text", ["", "?", "AAAA", packed_steps(np.zeros(1 << 20, np.int8))])
 def test_a_damaged_rounding_is_ignored(text):
     assert unpacked_steps(text, (2, 3)) is None
