@@ -11,8 +11,9 @@ Nothing is trained: the result follows from H, which is a sum over the first ite
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -34,21 +35,57 @@ LIMIT = 127             # largest int8 weight
 BLOCK = 64              # inputs whose errors are applied to later blocks at once
 
 
-@dataclass
 class _Moments:
-    """Sums over rows: of x x^T [groups, K, K], of x [groups, K], and their number."""
-    node: Node
-    squares: Array | None = None
-    sums: Array | None = None
-    rows: int = 0
+    """Sums over rows of what a contraction reads: of x x^T [groups, K, K], of x [groups, K], and their number.
 
-    def add(self, rows: Array) -> None:
-        """Add rows, float32 [rows, groups, K]."""
-        by_group = np.ascontiguousarray(rows.transpose(1, 0, 2))
-        squares, sums = by_group.transpose(0, 2, 1) @ by_group, by_group.sum(axis=1, dtype=np.float64)
-        self.squares = squares.astype(np.float64) if self.squares is None else self.squares + squares
-        self.sums = sums if self.sums is None else self.sums + sums
+    K is in the order [taps, channels] here, in which rows are contiguous in an image. Rows wait until there are enough
+    for one matrix product.
+    """
+
+    def __init__(self, graph: Graph, node: Node) -> None:
+        self._anchor = node.anchor
+        self._groups, self._channels, self._taps = _extents(graph, node)
+        self._waiting: list[Array] = []
+        self._waits = 0
+        self._squares = np.zeros((self._groups, self.depth, self.depth))
+        self._sums = np.zeros((self._groups, self.depth))
+        self.rows = 0
+
+    @property
+    def depth(self) -> int:
+        """Number of inputs of an output channel, K."""
+        return self._channels * self._taps
+
+    def add(self, item: Array) -> None:
+        """Add at most ROWS rows of an item."""
+        rows = _rows(self._anchor, item)
+        self._waiting.append(rows)
+        self._waits += len(rows)
         self.rows += len(rows)
+        if self._waits >= _most_waiting(self.depth):
+            self._multiply()
+
+    def _multiply(self) -> None:
+        if self._waiting:
+            rows = np.concatenate(self._waiting).reshape(self._waits, self._taps, self._groups, self._channels)
+            by_group = rows.transpose(2, 0, 1, 3).reshape(self._groups, self._waits, self.depth)
+            self._squares += by_group.transpose(0, 2, 1) @ by_group
+            self._sums += by_group.sum(axis=1)
+            self._waiting, self._waits = [], 0
+
+    def hessian(self, centred: bool) -> Floats | None:
+        """Return the mean of x x^T, or the covariance, with K in the order [channels, taps] of weights.
+
+        None if values are so large that their squares are not finite.
+        """
+        self._multiply()
+        if not np.isfinite(self._squares).all():
+            return None
+        mean, squares = self._sums / self.rows, self._squares / self.rows
+        if centred:
+            squares -= mean[:, :, None] * mean[:, None, :]
+        taps_first = squares.reshape(self._groups, self._taps, self._channels, self._taps, self._channels)
+        return np.asarray(taps_first.transpose(0, 2, 1, 4, 3).reshape(squares.shape), np.float64)
 
 
 class SecondMoments:
@@ -65,7 +102,7 @@ class SecondMoments:
                     if size + (needed := _bytes_of(graph, node)) > MOST_BYTES:
                         continue
                     size += needed
-                    known[key] = _Moments(node.anchor)
+                    known[key] = _Moments(graph, node)
                 self._keys[node.outputs[0]] = tensor, key
 
     def observe(self, tensor: str, items: Iterable[Array]) -> None:
@@ -73,7 +110,7 @@ class SecondMoments:
         if tensor in self._moments:
             for item in items:
                 for moments in self._moments[tensor].values():
-                    moments.add(_rows(moments.node, item))
+                    moments.add(item)
 
     def of(self, output: str, centred: bool) -> Floats | None:
         """Return H [groups, K, K] of the contraction that makes `output`; its covariance if `centred`.
@@ -82,15 +119,9 @@ class SecondMoments:
         """
         tensor, key = self._keys.get(output, ("", ()))
         moments = self._moments.get(tensor, {}).get(key)
-        if moments is None or moments.squares is None or moments.sums is None:
+        if moments is None or moments.rows < LEAST_ROWS * moments.depth:
             return None
-        if moments.rows < LEAST_ROWS * moments.sums.shape[-1]:
-            return None
-        mean = moments.sums / moments.rows
-        if not np.isfinite(moments.squares).all():
-            return None
-        squares = np.asarray(moments.squares / moments.rows, np.float64)
-        return squares - mean[:, :, None] * mean[:, None, :] if centred else squares
+        return moments.hessian(centred)
 
 
 def roundings(graph: Graph, moments: SecondMoments, factors: Mapping[str, Sequence[float]], centred: bool,
@@ -131,32 +162,50 @@ def roundings(graph: Graph, moments: SecondMoments, factors: Mapping[str, Sequen
     return found
 
 
-def rounded(weight: Array, hessian: Floats) -> Floats:
+def rounded(weight: Array, hessian: Floats) -> Array:
     """Round weights in units of their scales to integers of least output error; the largest of each row stays.
 
-    weight: [groups, outputs, K], the largest magnitude of a row 127. hessian: float64 [groups, K, K].
+    With H = V V^T, V upper triangular, the error of an output is |(W' - W) V|^2. Its element i depends on weights up to
+    i alone, and weight i brings it as near to 0 as an integer can (Babai's nearest plane, which equals GPTQ).
+
+    Parameters
+    ----------
+    weight : array, [groups, outputs, K]
+        The largest magnitude of a row is 127.
+    hessian : array, float64 [groups, K, K]
+
+    Returns
+    -------
+    array, float32 [groups, outputs, K]
     """
     depth = hessian.shape[-1]
     order = np.argsort(-np.diagonal(hessian, axis1=1, axis2=2), axis=1, kind="stable")      # [groups, K]
-    left = np.take_along_axis(np.asarray(weight, np.float64), order[:, None, :], axis=2)
-    largest = np.abs(left).argmax(axis=2)
-    kept = np.rint(np.take_along_axis(left, largest[:, :, None], axis=2))[:, :, 0]
-    matrix = np.take_along_axis(np.take_along_axis(hessian, order[:, :, None], axis=1), order[:, None, :], axis=2)
-    means = np.trace(matrix, axis1=1, axis2=2) / depth
-    matrix[:, range(depth), range(depth)] += np.where(means > 0, DAMPING * means, 1)[:, None]
-    factor = np.linalg.cholesky(np.linalg.inv(matrix)).transpose(0, 2, 1)       # U^T U is the inverse
-    result = np.empty_like(left)
+    sorted_rows = np.take_along_axis(weight, order[:, None, :], axis=2)
+    largest = np.abs(sorted_rows).argmax(axis=2)
+    exact = np.ascontiguousarray(sorted_rows.transpose(0, 2, 1), np.float32)        # [groups, K, outputs]
+    shares = _shares(np.take_along_axis(np.take_along_axis(hessian, order[:, :, None], axis=1), order[:, None, :], axis=2))
+    errors = np.zeros_like(exact)
     for start in range(0, depth, BLOCK):
         stop = min(start + BLOCK, depth)
-        errors = np.empty((*left.shape[:2], stop - start))
+        wanted = exact[:, start:stop] - shares[:, :start, start:stop].transpose(0, 2, 1) @ errors[:, :start]
         for i in range(start, stop):
-            step = np.clip(np.rint(left[:, :, i]), -LIMIT, LIMIT)
-            result[:, :, i] = step = np.where(largest == i, kept, step)
-            errors[:, :, i - start] = error = (left[:, :, i] - step) / factor[:, i, i, None]
-            left[:, :, i + 1:stop] -= error[:, :, None] * factor[:, i, None, i + 1:stop]
-        left[:, :, stop:] -= errors @ factor[:, start:stop, stop:]
-    np.put_along_axis(left, order[:, None, :] + np.zeros_like(largest)[:, :, None], result, axis=2)
-    return left
+            step = np.clip(np.rint(wanted[:, i - start]), -LIMIT, LIMIT)
+            step = np.where(largest == i, np.rint(exact[:, i]), step)
+            errors[:, i] = error = step - exact[:, i]
+            wanted[:, i + 1 - start:] -= shares[:, i, i + 1:stop, None] * error[:, None, :]
+    result = np.empty_like(sorted_rows, np.float32)
+    np.put_along_axis(result, order[:, None, :] + np.zeros_like(largest)[:, :, None], (exact + errors).transpose(0, 2, 1),
+                      axis=2)
+    return np.rint(result)
+
+
+def _shares(hessian: Floats) -> Array:
+    """Return V[j, i] / V[i, i], float32 [groups, K, K], where H, damped, is V V^T and V is upper triangular."""
+    depth = hessian.shape[-1]
+    means = np.trace(hessian, axis1=1, axis2=2) / depth
+    hessian[:, range(depth), range(depth)] += np.where(means > 0, DAMPING * means, 1)[:, None]
+    upper = np.linalg.cholesky(hessian[:, ::-1, ::-1])[:, ::-1, ::-1]
+    return np.asarray(upper / np.diagonal(upper, axis1=1, axis2=2)[:, None, :], np.float32)
 
 
 # ---- rows of X
@@ -169,11 +218,24 @@ def _is_roundable(graph: Graph, node: Node) -> bool:
     return len(graph.consumers[anchor.inputs[1]]) == 1 and weight.size // weight.shape[output_axis(node)] <= DEEPEST
 
 
+def _extents(graph: Graph, node: Node) -> tuple[int, int, int]:
+    """Return (groups, input channels of a group, taps) of a contraction."""
+    anchor, shape = node.anchor, graph.shape(node.anchor.inputs[1])
+    if anchor.op == "Conv":
+        return anchor.attrs.get("group", 1), int(shape[1]), int(np.prod(shape[2:]))
+    return 1, int(np.prod(shape)) // int(shape[output_axis(node)]), 1
+
+
+def _most_waiting(depth: int) -> int:
+    """Return the number of rows that wait for a matrix product."""
+    return int(np.clip(depth, ROWS, 4 * ROWS))
+
+
 def _bytes_of(graph: Graph, node: Node) -> int:
-    """Return the bytes of H, float64 [groups, K, K]."""
-    weight, groups = graph.constants[node.anchor.inputs[1]], node.anchor.attrs.get("group", 1)
-    depth = weight.size // weight.shape[output_axis(node)]
-    return int(groups * depth ** 2 * 8)
+    """Return the bytes of H, float64 [groups, K, K], and of the rows that wait."""
+    groups, channels, taps = _extents(graph, node)
+    depth = channels * taps
+    return groups * depth * (8 * depth + 4 * (_most_waiting(depth) + ROWS))
 
 
 def _key(graph: Graph, node: Node) -> tuple[object, ...]:
@@ -186,25 +248,30 @@ def _key(graph: Graph, node: Node) -> tuple[object, ...]:
 
 
 def _rows(anchor: Node, item: Array) -> Array:
-    """Return at most ROWS rows of what a contraction reads of an item, float32 [rows, groups, K]."""
+    """Return at most ROWS rows of what a contraction reads of an item, float32 [rows, taps, channels]."""
     if anchor.op != "Conv":
         rows = item.reshape(-1, item.shape[-1])
-        return rows[_places(len(rows))][:, None, :].astype(np.float32)
-    image = item.reshape(-1, *item.shape[-len(anchor.attrs["kernel_shape"]) - 1:])[0]      # without the batch axis
-    image = image if anchor.attrs.get("channels_last") else np.moveaxis(image, 0, -1)
-    window, group = Window.of(anchor, image.ndim - 1), anchor.attrs.get("group", 1)
-    sizes = image.shape[:-1]
+        return rows[_places(len(rows))][:, None, :].astype(np.float32, copy=False)
+    rank = len(anchor.attrs["kernel_shape"])
+    sizes = item.shape[-rank - 1:-1]
+    index, outside = _pixels(Window.of(anchor, rank), sizes)
+    pixels = item.reshape(-1, item.shape[-1])[index].astype(np.float32, copy=False)
+    pixels[outside] = 0
+    return pixels
+
+
+@lru_cache(maxsize=128)
+def _pixels(window: Window, sizes: tuple[int, ...]) -> tuple[Array, Array]:
+    """Return the pixels that a window reads for at most ROWS outputs, and which are padding, [rows, taps]."""
     outputs = window.outputs(sizes)
-    chosen = np.unravel_index(_places(int(np.prod(outputs))), outputs)
-    taps = []
-    for tap in np.ndindex(*window.kernel):
-        at = [place * stride + t * dilation - before for place, stride, t, dilation, (before, _) in zip(
-            chosen, window.strides, tap, window.dilations, window.pads, strict=True)]
-        inside = np.all([(a >= 0) & (a < size) for a, size in zip(at, sizes, strict=True)], axis=0)
-        values = image[tuple(np.clip(a, 0, size - 1) for a, size in zip(at, sizes, strict=True))]
-        taps.append(np.where(inside[:, None], values, 0))
-    rows = np.stack(taps, axis=-1)          # [rows, C, taps]
-    return rows.reshape(len(rows), group, -1).astype(np.float32)
+    chosen = np.stack(np.unravel_index(_places(math.prod(outputs)), outputs))      # [axes, rows]
+    taps = np.stack(np.unravel_index(np.arange(math.prod(window.kernel)), window.kernel))
+    strides, dilations, before = (np.reshape(values, (-1, 1, 1)) for values in (
+        window.strides, window.dilations, [pad for pad, _ in window.pads]))
+    at = chosen[:, :, None] * strides + taps[:, None, :] * dilations - before
+    limits = np.reshape(sizes, (-1, 1, 1))
+    outside = ((at < 0) | (at >= limits)).any(axis=0)
+    return np.ravel_multi_index(tuple(np.clip(at, 0, limits - 1)), sizes), outside
 
 
 def _places(count: int) -> Array:

@@ -81,7 +81,8 @@ def test_layers_whose_squares_overflow_are_rounded_to_the_nearest():
 def test_layers_beyond_the_limit_of_memory_are_rounded_to_the_nearest(monkeypatch):
     graph, _ = convolution(1)
     items = correlated(12, 9 * 9 * 4).reshape(12, 1, 9, 9, 4)
-    for limit, count in ((36 * 36 * 8, 1), (36 * 36 * 8 - 1, 0)):
+    needed = 36 * (36 * 8 + 256 * 4)       # H, and twice 128 rows
+    for limit, count in ((needed, 1), (needed - 1, 0)):
         monkeypatch.setattr(rounding, "MOST_BYTES", limit)
         moments = SecondMoments(graph)
         moments.observe("x", items)
