@@ -183,7 +183,8 @@ def rounded(weight: Array, hessian: Floats) -> Array:
     sorted_rows = np.take_along_axis(weight, order[:, None, :], axis=2)
     largest = np.abs(sorted_rows).argmax(axis=2)
     exact = np.ascontiguousarray(sorted_rows.transpose(0, 2, 1), np.float32)        # [groups, K, outputs]
-    shares = _shares(np.take_along_axis(np.take_along_axis(hessian, order[:, :, None], axis=1), order[:, None, :], axis=2))
+    hessian = np.take_along_axis(np.take_along_axis(hessian, order[:, :, None], axis=1), order[:, None, :], axis=2)
+    shares = _shares(hessian)
     errors = np.zeros_like(exact)
     for start in range(0, depth, BLOCK):
         stop = min(start + BLOCK, depth)
@@ -194,9 +195,9 @@ def rounded(weight: Array, hessian: Floats) -> Array:
             errors[:, i] = error = step - exact[:, i]
             wanted[:, i + 1 - start:] -= shares[:, i, i + 1:stop, None] * error[:, None, :]
     result = np.empty_like(sorted_rows, np.float32)
-    np.put_along_axis(result, order[:, None, :] + np.zeros_like(largest)[:, :, None], (exact + errors).transpose(0, 2, 1),
-                      axis=2)
-    return np.rint(result)
+    np.put_along_axis(result, order[:, None, :] + np.zeros_like(largest)[:, :, None],
+                      np.rint(exact + errors).transpose(0, 2, 1), axis=2)
+    return result
 
 
 def _shares(hessian: Floats) -> Array:
@@ -220,10 +221,10 @@ def _is_roundable(graph: Graph, node: Node) -> bool:
 
 def _extents(graph: Graph, node: Node) -> tuple[int, int, int]:
     """Return (groups, input channels of a group, taps) of a contraction."""
-    anchor, shape = node.anchor, graph.shape(node.anchor.inputs[1])
+    anchor, shape = node.anchor, graph.constants[node.anchor.inputs[1]].shape
     if anchor.op == "Conv":
-        return anchor.attrs.get("group", 1), int(shape[1]), int(np.prod(shape[2:]))
-    return 1, int(np.prod(shape)) // int(shape[output_axis(node)]), 1
+        return anchor.attrs.get("group", 1), shape[1], math.prod(shape[2:])
+    return 1, math.prod(shape) // shape[output_axis(node)], 1
 
 
 def _most_waiting(depth: int) -> int:

@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from infer_server.calibration.accuracy.comparison import Errors
 from infer_server.calibration.bias_correction import ChannelMeans
@@ -19,7 +21,7 @@ from infer_server.calibration.record import SearchRecord, histograms_json
 from infer_server.calibration.rounding import MOST_ITEMS as MOMENT_ITEMS
 from infer_server.calibration.rounding import SecondMoments, roundings
 from infer_server.calibration.search import CANDIDATES, search
-from infer_server.calibration.smoothing import ALPHAS, ChannelPeaks, smoothing_factors
+from infer_server.calibration.smoothing import ALPHAS, EQUALISING, ChannelPeaks, equalising_factors, smoothing_factors
 from infer_server.calibration.table import CalibrationTable, make_table
 from infer_server.calibration.trials.judge import FloatRuns, GraphEngines, Judge, judged_tensors, watching
 from infer_server.engines.backends.device import Show
@@ -32,7 +34,7 @@ from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.passes.quantization.quantize import contractions
 from infer_server.engines.passes.quantization.recipe import prepared
 from infer_server.engines.passes.quantization.scaled_rows import scalable_rows
-from infer_server.engines.passes.quantization.smoothing import smoothable
+from infer_server.engines.passes.quantization.smoothing import equalisable, smoothable
 
 # Budget of the search in multiply-accumulates, so that it is independent of the machine: about 25 s of AVX2.
 BUDGET_MACS = 1.5e12
@@ -42,6 +44,8 @@ STEPS = 3           # trials of bias correction: with and without; of rounding: 
 FEW_CANDIDATES = ("percentile", "percentile:99.9999")       # candidates if the budget is too small for all
 WIDEST = "percentile:99.9999"       # calibrator with which smoothing, which reduces outliers, is evaluated
 SCALING = ("llvm", "numpy")         # backends on which scaled rows are as fast as others
+Factors = dict[str, tuple[float, ...]]       # by tensor, one for each channel
+T = TypeVar("T")
 WATCHED_BYTES = 2 << 30     # maximum bytes of the observed tensors of a batch
 
 
@@ -69,7 +73,7 @@ class _Watched:
     items: int = 0
     histograms: dict[str, Histogram] = field(default_factory=dict)
     means: dict[str, Any] = field(default_factory=dict)
-    peaks: dict[str, Any] = field(default_factory=dict)
+    peaks: ChannelPeaks = field(default_factory=lambda: ChannelPeaks(()))
     moments: SecondMoments | None = None
     padded: int = 0                 # positions that an attention_mask pads
     growth: Growth = field(default_factory=Growth)
@@ -85,7 +89,7 @@ class _Watched:
         kept : FloatRuns
             Keeps the first items and their results.
         peaking : tuple of str
-            Tensors whose peaks by channel are collected.
+            Tensors whose extremes by channel are collected.
         check : DataCheck, optional
             Checks the items.
         moments : SecondMoments, optional
@@ -112,7 +116,7 @@ class _Watched:
 
         self.histograms = collect(run, self.data, edges, batch=self.batch, progress=self.progress,
                                   growth=self.growth)
-        self.means, self.peaks = means.result(), peaks.result()
+        self.means, self.peaks = means.result(), peaks
         self.moments = moments or self.moments
 
     @property
@@ -130,6 +134,7 @@ class CalibrationRun:
         self._notify, self._progress = notify, progress
         self._edges, self._uneven = subject.builder.edges(subject.graph), smoothable(subject.graph)
         self._scalable = scalable_rows(subject.graph) if subject.builder.backend in SCALING else ()
+        self._convolved = tuple(name for name in equalisable(subject.graph) if name in set(self._edges))
         self._trials = self._spent = 0      # planned and finished trials of the search, for the progress display
         self._known: dict[Any, Errors] = {}     # errors of finished trials, by the contents of their tables
         self._record = SearchRecord()
@@ -143,7 +148,8 @@ class CalibrationRun:
         judged, trials = self._trial_budget(watched)
         floats = FloatRuns(self._subject.graph, judged)
         spare = not self._calibrator and self._spare(trials) >= 0
-        watched.watch(self._edges, floats, self._uneven, check, SecondMoments(self._subject.graph) if spare else None)
+        watched.watch(self._edges, floats, (*self._uneven, *self._convolved), check,
+                      SecondMoments(self._subject.graph) if spare else None)
         if watched.padded:
             self._notify(f"{watched.padded} positions at which {MASK} is 0 are padding and left out of calibration")
         judge = Judge(self._subject, floats, self._tick)
@@ -206,14 +212,18 @@ class CalibrationRun:
                   report: dict[str, Any]) -> tuple[_Watched, CalibrationTable, Errors]:
         """Search for the ranges of least error by so many trials; also return the statistics behind them."""
         spare = self._spare(trials)
-        single = min(max(spare, 0), MOST_TRIALS)
+        alphas = EQUALISING[:max(spare - 1, 0)] if self._convolved else ()
+        equalising = len(alphas) + bool(alphas)
+        single = min(max(spare - equalising, 0), MOST_TRIALS)
         candidates = CANDIDATES if spare >= 0 else FEW_CANDIDATES
-        self._trials = self._first_trials + STEPS * (spare >= 0) + len(candidates) + single
-        factors: dict[str, tuple[float, ...]] = {}
-        moments, plain = watched.moments, watched.histograms
+        self._trials = self._first_trials + equalising + STEPS * (spare >= 0) + len(candidates) + single
+        factors: Factors = {}
+        moments, peaks, plain = watched.moments, watched.peaks, watched.histograms
         rows = self._scaled_rows(judge, watched) if self._scalable else ()
         if self._uneven:
             watched, factors = self._smoothing(judge, watched, rows)
+        if alphas:
+            watched, factors = self._equalisation(judge, watched, peaks, factors, rows, alphas)
         hash_, items = model_hash(self._subject), watched.items
         searched = {name: one for name, one in watched.histograms.items() if name not in rows}
         usual = replace(make_table("percentile", hash_, items, searched), smoothing=factors, scaled_rows=rows)
@@ -262,31 +272,60 @@ class CalibrationRun:
                                                            "with": replace(table, scaled_rows=self._scalable)})
         return self._scalable if is_better else ()
 
-    def _smoothing(self, judge: Judge, plain: _Watched,
-                   rows: tuple[str, ...]) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
+    def _smoothing(self, judge: Judge, plain: _Watched, rows: tuple[str, ...]) -> tuple[_Watched, Factors]:
         """Return statistics and smoothing factors if smoothing lowers the error, else `plain` and no factors.
 
         rows: the tensors with scaled rows.
         """
-        edges = tuple(plain.histograms)
-        table = replace(make_table(WIDEST, "", 0, plain.histograms), scaled_rows=rows)
-        before = self._trial(judge, table, "smoothing", "without").sqnr_db
-        best, kept, measured = before, "without", [f"{before:.2f} dB without"]
-        found: tuple[_Watched, dict[str, tuple[float, ...]]] = (plain, {})
-        for alpha in ALPHAS:
-            found_factors = smoothing_factors(self._subject.graph, plain.peaks, alpha)
-            factors = {name: tuple(map(float, s)) for name, s in found_factors.items()}
-            even = replace(plain, engines=watching(self._subject, edges, factors))
-            even.watch(edges, FloatRuns(self._subject.graph, 0))
-            table = replace(make_table(WIDEST, "", 0, even.histograms), smoothing=factors, scaled_rows=rows)
-            after = self._trial(judge, table, "smoothing", f"alpha {alpha}").sqnr_db
-            measured.append(f"{after:.2f} dB with alpha {alpha}")
-            if after > best:
-                best, kept, found = after, f"alpha {alpha}", (even, factors)
-        self._record.keep("smoothing", kept)
-        self._notify(f"smoothing of {len(plain.peaks)} tensors {f'kept with {kept}' if found[1] else 'left out'}: "
-                     f"{', '.join(measured)}")
-        return found
+        edges, peaks = tuple(plain.histograms), plain.peaks.result()
+
+        def tried() -> Iterator[tuple[str, CalibrationTable, tuple[_Watched, Factors]]]:
+            table = replace(make_table(WIDEST, "", 0, plain.histograms), scaled_rows=rows)
+            yield "without", table, (plain, {})
+            for alpha in ALPHAS:
+                factors = _plain(smoothing_factors(self._subject.graph, {name: peaks[name] for name in self._uneven},
+                                                   alpha))
+                even = replace(plain, engines=watching(self._subject, edges, factors))
+                even.watch(edges, FloatRuns(self._subject.graph, 0))
+                table = replace(make_table(WIDEST, "", 0, even.histograms), smoothing=factors, scaled_rows=rows)
+                yield f"alpha {alpha}", table, (even, factors)
+
+        return self._best(judge, "smoothing", f"smoothing of {len(self._uneven)} tensors", tried())
+
+    def _equalisation(self, judge: Judge, plain: _Watched, peaks: ChannelPeaks, smoothing: Factors,
+                      rows: tuple[str, ...], alphas: Sequence[float]) -> tuple[_Watched, Factors]:
+        """Return statistics and factors with those of equalisation if it lowers the error, else without them."""
+        largest = {name: peaks.result()[name] for name in self._convolved}
+        before = replace(make_table(WIDEST, "", 0, plain.histograms), smoothing=smoothing, scaled_rows=rows)
+
+        def tried() -> Iterator[tuple[str, CalibrationTable, Factors]]:
+            yield "without", before, {}
+            for alpha in alphas:
+                factors = _plain(equalising_factors(self._subject.graph, largest, alpha))
+                yield f"alpha {alpha}", replace(before, ranges={**before.ranges, **peaks.ranges(factors)},
+                                                smoothing={**smoothing, **factors}), factors
+
+        found = self._best(judge, "equalisation", f"equalisation of {len(self._convolved)} tensors", tried())
+        if not found:
+            return plain, smoothing
+        factors = {**smoothing, **found}
+        histograms = judge.histograms(watching(self._subject, tuple(found), factors), tuple(found))
+        for name, range_ in peaks.ranges(found).items():
+            histograms[name].observe(np.array(range_))
+        means = {name: plain.means[name] / s for name, s in found.items() if name in plain.means}
+        return replace(plain, histograms={**plain.histograms, **histograms}, means={**plain.means, **means}), factors
+
+    def _best(self, judge: Judge, stage: str, name: str, tried: Iterable[tuple[str, CalibrationTable, T]]) -> T:
+        """Return the result of the trial of highest SQNR; the first is the one without the step."""
+        found: list[tuple[float, str, T]] = []
+        for label, table, result in tried:
+            found.append((self._trial(judge, table, stage, label).sqnr_db, label, result))
+        _, kept, best = max(found, key=lambda one: one[0])
+        self._record.keep(stage, kept)
+        self._notify(f"{name} {'left out' if kept == found[0][1] else f'kept with {kept}'}: " + ", ".join(
+            f"{sqnr:.2f} dB {label if number == 0 else f'with {label}'}"
+            for number, (sqnr, label, _) in enumerate(found)))
+        return best
 
     def _bias_correction(self, judge: Judge, table: CalibrationTable, means: Mapping[str, Any]) -> dict[str, Any]:
         """Return the means if correcting biases by them raises the SQNR, else an empty dict."""
@@ -314,6 +353,10 @@ class CalibrationRun:
         self._notify(f"{name or stage} {'kept' if after > before else 'left out'}: "
                      f"{before:.2f} dB without, {after:.2f} dB with")
         return after > before
+
+
+def _plain(factors: Mapping[str, Any]) -> Factors:
+    return {name: tuple(map(float, values)) for name, values in factors.items()}
 
 
 def _budget(macs: int, weights: int) -> tuple[int, int]:

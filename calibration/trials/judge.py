@@ -14,6 +14,7 @@ from infer_server.calibration.accuracy.parts import parts_by_tensor
 from infer_server.calibration.accuracy.sources import Sources, selections, sources_of
 from infer_server.calibration.data.items import Feed
 from infer_server.calibration.data.padding import Padding
+from infer_server.calibration.histogram import Histogram
 from infer_server.engines.backends.device import Show
 from infer_server.engines.backends.fallback import to_real
 from infer_server.engines.compiler.subject import KEPT, Subject
@@ -21,7 +22,7 @@ from infer_server.engines.ir.graph import Array, Graph
 from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.passes.outputs import shown_name
 from infer_server.engines.passes.quantization.recipe import prepared
-from infer_server.engines.passes.quantization.smoothing import smoothable, smoothed
+from infer_server.engines.passes.quantization.smoothing import scalable, smoothed
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.runtime.specialisation import Specialisation
 
@@ -57,7 +58,7 @@ def watching(subject: Subject, tensors: Iterable[str], factors: Mapping[str, Ite
              ) -> GraphEngines:
     """Compile the float model, smoothed by these factors, to show the tensors, as far as its graphs have them."""
     def plan(graph: Graph) -> Plan:
-        able = set(smoothable(graph)) if factors else ()
+        able = set(scalable(graph)) if factors else ()
         graph = smoothed(graph, {name: values for name, values in factors.items() if name in able})
         return subject.builder.watching(graph, [name for name in tensors if name in graph.types])
     return GraphEngines(subject, plan)
@@ -138,6 +139,20 @@ class Judge:
         engines = GraphEngines(self._subject, lambda graph: builder.trial(
             prepared(graph, recipe, builder.config.keep_float), recipe.ranges, self._floats.tensors), self._tick)
         return self._reference.errors(self._outputs(engines))
+
+    def histograms(self, engines: GraphEngines, tensors: Iterable[str]) -> dict[str, Histogram]:
+        """Return a histogram of each of these tensors on the items."""
+        found = {tensor: Histogram() for tensor in tensors}
+        for feed in self._floats.feeds:
+            padding = Padding(feed)
+
+            def observe(tensor: str, values: Array, padding: Padding = padding) -> None:
+                if tensor in found:
+                    found[tensor].observe(padding.without(values))
+
+            engines.show(feed, observe)
+            self._tick()
+        return found
 
     def _outputs(self, engines: GraphEngines) -> Iterator[Mapping[str, Array]]:
         """Yield the judged tensors of each feed."""

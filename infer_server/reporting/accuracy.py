@@ -24,7 +24,8 @@ from infer_server.reporting.elements import (
 )
 
 WIDE, TALL = 128, 40      # size of a histogram's drawing
-STAGES = {"scaled rows": "scales by row", "smoothing": "smoothing of channels", "bias correction": "bias correction",
+STAGES = {"scaled rows": "scales by row", "smoothing": "smoothing of channels",
+          "equalisation": "equalisation of channels", "bias correction": "bias correction",
           "rounding": "rounding of weights", "calibrator": "calibrators", "range": "single ranges"}
 Trial = Mapping[str, Any]
 
@@ -50,7 +51,8 @@ class Stage:
     @property
     def outcome(self) -> str:
         if not self.kept:
-            return "left out" if self.name in ("scaled rows", "smoothing", "bias correction") else "none kept"
+            return "left out" if self.name in ("scaled rows", "smoothing", "equalisation", "bias correction") else (
+                "none kept")
         if self.name == "range":
             return f"{len(self.kept)} kept"
         return "kept" if self.kept == ["with"] else f"{self.kept[0]} kept"
@@ -77,7 +79,7 @@ def search(data: ReportData) -> Element:
     items = data.record.get("calibration_items")
     about = (f"Each trial builds the quantised model with other ranges and measures its outputs against the float "
              f"model's on calibration items{f' ({items} items in all)' if items else ''}, in dB of the worst output "
-             "part. Peak SNR weighs large values and decides between ranges; SQNR decides about the steps before.")
+             "part. Peak SNR weighs large values and decides between ranges; SQNR decides about the steps before them.")
     columns = [("step", ""), ("tried", "number"), ("outcome", ""), ("SQNR before", "number"), ("SQNR after", "number"),
                ("peak SNR before", "number"), ("peak SNR after", "number"), ("top-1 before", "number"),
                ("top-1 after", "number"), ("cosine after", "number")]

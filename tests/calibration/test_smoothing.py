@@ -3,10 +3,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer_server.calibration.smoothing import ChannelPeaks, smoothing_factors
+from infer_server.calibration.smoothing import ChannelPeaks, equalising_factors, smoothing_factors
 from infer_server.engines.ir.graph import Graph, Node, TensorType, type_of, verify
 from infer_server.engines.ops.reference import run
-from infer_server.engines.passes.quantization.smoothing import is_smoothed, smoothable, smoothed
+from infer_server.engines.passes.quantization.smoothing import (
+    equalisable,
+    is_smoothed,
+    smoothable,
+    smoothed,
+    weight_shares,
+)
 
 FLOAT = np.dtype(np.float32)
 RNG = np.random.default_rng(0)
@@ -80,6 +86,73 @@ def test_peaks_are_over_all_batches_and_a_channel_of_zeros_has_a_factor_too() ->
     peaks.observe("n", np.float32([[0, 1], [0, -3]]))
     peaks.observe("n", np.float32([[0, 2]]))
     np.testing.assert_array_equal(peaks.result()["n"], [0, 3])
+    assert peaks.ranges({"n": (1.0, 0.5)}) == {"n": (-6.0, 4.0)}
     graph = block()
     factors = smoothing_factors(graph, {"n": np.arange(WIDTH)}, 0.8)["n"]
     assert (factors > 0).all() and np.isfinite(factors).all()
+
+
+# ---- convolutions
+CHANNELS = 6
+IMAGES = RNG.standard_normal((2, 5, 5, CHANNELS)).astype(np.float32)
+
+
+def bottleneck() -> Graph:
+    """Return the graph a = relu6(x up); b = relu6(depthwise(a)); y = b down + a, channels last."""
+    weights = {"up": RNG.standard_normal((CHANNELS, CHANNELS, 1, 1)), "each": RNG.standard_normal((CHANNELS, 1, 3, 3)),
+               "down": RNG.standard_normal((CHANNELS, CHANNELS // 2, 1, 1))}
+    clip = {"min": 0.0, "max": 6.0}
+
+    def conv(source: str, weight: str, groups: int = 1) -> Node:
+        size = weights[weight].shape[-1]
+        return Node("Conv", (source, weight), (f"{weight}.y",), {
+            "channels_last": 1, "group": groups, "kernel_shape": (size, size), "pads": (size // 2,) * 4})
+
+    nodes = (Node("Fused", ("x", "up"), ("a",), body=(conv("x", "up"), Node("Clip", ("up.y",), ("a",), clip))),
+             Node("Fused", ("a", "each"), ("b",), body=(conv("a", "each", CHANNELS),
+                                                        Node("Clip", ("each.y",), ("b",), clip))),
+             Node("Fused", ("b", "down", "a"), ("y",), body=(conv("b", "down", 2),
+                                                             Node("Add", ("down.y", "a"), ("y",)))))
+    constants = {name: array.astype(np.float32) for name, array in weights.items()}
+    types = {name: TensorType(FLOAT, ("batch", 5, 5, CHANNELS)) for name in ("x", "up.y", "a", "each.y", "b", "down.y",
+                                                                             "y")}
+    types |= {name: type_of(array) for name, array in constants.items()}
+    return verify(Graph("g", ("x",), ("y",), nodes, constants, types))
+
+
+def test_tensors_that_convolutions_and_sums_read_can_be_equalised() -> None:
+    graph = bottleneck()
+    assert (equalisable(graph), smoothable(graph)) == (("a", "b"), ())
+    assert (equalisable(block()), smoothable(block())) == ((), ("n", "h"))
+
+
+def test_the_right_factor_of_a_product_keeps_its_values() -> None:
+    graph = block()
+    product = Node("Fused", ("x", "h"), ("p",), body=(Node("MatMul", ("x", "h"), ("q",)), Node("Relu", ("q",), ("p",))))
+    types = {**graph.types, "p": graph.types["x"], "q": graph.types["x"]}
+    assert smoothable(Graph("g", ("x",), ("y", "p"), (*graph.nodes, product), graph.constants, types)) == ("n",)
+
+
+def test_an_equalised_graph_is_the_same_function() -> None:
+    graph = bottleneck()
+    factors = {name: RNG.uniform(0.1, 10, CHANNELS) for name in "ab"}
+    even = verify(smoothed(graph, factors))
+    np.testing.assert_allclose(run(even, {"x": IMAGES})["y"], run(graph, {"x": IMAGES})["y"], 1e-4, 1e-4)
+    assert [is_smoothed(even, name) for name in "aby"] == [True, True, False]
+
+
+def test_weights_of_a_depthwise_layer_leave_all_steps_to_its_input() -> None:
+    graph = bottleneck()
+    np.testing.assert_array_equal(weight_shares(graph, "a"), np.ones(CHANNELS))
+    down = np.abs(graph.constants["down"][:, :, 0, 0]).reshape(2, CHANNELS // 2, CHANNELS // 2)
+    np.testing.assert_allclose(weight_shares(graph, "b"), (down / down.max(axis=2, keepdims=True)).max(axis=1).ravel())
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+def test_no_equalised_channel_has_a_wider_range_than_the_tensor_had(alpha: float) -> None:
+    """The bound of a ReLU6 is then not below the range, and saturation applies it."""
+    peaks = {name: np.array([6, 6, 3, 1, 0.5, 0]) for name in "ab"}
+    for s in equalising_factors(bottleneck(), peaks, alpha).values():
+        scaled = peaks["a"] / s
+        assert (6 / s >= scaled.max() * (1 - 1e-9)).all()
+        assert scaled[scaled > 0].min() / scaled.max() > 0.5 / 6

@@ -11,7 +11,7 @@ from infer_server.engines.passes.quantization.bias_correction import correct_bia
 from infer_server.engines.passes.quantization.kept import kept_nodes
 from infer_server.engines.passes.quantization.quantize import parted, quantize, with_rounding
 from infer_server.engines.passes.quantization.scaled_rows import with_scaled_rows
-from infer_server.engines.passes.quantization.smoothing import smoothable, smoothed
+from infer_server.engines.passes.quantization.smoothing import scalable, smoothed
 
 
 def prepared(graph: Graph, recipe: Recipe, keep_float: Collection[str] = ()) -> Graph:
@@ -19,7 +19,7 @@ def prepared(graph: Graph, recipe: Recipe, keep_float: Collection[str] = ()) -> 
 
     Tensors of the recipe that the graph lacks, as at other shapes, are ignored.
     """
-    able = set(smoothable(graph)) if recipe.smoothing else ()
+    able = set(scalable(graph)) if recipe.smoothing else ()
     graph = smoothed(graph, {name: factors for name, factors in recipe.smoothing.items() if name in able})
     means = {tensor: np.asarray(values) for tensor, values in recipe.means.items()}
     if recipe.rounding:

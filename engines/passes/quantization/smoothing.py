@@ -1,12 +1,17 @@
-"""SmoothQuant (Xiao et al. 2023, arXiv 2211.10438): move outlier channels from activations into weights.
+"""Scale the channels of tensors inside existing kernels, so that all channels use the steps of a common scale.
 
     (x / s) (s W) = x W
 
-Tensors of transformers have a few channels far larger than the others, which leaves the others few steps of a common
-scale. The division is folded into the scale and shift of the layer norm that computes x, or is one Mul in the body of
-another producer; readers of x other than products, such as residual sums, multiply by s in their bodies.
+    products            SmoothQuant (Xiao et al. 2023, arXiv 2211.10438): a few channels of transformers are far larger
+                        than the others; they move into the weights
+    convolutions        cross-layer equalisation (Nagel et al. 2019, arXiv 1906.04721, section 4.1): a depthwise layer
+                        has a scale for each channel, so that its input can be scaled at no cost
 
-infer_server.calibration.smoothing chooses s per tensor name, so a graph of the same model at other shapes is smoothed
+The division is folded into the scale and shift of the layer norm that computes x, or is one Mul in the body of
+another producer; other readers of x, such as residual sums, multiply by s in their bodies. Clip(x, 0, 6) / s needs no
+bound for each channel if 6 / s is not below the range of the scaled tensor: storing a byte saturates there.
+
+infer_server.calibration.smoothing chooses s per tensor name, so a graph of the same model at other shapes is scaled
 equally.
 """
 from __future__ import annotations
@@ -28,15 +33,25 @@ MOST_READERS = 4        # most readers of a weight: smoothing copies it for each
 SMOOTHED = ".smoothed"  # suffix of the constants by which tensors are divided or multiplied
 
 
-def smoothable(graph: Graph) -> tuple[str, ...]:
+def scalable(graph: Graph) -> tuple[str, ...]:
     """Return the tensors of an optimised float graph whose channels can be scaled inside existing kernels.
 
-    They are computed by a layer norm, a heavy node or a pointwise one, and read by products with constant matrices and
-    by pointwise operations only. Tensors whose weights more than MOST_READERS nodes share are left out, so that the
-    plan holds such weights once.
+    They are computed by a layer norm, a heavy node or a pointwise one, and read by products with constant matrices, by
+    convolutions and by pointwise operations only. Tensors whose weights more than MOST_READERS nodes share are left
+    out, so that the plan holds such weights once.
     """
     return tuple(node.outputs[0] for node in graph.nodes if _scales_its_output(graph, node)
                  and node.outputs[0] not in graph.outputs and _readers_allow(graph, node.outputs[0]))
+
+
+def smoothable(graph: Graph) -> tuple[str, ...]:
+    """Return the tensors of `scalable` that no convolution reads."""
+    return tuple(tensor for tensor in scalable(graph) if not _is_convolved(graph, tensor))
+
+
+def equalisable(graph: Graph) -> tuple[str, ...]:
+    """Return the tensors of `scalable` that a convolution reads."""
+    return tuple(tensor for tensor in scalable(graph) if _is_convolved(graph, tensor))
 
 
 def weights_behind(graph: Graph, tensor: str) -> list[Array]:
@@ -45,11 +60,21 @@ def weights_behind(graph: Graph, tensor: str) -> list[Array]:
             for node in graph.consumers[tensor] if _multiplies(graph, node, tensor)]
 
 
+def weight_shares(graph: Graph, tensor: str) -> Floats:
+    """Return the largest weight of each channel relative to the scale of an output that reads it, float64 [C]."""
+    shares = []
+    for node in graph.consumers[tensor]:
+        if _multiplies(graph, node, tensor):
+            by_output = _by_input(node.anchor, np.abs(graph.constants[node.anchor.inputs[1]]))   # [groups, O, C, taps]
+            peaks = by_output.max(axis=3).astype(np.float64)
+            rows = np.maximum(peaks.max(axis=2, keepdims=True), np.finfo(np.float32).tiny)
+            shares.append((peaks / rows).max(axis=1).reshape(-1))
+    return np.asarray(np.max(shares, axis=0), np.float64)
+
+
 def smoothed(graph: Graph, factors: Mapping[str, Iterable[float]]) -> Graph:
     """Return an equivalent graph in which each tensor of `factors` is divided by its factors, one per channel."""
-    for tensor, values in factors.items():
-        graph = _Smoothing(graph, tensor, np.asarray(tuple(values), np.float64)).run()
-    return graph
+    return _Smoothing(graph, {name: np.asarray(tuple(s), np.float64) for name, s in factors.items()}).run()
 
 
 def is_smoothed(graph: Graph, tensor: str) -> bool:
@@ -66,11 +91,28 @@ def _rows(product: Node, weight: Array) -> Array:
     return weight.T if product.op == "Gemm" and product.attrs.get("transB") else weight
 
 
+def _by_input(anchor: Node, weight: Array) -> Array:
+    """Return weights as [groups, outputs, inputs of a group, taps]."""
+    if anchor.op == "Conv":
+        groups = anchor.attrs.get("group", 1)
+        return weight.reshape(groups, len(weight) // groups, weight.shape[1], -1)
+    return _rows(anchor, weight).T[None, :, :, None]
+
+
 def _multiplies(graph: Graph, node: Node, tensor: str) -> bool:
-    """Return True if the node multiplies the tensor by a constant matrix."""
+    """Return True if the node multiplies the tensor by a constant matrix, or convolves it with constant weights."""
     anchor = node.anchor
-    return (is_weighted(anchor) and anchor.inputs[0] == tensor and not anchor.attrs.get("transA")
-            and graph.is_constant(anchor.inputs[1]) and graph.constants[anchor.inputs[1]].ndim == 2)
+    if anchor.inputs[:1] != (tensor,) or tensor in anchor.inputs[1:] or not is_weighted(anchor):
+        return False
+    if not graph.is_constant(anchor.inputs[1]):
+        return False
+    if anchor.op == "Conv":
+        return bool(anchor.attrs.get("channels_last"))
+    return not anchor.attrs.get("transA") and graph.constants[anchor.inputs[1]].ndim == 2
+
+
+def _is_convolved(graph: Graph, tensor: str) -> bool:
+    return any(node.anchor.op == "Conv" and node.anchor.inputs[0] == tensor for node in graph.consumers[tensor])
 
 
 def _scales_its_output(graph: Graph, node: Node) -> bool:
@@ -87,56 +129,67 @@ def _readers_allow(graph: Graph, tensor: str) -> bool:
     if any(len(graph.consumers[node.anchor.inputs[1]]) > MOST_READERS for node in products):
         return False
     return bool(products) and all(
-        _multiplies(graph, node, tensor) or node.anchor.inputs[0] != tensor and node.op == "Fused" or is_pointwise(node)
-        for node in readers)
+        _multiplies(graph, node, tensor) or is_pointwise(node.anchor)
+        or node.op == "Fused" and tensor not in node.anchor.inputs for node in readers)
 
 
 # ---- rewriting
 class _Smoothing(GraphEditor):
-    """Smoothing of one tensor: divides it in its producer, and multiplies by the factors in its readers."""
+    """Scaling of tensors: divides each in its producer, and multiplies by the factors in its readers."""
 
-    def __init__(self, graph: Graph, tensor: str, factors: Floats) -> None:
+    def __init__(self, graph: Graph, factors: Mapping[str, Floats]) -> None:
         super().__init__(graph)
-        self.tensor, self.factors = tensor, factors
+        self.factors = factors
 
     def run(self) -> Graph:
-        readers = {id(node) for node in self.graph.consumers[self.tensor]}
-        self.nodes = [self._making(node) if self.tensor in node.outputs else
-                      self._reading(node) if id(node) in readers else node for node in self.graph.nodes]
+        for node in self.graph.nodes:
+            for tensor in self.factors.keys() & set(node.inputs):
+                node = self._reading(node, tensor)
+            for tensor in self.factors.keys() & set(node.outputs):
+                node = self._making(node, tensor)
+            self.nodes.append(node)
         return self.finish()
 
     def _constant(self, name: str, array: Array) -> str:
         return self.add_constant(f"{name}{SMOOTHED}", np.ascontiguousarray(array, np.float32))
 
-    def _inner(self) -> str:
-        return self.add_tensor(f"{self.tensor}.unsmoothed", self.graph.types[self.tensor])
+    def _inner(self, tensor: str) -> str:
+        return self.add_tensor(f"{tensor}.unsmoothed", self.graph.types[tensor])
 
-    def _making(self, node: Node) -> Node:
+    def _making(self, node: Node, tensor: str) -> Node:
+        factors = self.factors[tensor]
         if node.op in NORMS:
-            constants = [self._constant(name, self.graph.constants[name] / self.factors) if name else ""
+            constants = [self._constant(name, self.graph.constants[name] / factors) if name else ""
                          for name in node.inputs[1:]]
             return replace(node, inputs=(node.inputs[0], *constants))
         *before, last = node.body or (node,)
-        share, inner = self._constant(self.tensor, 1 / self.factors), self._inner()
+        share, inner = self._constant(tensor, 1 / factors), self._inner(tensor)
         if last.op == "Relu" and before:        # a Relu stays last: it marks the tensor as never negative
             scale = Node("Mul", (last.inputs[0], share), (inner,), name=inner)
             return node.with_body([*before, scale, replace(last, inputs=(inner,))])
-        scale = Node("Mul", (inner, share), (self.tensor,), name=self.tensor)
+        scale = Node("Mul", (inner, share), (tensor,), name=tensor)
         return node.with_body([*before, replace(last, outputs=(inner,)), scale])
 
-    def _reading(self, node: Node) -> Node:
+    def _reading(self, node: Node, tensor: str) -> Node:
         parts, first = list(node.body or (node,)), 0        # first: the part from which on the tensor is restored
         if not is_pointwise(parts[0]):
             first = 1
-        if _multiplies(self.graph, node, self.tensor):
+        if _multiplies(self.graph, node, tensor):
             anchor, source = parts[0], parts[0].inputs[1]
-            rows = _rows(anchor, self.graph.constants[source]) * self.factors[:, None]
-            name = self._constant(source, _rows(anchor, rows))
+            name = self._constant(source, self._multiplied(anchor, self.graph.constants[source], self.factors[tensor]))
             parts[0] = replace(anchor, inputs=(anchor.inputs[0], name, *anchor.inputs[2:]))
-        if any(self.tensor in part.inputs for part in parts[first:]):
-            inner = self._inner()
-            factors = self._constant(self.tensor, self.factors)
-            restored = Node("Mul", (self.tensor, factors), (inner,), name=inner)
+        if any(tensor in part.inputs for part in parts[first:]):
+            inner = self._inner(tensor)
+            factors = self._constant(tensor, self.factors[tensor])
+            restored = Node("Mul", (tensor, factors), (inner,), name=inner)
             parts[first:] = [restored, *(replace(part, inputs=tuple(
-                inner if name == self.tensor else name for name in part.inputs)) for part in parts[first:])]
+                inner if name == tensor else name for name in part.inputs)) for part in parts[first:])]
         return node.with_body(parts)
+
+    @staticmethod
+    def _multiplied(anchor: Node, weight: Array, factors: Floats) -> Array:
+        """Return weights whose inputs are multiplied by the factors [C]."""
+        if anchor.op == "Conv":
+            rows = _by_input(anchor, weight)
+            return (rows * factors.reshape(len(rows), 1, -1, 1)).reshape(weight.shape)
+        return _rows(anchor, _rows(anchor, weight) * factors[:, None])

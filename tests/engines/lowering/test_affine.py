@@ -48,7 +48,8 @@ def test_an_instruction_is_written_once():
     assert len(builder.program().instructions) == 2
 
 
-@pytest.mark.parametrize("bound, ops", [(6.0, ["mul"]), (5.99, ["mul"]), (5.98, ["mul", "min"])])
+@pytest.mark.parametrize("bound, ops", [(6.0, ["mul"]), (5.99, ["mul"]), (5.98, ["mul", "min"]),
+                                        (np.array([6.0, 60.0]), ["mul"]), (np.array([60.0, 5.0]), ["mul", "min"])])
 def test_a_clip_that_rounds_to_the_end_of_the_range_is_left_to_the_store(bound, ops):
     """254.5 rounds to the even 254; larger values end at 255 with or without the clip."""
     scale = np.nextafter(np.float64(6 / 255), 1)        # 6 / scale is less than 255
