@@ -27,8 +27,8 @@ from infer_server.engines.passes.rewriting.facts import output_axis
 
 MOST_ITEMS = 64         # items that H is summed over
 ROWS = 128              # rows of X taken of each item, evenly spaced
-DEEPEST = 2304          # most inputs of an output channel: H and its inverse grow with the square and the cube
-LEAST_ROWS = 8          # least rows of X for each input: with fewer the rounding fits these rows alone
+DEEPEST = 2304          # most inputs of an output channel: H grows with the square, its factorisation with the cube
+LEAST_ROWS = 2          # least rows of X for each input: with fewer the rounding fits these rows alone
 MOST_BYTES = 1 << 30    # bytes of all H: layers beyond are rounded to the nearest
 DAMPING = 0.01          # share of H's mean diagonal that is added to it
 LIMIT = 127             # largest int8 weight
