@@ -295,7 +295,7 @@ class CalibrationRun:
     def _equalisation(self, judge: Judge, plain: _Watched, peaks: ChannelPeaks, smoothing: Factors,
                       rows: tuple[str, ...], alphas: Sequence[float]) -> tuple[_Watched, Factors]:
         """Return statistics and factors with those of equalisation if it lowers the error, else without them."""
-        largest = {name: peaks.result()[name] for name in self._convolved}
+        largest = {name: peak for name, peak in peaks.result().items() if name in self._convolved}
         before = replace(make_table(WIDEST, "", 0, plain.histograms), smoothing=smoothing, scaled_rows=rows)
 
         def tried() -> Iterator[tuple[str, CalibrationTable, Factors]]:
@@ -316,16 +316,19 @@ class CalibrationRun:
         return replace(plain, histograms={**plain.histograms, **histograms}, means={**plain.means, **means}), factors
 
     def _best(self, judge: Judge, stage: str, name: str, tried: Iterable[tuple[str, CalibrationTable, T]]) -> T:
-        """Return the result of the trial of highest SQNR; the first is the one without the step."""
-        found: list[tuple[float, str, T]] = []
+        """Return the result of the trial of highest SQNR. Trials are (label, table, result), the first "without"."""
+        best: tuple[float, str, T] | None = None
+        measured: list[str] = []
         for label, table, result in tried:
-            found.append((self._trial(judge, table, stage, label).sqnr_db, label, result))
-        _, kept, best = max(found, key=lambda one: one[0])
+            sqnr = self._trial(judge, table, stage, label).sqnr_db
+            measured.append(f"{sqnr:.2f} dB {'with ' * bool(measured)}{label}")
+            if best is None or sqnr > best[0]:
+                best = sqnr, label, result
+        assert best is not None
+        _, kept, found = best
         self._record.keep(stage, kept)
-        self._notify(f"{name} {'left out' if kept == found[0][1] else f'kept with {kept}'}: " + ", ".join(
-            f"{sqnr:.2f} dB {label if number == 0 else f'with {label}'}"
-            for number, (sqnr, label, _) in enumerate(found)))
-        return best
+        self._notify(f"{name} {'left out' if kept == 'without' else f'kept with {kept}'}: {', '.join(measured)}")
+        return found
 
     def _bias_correction(self, judge: Judge, table: CalibrationTable, means: Mapping[str, Any]) -> dict[str, Any]:
         """Return the means if correcting biases by them raises the SQNR, else an empty dict."""
