@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from infer_server.calibration.data.padding import Padding
 from infer_server.calibration.growth import Growth
 from infer_server.calibration.histogram import Histogram
 from infer_server.calibration.open_data import CalibrationData, Feed
@@ -62,4 +63,18 @@ def collect(run: Run, data: CalibrationData, tensors: Iterable[str], *, batch: i
         progress(done, data.count or 0)
     if never := next((tensor for tensor in histograms if tensor not in seen), ""):
         raise CalibrationError(f"the float graph did not show '{never}', which is to be calibrated")
+    return histograms
+
+
+def histograms_of(run: Run, feeds: Iterable[Feed], tensors: Iterable[str]) -> dict[str, Histogram]:
+    """Return a histogram of each tensor over these feeds, without padding; an empty one if it was never passed."""
+    histograms = {tensor: Histogram() for tensor in tensors}
+    for feed in feeds:
+        padding = Padding(feed)
+
+        def observe(tensor: str, values: Array, padding: Padding = padding) -> None:
+            if tensor in histograms:
+                histograms[tensor].observe(padding.without(values))
+
+        run(feed, observe)
     return histograms

@@ -11,7 +11,7 @@ import numpy as np
 
 from infer_server.calibration.accuracy.comparison import Errors
 from infer_server.calibration.bias_correction import ChannelMeans
-from infer_server.calibration.collect import collect
+from infer_server.calibration.collect import collect, histograms_of
 from infer_server.calibration.data.checks import DataCheck, dead_channels
 from infer_server.calibration.data.items import CalibrationData, Feed
 from infer_server.calibration.data.padding import MASK, Padding
@@ -309,7 +309,7 @@ class CalibrationRun:
         if not found:
             return plain, smoothing
         factors = {**smoothing, **found}
-        histograms = judge.histograms(watching(self._subject, tuple(found), factors), tuple(found))
+        histograms = histograms_of(watching(self._subject, tuple(found), factors).show, judge.feeds, found)
         for name, range_ in peaks.ranges(found).items():
             histograms[name].observe(np.array(range_))
         means = {name: plain.means[name] / s for name, s in found.items() if name in plain.means}

@@ -14,7 +14,6 @@ from infer_server.calibration.accuracy.parts import parts_by_tensor
 from infer_server.calibration.accuracy.sources import Sources, selections, sources_of
 from infer_server.calibration.data.items import Feed
 from infer_server.calibration.data.padding import Padding
-from infer_server.calibration.histogram import Histogram
 from infer_server.engines.backends.device import Show
 from infer_server.engines.backends.fallback import to_real
 from infer_server.engines.compiler.subject import KEPT, Subject
@@ -119,7 +118,7 @@ class Judge:
     def __init__(self, subject: Subject, floats: FloatRuns, tick: Tick = lambda: None) -> None:
         """Take the float model's results as the reference. tick: called after each batch."""
         self._subject, self._floats, self._tick = subject, floats, tick
-        self.items = floats.items
+        self.items, self.feeds = floats.items, tuple(floats.feeds)
         self._reference = Reference(floats.expected, parts_by_tensor(floats.expected, list(self._sources())))
 
     def _sources(self) -> Iterator[Mapping[str, Sources]]:
@@ -139,20 +138,6 @@ class Judge:
         engines = GraphEngines(self._subject, lambda graph: builder.trial(
             prepared(graph, recipe, builder.config.keep_float), recipe.ranges, self._floats.tensors), self._tick)
         return self._reference.errors(self._outputs(engines))
-
-    def histograms(self, engines: GraphEngines, tensors: Iterable[str]) -> dict[str, Histogram]:
-        """Return a histogram of each of these tensors on the items."""
-        found = {tensor: Histogram() for tensor in tensors}
-        for feed in self._floats.feeds:
-            padding = Padding(feed)
-
-            def observe(tensor: str, values: Array, padding: Padding = padding) -> None:
-                if tensor in found:
-                    found[tensor].observe(padding.without(values))
-
-            engines.show(feed, observe)
-            self._tick()
-        return found
 
     def _outputs(self, engines: GraphEngines) -> Iterator[Mapping[str, Array]]:
         """Yield the judged tensors of each feed."""
