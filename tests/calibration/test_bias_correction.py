@@ -3,7 +3,8 @@ import pytest
 
 from infer_server.calibration.bias_correction import ChannelMeans
 from infer_server.engines.ir.graph import Graph, Node, QParams, TensorType, type_of, verify
-from infer_server.engines.passes.quantization.bias_correction import bias_shift, correct_biases
+from infer_server.engines.ops.reference import run_node
+from infer_server.engines.passes.quantization.bias_correction import bias_shift, correct_biases, corrected_bias
 
 FLOAT = np.dtype(np.float32)
 RNG = np.random.default_rng(0)
@@ -58,6 +59,22 @@ def test_the_mean_of_every_output_channel_is_that_of_the_float_weights(bias):
     np.testing.assert_allclose(after, expected, atol=1e-5)
     assert np.abs(before - expected).max() > 0.05       # there was something to correct
     np.testing.assert_array_equal(fixed.constants["w"], WEIGHT)
+
+
+@pytest.mark.parametrize("strides, pads, size", [((1, 1), (2, 2, 2, 2), (3, 9)), ((2, 1), (1, 0, 0, 1), (2, 5))])
+def test_taps_on_padding_count_as_often_as_they_read_pixels(strides, pads, size):
+    """The items are constant images, for which the correction is exact."""
+    weight = RNG.standard_normal((6, 4, 5, 5) if pads[0] == 2 else (6, 4, 3, 2)).astype(np.float32)
+    attrs = {"channels_last": 1, "kernel_shape": weight.shape[2:], "strides": strides, "pads": pads}
+    node = Node("Conv", ("x", "w"), ("y",), attrs)
+    items = np.broadcast_to(np.float32([1, 2, 3, 4]), (1, *size, 4))
+    y, = run_node(node, [items, weight])
+    types = {"x": TensorType(FLOAT, ("batch", *size, 4)), "y": TensorType(FLOAT, ("batch", *y.shape[1:]))}
+    graph = verify(Graph("g", ("x",), ("y",), (node,), {"w": weight}, {**types, "w": type_of(weight)}))
+    rounded = np.rint(weight * 2) / 2
+    bias = corrected_bias(graph, node, rounded, np.arange(1.0, 5.0))
+    off, = run_node(node, [items, rounded.astype(np.float32)])
+    np.testing.assert_allclose((off + bias).mean(axis=(0, 1, 2)), y.mean(axis=(0, 1, 2)), atol=1e-4)
 
 
 def test_a_group_sees_the_means_of_its_own_inputs():

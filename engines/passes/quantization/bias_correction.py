@@ -4,8 +4,9 @@ Rounding the weights to 8 bits adds noise to every output channel and shifts its
 
     W x + b  ->  W' x + b        E[W' x] - E[W x] = (W' - W) E[x]        b' = b - (W' - W) E[x]
 
-E[x] is the mean of each input channel, from the float model on the calibration data. Zero padding is treated as if it
-had this mean, which is a small error at the borders of images.
+E[x] is the mean of each input channel, from the float model on the calibration data. A tap of a convolution that reads
+zero padding for a share of the outputs has its mean multiplied by the rest: the outer taps of a 5x5 window on images of
+3 rows read padding for two of three outputs.
 
 MobileNetV2, activations by percentile: 17.3 -> 18.7 dB on the calibration photos, 17.4 -> 19.0 dB on unseen ones.
 Also correcting the clipping of activations was worse (18.0 dB), as was measuring the shift in the quantised model
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.ops.window import Window
 
 Floats = NDArray[np.float64]
 
@@ -70,11 +72,11 @@ def corrected_bias(graph: Graph, anchor: Node, rounded: Array, mean: Array) -> A
     weight = graph.constants[anchor.inputs[1]]
     if anchor.op == "Gemm" and not anchor.attrs.get("transB"):
         weight, rounded = weight.T, rounded.T
-    shift = bias_shift(weight, rounded, np.asarray(mean), anchor.attrs.get("group", 1))
+    shift = bias_shift(weight, rounded, np.asarray(mean), anchor.attrs.get("group", 1), _inside(graph, anchor))
     return (_bias(graph, anchor) - shift).astype(np.float32)
 
 
-def bias_shift(weight: Array, rounded: Array, mean: Array, groups: int = 1) -> Floats:
+def bias_shift(weight: Array, rounded: Array, mean: Array, groups: int = 1, inside: Floats | None = None) -> Floats:
     """Return the mean error that rounding the weights adds to each output channel.
 
     Parameters
@@ -85,14 +87,36 @@ def bias_shift(weight: Array, rounded: Array, mean: Array, groups: int = 1) -> F
         The mean of each input channel.
     groups : int
         The number of groups of the convolution.
+    inside : array, [...], optional
+        The share of outputs for which each tap of the kernel reads no padding; None: all.
 
     Returns
     -------
     array, float64 [outputs]
     """
-    difference = (rounded.astype(np.float64) - weight).reshape(*weight.shape[:2], -1).sum(axis=2)
+    error = rounded.astype(np.float64) - weight
+    difference = (error if inside is None else error * inside).reshape(*weight.shape[:2], -1).sum(axis=2)
     by_group = np.einsum("goi,gi->go", difference.reshape(groups, -1, weight.shape[1]), mean.reshape(groups, -1))
     return np.asarray(by_group.reshape(-1), np.float64)
+
+
+def _inside(graph: Graph, anchor: Node) -> Floats | None:
+    """Return the share of outputs for which each tap of a Conv reads no padding; None if nothing is padded.
+
+    An axis of open extent counts as if it had no padding.
+    """
+    if anchor.op != "Conv" or not any(anchor.attrs.get("pads", ())):
+        return None
+    sizes = graph.shape(anchor.inputs[0])[1:-1]
+    window = Window.of(anchor, len(sizes))
+    shares = np.ones(window.kernel)
+    for axis, size in enumerate(sizes):
+        if isinstance(size, int):
+            taps, outputs = np.arange(window.kernel[axis]), np.arange(graph.shape(anchor.outputs[0])[1 + axis])
+            at = outputs * window.strides[axis] + taps[:, None] * window.dilations[axis] - window.pads[axis][0]
+            share = ((at >= 0) & (at < size)).mean(axis=1)
+            shares *= share.reshape([-1 if i == axis else 1 for i in range(len(sizes))])
+    return shares
 
 
 def _rounded_weight(quantised: Graph, output: str) -> Floats | None:
