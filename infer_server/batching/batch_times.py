@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 _WINDOW = 16                            # times kept for each size
 _SAFE_QUANTILE = 0.9                    # quantile of the safe estimate: excludes the slowest time of a full window
-_ON_THE_WAY = 9 / 8                     # safety factor for the way to the client, which cannot be measured here
+_CLIENT_FACTOR = 9 / 8                  # safety factor for the way to the client, which cannot be measured here
 _FRESH_NS = 5_000_000_000               # validity of an estimate after the last measurement, or ...
 _FRESH_BATCHES = 10                     # ... the time of this many batches, if that is longer
-_SHORT_NS = 50_000                      # limit of the compute time of a short batch: about two thread switches
-_HELD_NS = 500_000                      # limit of the total time of a short batch, which blocks the event loop
-_FEW_CORES = 2                          # cores up to which _SHORT_NS is the limit of an item, and the total's is ...
-_HELD_ON_FEW_NS = 1_000_000             # ... this
-_MOST = 4                               # a sample counts as at most this many limits, against outliers
+_COMPUTE_NS = 50_000                    # limit of the compute time of a short batch: about two thread switches
+_TOTAL_NS = 500_000                     # limit of the total time of a short batch, which blocks the event loop
+_FEW_CORES = 2                          # cores up to which _COMPUTE_NS is the limit of an item, and the total's is ...
+_TOTAL_FEW_CORES_NS = 1_000_000         # ... this
+_OUTLIER_LIMITS = 4                     # a sample counts as at most this many limits, against outliers
 _WEIGHT = 1 / 8                         # weight of a new sample in a moving mean
-_MOST_SIZES = 1024                      # batch sizes that are tracked separately
+_MAX_SIZES = 1024                       # batch sizes that are tracked separately
 _SAMPLES = 6                            # times per item kept for each size class of AdaptiveBatchLimit
 _EVIDENCE = 2                           # samples that a size class needs before it counts
 _TOLERANCE = 1.05                       # a smaller batch within this factor of the least time per item is preferred
@@ -35,7 +35,7 @@ def size_bucket(items: int, sizes: Collection[int]) -> int:
 
     Beyond a limit on the number of sizes, which split requests can reach, new sizes are rounded up to a power of two.
     """
-    return items if items in sizes or len(sizes) < _MOST_SIZES else 1 << (items - 1).bit_length()
+    return items if items in sizes or len(sizes) < _MAX_SIZES else 1 << (items - 1).bit_length()
 
 
 class TimeEstimate(NamedTuple):
@@ -66,10 +66,10 @@ class BatchTimes:
     def add(self, items: int, ns: int, now_ns: int) -> None:
         """Record that a batch of `items` took `ns` nanoseconds."""
         size = size_bucket(items, self._times)
-        kept = self._times.get(size)
-        if kept is None:
-            kept = self._times[size] = deque(maxlen=_WINDOW)
-        kept.append(ns if size == items else ns * size // items)
+        times = self._times.get(size)
+        if times is None:
+            times = self._times[size] = deque(maxlen=_WINDOW)
+        times.append(ns if size == items else ns * size // items)
         if ns > self.longest_ns:
             self.longest_ns = ns
         self._new.add(size)
@@ -102,7 +102,7 @@ class BatchTimes:
         for size in self._new:
             times = sorted(self._times[size])
             self._measured[size] = TimeEstimate(times[len(times) // 2],
-                                            times[int(len(times) * _SAFE_QUANTILE)] * _ON_THE_WAY)
+                                            times[int(len(times) * _SAFE_QUANTILE)] * _CLIENT_FACTOR)
         self._new.clear()
         self._sizes = sorted(self._times)
         self._estimates = []
@@ -165,7 +165,7 @@ class AdaptiveBatchLimit:
             self._trial_ns = now_ns + self._pause_ns(items)
         self._trial = self._next_trial()
 
-    def most(self, now_ns: int) -> int:
+    def current_limit(self, now_ns: int) -> int:
         """Return the number of items that a batch may have now: the limit, or the size of a trial that is due."""
         if now_ns < self._testing_until_ns:
             return self._tops[self._tested]
@@ -216,17 +216,17 @@ class ShortBatches:
     def __init__(self, max_batch: int, cores: int = _FEW_CORES + 1) -> None:
         """Record batches of up to `max_batch` items; `cores` is the number of cores that this process may use."""
         is_few = cores <= _FEW_CORES
-        self._computing = _Means(max_batch, _SHORT_NS, by_item=is_few)
-        self._whole = _Means(max_batch, _HELD_ON_FEW_NS if is_few else _HELD_NS)
+        self._computing = _Means(max_batch, _COMPUTE_NS, by_item=is_few)
+        self._whole = _Means(max_batch, _TOTAL_FEW_CORES_NS if is_few else _TOTAL_NS)
 
     def add(self, items: int, computing_ns: int, whole_ns: int) -> None:
         """Record the compute time and the total time of a batch of `items`."""
         self._computing.add(items, computing_ns)
         self._whole.add(items, whole_ns)
 
-    def holds(self, items: int) -> bool:
+    def is_short(self, items: int) -> bool:
         """Return True if a batch of `items` is short. See `_Means` for sizes that were not measured."""
-        return self._computing.are_within(items) and self._whole.are_within(items)
+        return self._computing.within_limit(items) and self._whole.within_limit(items)
 
 
 class _Means:
@@ -243,9 +243,9 @@ class _Means:
     def add(self, items: int, ns: int) -> None:
         if items < len(self._ns):
             known = self._ns[items] or ns
-            self._ns[items] = known + _WEIGHT * (min(ns, _MOST * self._limits_ns[items]) - known)
+            self._ns[items] = known + _WEIGHT * (min(ns, _OUTLIER_LIMITS * self._limits_ns[items]) - known)
 
-    def are_within(self, items: int) -> bool:
+    def within_limit(self, items: int) -> bool:
         return items < len(self._ns) and 0 < (self._ns[items] or self._bound_ns(items)) <= self._limits_ns[items]
 
     def _bound_ns(self, items: int) -> float:

@@ -22,8 +22,8 @@ from infer_server.batching.policy import (
     QueuePolicy,
     Wait,
     choose,
+    count_immediate,
     decide,
-    gathered,
     is_hopeless,
 )
 from infer_server.batching.request import Request
@@ -32,8 +32,8 @@ from infer_server.errors import DeadlineExceededError, QueueFullError, RequestEx
 Refuse = Callable[[list[Request], ServeError], None]
 # Requests in order of arrival with removal in O(1). In a plain dict, finding the first key skips all deleted entries.
 _Queue = OrderedDict[Request, object]
-_GONE = object()
-_SAMPLED_NS = 1_000_000         # of shorter batches of one size, one in this time is measured
+_MISSING = object()
+_SAMPLING_NS = 1_000_000        # of shorter batches of one size, one in this time is measured
 
 
 class _Level:
@@ -73,12 +73,12 @@ class Batcher:
         self._batching = batching
         self._priorities = Priorities((queueing,)) if isinstance(queueing, QueuePolicy) else queueing
         self._levels = [_Level(policy) for policy in self._priorities.policies]     # highest priority first
-        self._is_plain = len(self._levels) == 1 and batching.takes_what_waits
+        self._is_plain = len(self._levels) == 1 and batching.is_immediate
         self._refuse = refuse
         self._instances = instances
         self._clock_ns = clock_ns
         self._times = BatchTimes()
-        self._paying = AdaptiveBatchLimit(batching.max_batch_size, instances)
+        self._batch_limit = AdaptiveBatchLimit(batching.max_batch_size, instances)
         self._timeouts = Expiries()                 # queue timeouts of requests that are not delayed
         self._deadlines = Expiries()                # deadlines of clients
         self._sampled_ns: dict[int, int] = {}       # times at which short batches were measured, by number of items
@@ -140,7 +140,7 @@ class Batcher:
         """Remove a request from the queue; return False if it is executing or has ended."""
         with self._lock:
             level = self._levels[request.level]
-            if level.queue.pop(request, _GONE) is _GONE and level.delayed.pop(request, _GONE) is _GONE:
+            if level.queue.pop(request, _MISSING) is _MISSING and level.delayed.pop(request, _MISSING) is _MISSING:
                 return False
             if request.expires_ns or request.deadline_ns:
                 self._forget_times(request)
@@ -173,8 +173,8 @@ class Batcher:
                     until_ns = min(choice.until_ns, self._next_expiry_ns() or choice.until_ns)
                     self._changed.wait(min((until_ns - now_ns) / 1e9, threading.TIMEOUT_MAX))
                     continue
-                if choice.lost:
-                    self._refuse_all(choice.lost, self._too_late(now_ns))
+                if choice.refused:
+                    self._refuse_all(choice.refused, self._too_late(now_ns))
                 if choice.batch and gate and not self._admit(gate):
                     continue
                 if choice.batch:
@@ -191,7 +191,7 @@ class Batcher:
         with self._lock:
             if self._closed:
                 return []
-            plain = self._is_plain and not (self._timeouts.at or self._deadlines.at or self._levels[0].delayed)
+            plain = self._is_plain and not (self._timeouts.due_ns or self._deadlines.due_ns or self._levels[0].delayed)
             batch = self._plain_batch(is_short) if plain else self._short_choice()
             if not batch or not is_short(sum([request.items for request in batch])) or any(
                     [request.lengthy for request in batch]):
@@ -202,32 +202,33 @@ class Batcher:
     def _plain_batch(self, is_short: Callable[[int], bool]) -> list[Request]:
         """Return the next batch of a queue without priorities, delays, timeouts and deadlines; [] if it is not short.
 
-        A request has an item or more: most batches that are not short are not gathered.
+        A request has an item or more: most batches that are not short are not counted.
         """
         queue = self._levels[0].queue
         count = len(queue) if self._batching.merges else min(len(queue), 1)
         if count > 1:
-            if not is_short(min(count, self._paying.limit)):
+            if not is_short(min(count, self._batch_limit.limit)):
                 return []
-            count = gathered(queue, self._batching.max_batch_size, 0, self._paying.most(self._clock_ns()))
+            limit = self._batch_limit.current_limit(self._clock_ns())
+            count = count_immediate(queue, self._batching.max_batch_size, 0, limit)
         return list(islice(queue, count))
 
     def _short_choice(self) -> list[Request]:
         now_ns = self._clock_ns()
         self._expire(now_ns)
         choice = self._choose(now_ns, idle=0) if self else None
-        return choice.batch if isinstance(choice, BatchChoice) and not choice.lost else []
+        return choice.batch if isinstance(choice, BatchChoice) and not choice.refused else []
 
     def record_time(self, items: int, ns: int) -> None:
         """Record that a batch of `items` took `ns` from `take` until its responses were handed on."""
         now_ns = self._clock_ns()
-        if ns < _SAMPLED_NS and items <= self._batching.max_batch_size:
+        if ns < _SAMPLING_NS and items <= self._batching.max_batch_size:
             if now_ns < self._sampled_ns.get(items, 0):
                 return
-            self._sampled_ns[items] = now_ns + _SAMPLED_NS
+            self._sampled_ns[items] = now_ns + _SAMPLING_NS
         with self._lock:
             self._times.add(items, ns, now_ns)
-            self._paying.add(items, ns, now_ns)
+            self._batch_limit.add(items, ns, now_ns)
 
     def expire(self) -> None:
         """Refuse or delay the requests whose timeout has passed, as the queue policy says."""
@@ -270,11 +271,11 @@ class Batcher:
     def _choose(self, now_ns: int, idle: int) -> BatchChoice[Request] | Wait:
         choice: BatchChoice[Request] | Wait
         waiting = self._waiting()
-        most = self._paying.most(now_ns)
-        if self._deadlines.at:
-            choice = choose(waiting, now_ns, self._batching, Instances(self._instances, idle, most), self._times)
+        limit = self._batch_limit.current_limit(now_ns)
+        if self._deadlines.due_ns:
+            choice = choose(waiting, now_ns, self._batching, Instances(self._instances, idle, limit), self._times)
         else:
-            decision = decide(waiting, now_ns, self._batching, idle, most)
+            decision = decide(waiting, now_ns, self._batching, idle, limit)
             choice = decision if isinstance(decision, Wait) else BatchChoice(list(islice(waiting, decision.count)))
         if isinstance(choice, Wait) and self._closed:
             return BatchChoice(list(waiting))        # Wait means that all requests fit into one batch
@@ -282,17 +283,17 @@ class Batcher:
 
     def _begin(self, batch: Collection[Request]) -> None:
         """Remove a batch that an instance executes now."""
-        self._paying.record_start(sum([request.items for request in batch]), self._clock_ns())
+        self._batch_limit.record_start(sum([request.items for request in batch]), self._clock_ns())
         self._remove(batch)
 
     def _remove(self, requests: Collection[Request]) -> None:
         first = self._levels[0].queue
-        if len(first) == len(requests) == len(self) and not (self._timeouts.at or self._deadlines.at):
+        if len(first) == len(requests) == len(self) and not (self._timeouts.due_ns or self._deadlines.due_ns):
             first.clear()
             requests = ()
         for request in requests:
             level = self._levels[request.level]
-            if level.queue.pop(request, _GONE) is _GONE:
+            if level.queue.pop(request, _MISSING) is _MISSING:
                 level.delayed.pop(request, None)
             if request.expires_ns or request.deadline_ns:
                 self._forget_times(request)
@@ -310,10 +311,10 @@ class Batcher:
             self._deadlines.discard(request)
 
     def _expire(self, now_ns: int) -> None:
-        late = self._deadlines.pop_before(now_ns + self._shortest_ns(now_ns)) if self._deadlines.at else []
+        late = self._deadlines.pop_before(now_ns + self._shortest_ns(now_ns)) if self._deadlines.due_ns else []
         if late:
             self._refuse_all(late, self._too_late(now_ns))
-        expired = self._timeouts.pop_before(now_ns) if self._timeouts.at else []
+        expired = self._timeouts.pop_before(now_ns) if self._timeouts.due_ns else []
         refused = []
         for request in expired:
             level = self._levels[request.level]

@@ -36,14 +36,14 @@ class ResponseCache:
 
     def put(self, key: bytes, outputs: Arrays) -> None:
         """Store copies of the outputs unless they exceed the size of the cache."""
-        kept = {name: np.array(array) for name, array in outputs.items()}
-        size = sum(map(bytes_of, kept.values())) + _OVERHEAD_BYTES
+        copies = {name: np.array(array) for name, array in outputs.items()}
+        size = sum(map(bytes_of, copies.values())) + _OVERHEAD_BYTES
         if size > self._limit_bytes:
             return
         with self._lock:
             if key in self._entries:
                 return
-            self._entries[key] = (kept, size)
+            self._entries[key] = (copies, size)
             self._bytes += size
             while self._bytes > self._limit_bytes:
                 self._bytes -= self._entries.popitem(last=False)[1][1]
@@ -67,26 +67,26 @@ class CachedResponses:
 
         `revision` begins with the prefix; after a change of the revision, older entries are not found.
         """
-        begun_ns = time.monotonic_ns()
+        start_ns = time.monotonic_ns()
         key = key_of(revision, request)
         outputs, encode = self._cache.get(key), request.encode
         if outputs is not None:
             response = encode(outputs)
-            took_ns = time.monotonic_ns() - begun_ns
+            elapsed_ns = time.monotonic_ns() - start_ns
             if isinstance(response, Exception):         # e.g. the client's shared memory region is too small
-                self._statistics.failed(Failure.BACKEND, took_ns)
+                self._statistics.failed(Failure.BACKEND, elapsed_ns)
             else:
-                self._statistics.looked_up(True, took_ns)
+                self._statistics.looked_up(True, elapsed_ns)
             asyncio.get_running_loop().call_soon(request.finish, response)
             return True
 
-        def keep(computed: Arrays) -> Any:
+        def store(computed: Arrays) -> Any:
             if not isinstance(computed, Outputs):       # outputs are missing, or there are parameters
                 self._cache.put(key, computed)
             return encode(computed)
 
-        request.encode = keep
-        self._statistics.looked_up(False, time.monotonic_ns() - begun_ns)
+        request.encode = store
+        self._statistics.looked_up(False, time.monotonic_ns() - start_ns)
         return False
 
     def drop(self) -> None:

@@ -20,8 +20,8 @@ from infer_server.batching.request import Arrays, EncodesTogether, Outcome, Requ
 from infer_server.batching.statistics import BatchExecution
 from infer_server.gpu_tensors import GpuTensor
 
-_NOWHERE: Mapping[str, Any] = MappingProxyType({})
-_FEW = 500                  # number of elements up to which numpy keeps the interpreter lock
+_NO_BUFFERS: Mapping[str, Any] = MappingProxyType({})
+_SMALL_COPY = 500           # number of elements up to which numpy keeps the interpreter lock
 _JOINED_BYTES = 256 << 10   # size of a batch's input up to which copying it twice is cheaper than a copy a request
 
 
@@ -31,7 +31,7 @@ def copy_into(slots: NDArray[Any], items: NDArray[Any]) -> None:
     numpy releases the lock for every large copy and then waits for the event loop to give it back: for images of 600 KB
     that took ten times as long as the copies themselves, during which nothing is computed.
     """
-    if slots.size <= _FEW:
+    if slots.size <= _SMALL_COPY:
         slots[...] = items.reshape(slots.shape)
         return
     plain = slots.dtype == items.dtype and not slots.dtype.hasobject
@@ -41,7 +41,7 @@ def copy_into(slots: NDArray[Any], items: NDArray[Any]) -> None:
         slots[...] = items.reshape(slots.shape)
 
 
-def _joined(batch: list[Request], name: str, slots: NDArray[Any]) -> bool:
+def _join_into(batch: list[Request], name: str, slots: NDArray[Any]) -> bool:
     """Copy an input of a batch into its slots at once; return False if it needs a copy for each request."""
     if slots.nbytes > _JOINED_BYTES or slots.dtype.hasobject or not slots.flags.c_contiguous:
         return False
@@ -53,7 +53,7 @@ def _joined(batch: list[Request], name: str, slots: NDArray[Any]) -> bool:
     if any([type(tensor) is not np.ndarray or tensor.shape != shape or tensor.dtype is not dtype
             for tensor in tensors]):
         return False
-    if first.size <= _FEW:
+    if first.size <= _SMALL_COPY:
         np.concatenate(tensors, out=slots)
         return True
     try:
@@ -69,7 +69,7 @@ def _array(tensor: NDArray[Any] | GpuTensor) -> NDArray[Any]:
     return tensor.array() if isinstance(tensor, GpuTensor) else tensor
 
 
-def _copied(computed: Arrays) -> Arrays:
+def _copy_arrays(computed: Arrays) -> Arrays:
     """Return copies that stay valid after the next execution."""
     return {name: array.copy() for name, array in computed.items()}
 
@@ -98,8 +98,8 @@ class EngineExecutor:
         """
         self._context = context
         self._outputs = outputs
-        self._counts = max_batch > 0                # the context takes the number of items
-        self._batched = self._counts and not is_mixed       # tensors have a leading batch axis
+        self._takes_count = max_batch > 0           # the context takes the number of items
+        self._batched = self._takes_count and not is_mixed       # tensors have a leading batch axis
         self._max_batch = max_batch
         self._is_open, self._gpu, self._may_bind = is_open, gpu, not is_mixed
         self._zero_copy = self._zero_copy_context(context)      # None if it cannot read inputs in place
@@ -113,22 +113,22 @@ class EngineExecutor:
             return self._execute_in_pieces(batch[0])
         started_ns = time.monotonic_ns()
         context = self._context.at(self._shapes(batch[0], items)) if self._is_open else self._context
-        slots = items or 1 if self._counts else 1
+        slots = items or 1 if self._takes_count else 1
         if not items:
-            self._blank(context, batch[0])
+            self._zero_inputs(context, batch[0])
         arrays = self._gather(context, batch, slots)
-        there: Sequence[Mapping[str, Any]] = ()
+        buffers: Sequence[Mapping[str, Any]] = ()
         if self._gpu is not None:
-            there = [self._output_buffers(context, request, slots) for request in batch]
-            for name in {name for mine in there for name in mine}:
-                arrays[name] = [mine.get(name, request.items) for mine, request in zip(there, batch, strict=True)]
+            buffers = [self._output_buffers(context, request, slots) for request in batch]
+            for name in {name for own in buffers for name in own}:
+                arrays[name] = [own.get(name, request.items) for own, request in zip(buffers, batch, strict=True)]
         copied_ns = time.monotonic_ns()
         if arrays:
             cast(ZeroCopyContext, context).execute_with(slots, arrays)
         else:
             context.execute(slots)
         computed_ns = time.monotonic_ns()
-        outcomes = self._scatter(context, batch, slots, there)
+        outcomes = self._scatter(context, batch, slots, buffers)
         return outcomes, BatchExecution(items or 1, batch[0].enqueued_ns, started_ns, copied_ns, computed_ns,
                                         time.monotonic_ns(), self._gpu)
 
@@ -141,13 +141,13 @@ class EngineExecutor:
         for first in range(0, request.items, self._max_batch):
             end = min(first + self._max_batch, request.items)
             inputs = {name: array[first:end] for name, array in arrays.items()}
-            part = replace(request, inputs=inputs, items=end - first, encode=_copied, output_buffers=_NOWHERE)
-            ((_, outputs),), took = self.execute([part])
+            part = replace(request, inputs=inputs, items=end - first, encode=_copy_arrays, output_buffers=_NO_BUFFERS)
+            ((_, outputs),), execution = self.execute([part])
             pieces.append(outputs)
-            copying_ns += took.copied_ns - took.started_ns
-            computing_ns += took.computed_ns - took.copied_ns
-        joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in self._outputs}
-        outcome = (request, request.encode(joined))
+            copying_ns += execution.copied_ns - execution.started_ns
+            computing_ns += execution.computed_ns - execution.copied_ns
+        outputs = {name: np.concatenate([piece[name] for piece in pieces]) for name in self._outputs}
+        outcome = (request, request.encode(outputs))
         return [outcome], BatchExecution(request.items, request.enqueued_ns, started_ns, started_ns + copying_ns,
                                          started_ns + copying_ns + computing_ns, time.monotonic_ns(), self._gpu)
 
@@ -156,7 +156,7 @@ class EngineExecutor:
         may_bind = self._may_bind and bool(getattr(context, "zero_copy_inputs", ()))
         return cast(ZeroCopyContext, context) if may_bind else None
 
-    def _blank(self, context: ExecutionContext, request: Request) -> None:
+    def _zero_inputs(self, context: ExecutionContext, request: Request) -> None:
         """Fill one item with zeros for a request of none: executing it yields the shapes of the outputs."""
         for name in request.inputs:
             slot = context.input(name, 1)
@@ -178,62 +178,62 @@ class EngineExecutor:
             slots = context.input(name, items)
             reader = zero_copy if zero_copy and name in zero_copy.zero_copy_inputs else None
             pieces: list[Any] = []
-            if reader is None and self._batched and len(batch) > 1 and _joined(batch, name, slots):
+            if reader is None and self._batched and len(batch) > 1 and _join_into(batch, name, slots):
                 continue
-            first, is_there = 0, False
+            first, has_in_place = 0, False
             for request in batch:
                 tensor = request.inputs[name]
                 slot = slots[first:first + request.items] if self._batched else slots
                 first += request.items
                 if isinstance(tensor, GpuTensor):
-                    stays = tensor.gpu == self._gpu
+                    in_place = tensor.gpu == self._gpu
                 else:
                     if tensor.shape != slot.shape:
                         tensor = tensor.reshape(slot.shape)
-                    stays = reader is not None and reader.accepts(name, tensor)
-                if not stays:
+                    in_place = reader is not None and reader.accepts(name, tensor)
+                if not in_place:
                     copy_into(slot, _array(tensor))
-                pieces.append(tensor if stays else request.items)
-                is_there |= stays
-            if is_there:
+                pieces.append(tensor if in_place else request.items)
+                has_in_place |= in_place
+            if has_in_place:
                 arrays[name] = pieces
         return arrays
 
     def _output_buffers(self, context: ExecutionContext, request: Request, items: int) -> dict[str, GpuTensor]:
         """Return the output buffers of a request that are on the engine's own GPU."""
-        found: dict[str, GpuTensor] = {}
+        tensors: dict[str, GpuTensor] = {}
         for name, buffer in request.output_buffers.items():
             if buffer.gpu == self._gpu:
                 view = context.output(name, items)
                 shape = (request.items, *view.shape[1:]) if self._batched else view.shape
                 if tensor := buffer.tensor(shape, view.dtype):
-                    found[name] = tensor
-        return found
+                    tensors[name] = tensor
+        return tensors
 
-    def _encoded_together(self, batch: list[Request], outputs: Arrays, there: Sequence[Mapping[str, Any]]
+    def _encode_together(self, batch: list[Request], outputs: Arrays, buffers: Sequence[Mapping[str, Any]]
                           ) -> Sequence[Any] | None:
         """Encode single-item requests with one call of their common encoder; return None if it cannot."""
         encode = batch[0].encode
         each = getattr(encode, "each", None)        # of EncodesTogether; isinstance with a protocol takes 10 us
-        if each is None or any(there) or any([request.encode is not encode for request in batch]):
+        if each is None or any(buffers) or any([request.encode is not encode for request in batch]):
             return None
         return cast(EncodesTogether, encode).each(outputs, len(batch))
 
     def _scatter(self, context: ExecutionContext, batch: list[Request], items: int,
-                 there: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+                 buffers: Sequence[Mapping[str, Any]]) -> list[Outcome]:
         """Encode each request's outputs while their views are valid.
 
-        `there` has the outputs that are in each request's own buffers; it may be empty.
+        `buffers` has the outputs that are in each request's own buffers; it may be empty.
         """
         outputs = {name: context.output(name, items) for name in self._outputs}
         if self._batched and len(batch) in (1, items) and batch[0].items and (
-                responses := self._encoded_together(batch, outputs, there)):
+                responses := self._encode_together(batch, outputs, buffers)):
             return list(zip(batch, responses, strict=True))
         outcomes: list[Outcome] = []
         first = 0
-        for request, own in zip(batch, there or itertools.repeat(_NOWHERE), strict=False):
+        for request, own in zip(batch, buffers or itertools.repeat(_NO_BUFFERS), strict=False):
             end = first + request.items
-            mine = {name: view[first:end] for name, view in outputs.items()} if self._batched else outputs
-            outcomes.append((request, request.encode({**mine, **own} if own else mine)))
+            views = {name: view[first:end] for name, view in outputs.items()} if self._batched else outputs
+            outcomes.append((request, request.encode({**views, **own} if own else views)))
             first = end
         return outcomes

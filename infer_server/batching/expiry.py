@@ -13,23 +13,23 @@ class Expiries:
     """Times of requests, earliest first. Discarded requests stay in the heap until it is rebuilt."""
 
     def __init__(self) -> None:
-        self.at: dict[Request, int] = {}            # time of each request that was not discarded
+        self.due_ns: dict[Request, int] = {}        # time of each request that was not discarded
         self._heap: list[tuple[int, int, Request]] = []
         self._order = count()                       # tie-breaker, because requests cannot be compared
 
-    def add(self, request: Request, at_ns: int) -> None:
-        self.at[request] = at_ns
-        heapq.heappush(self._heap, (at_ns, next(self._order), request))
+    def add(self, request: Request, ns: int) -> None:
+        self.due_ns[request] = ns
+        heapq.heappush(self._heap, (ns, next(self._order), request))
 
     def discard(self, request: Request) -> None:
         """Remove a request, if present."""
-        if self.at.pop(request, None) is not None and len(self._heap) > 2 * len(self.at) + _SLACK:
-            self._heap = [entry for entry in self._heap if entry[2] in self.at]
+        if self.due_ns.pop(request, None) is not None and len(self._heap) > 2 * len(self.due_ns) + _SLACK:
+            self._heap = [entry for entry in self._heap if entry[2] in self.due_ns]
             heapq.heapify(self._heap)
 
     def first_ns(self) -> int | None:
         """Return the earliest time, or None."""
-        while self._heap and self._heap[0][2] not in self.at:
+        while self._heap and self._heap[0][2] not in self.due_ns:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
@@ -38,6 +38,6 @@ class Expiries:
         due = []
         while (first_ns := self.first_ns()) is not None and first_ns < ns:
             request = heapq.heappop(self._heap)[2]
-            del self.at[request]
+            del self.due_ns[request]
             due.append(request)
         return due

@@ -80,7 +80,7 @@ class Instance:
         if self._short is None or not self._executing.acquire(blocking=False):
             return None
         try:
-            batch = self._batcher.take_short(self._short.holds)
+            batch = self._batcher.take_short(self._short.is_short)
             return self._execute(batch) if batch else None
         finally:
             self._executing.release()

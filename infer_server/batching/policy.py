@@ -30,8 +30,8 @@ class Queued(Protocol):
 Q = TypeVar("Q", bound=Queued)
 
 _NEVER_NS = 1 << 63
-_ANY = 1 << 63              # no limit on the items of a batch
-_BETTER = 1.1               # factor by which a smaller batch must be better, because measured times are noisy
+_NO_LIMIT = 1 << 63         # no limit on the items of a batch
+_MIN_GAIN = 1.1             # factor by which a smaller batch must be better, because measured times are noisy
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class BatchPolicy:
         return max(self.preferred_batch_sizes, default=self.max_batch_size)
 
     @property
-    def takes_what_waits(self) -> bool:
+    def is_immediate(self) -> bool:
         """True if neither a preferred size nor a delay determines the batch size."""
         return not self.preferred_batch_sizes and not self.max_queue_delay_us
 
@@ -92,9 +92,9 @@ class Wait:
 
 @dataclass(frozen=True)
 class BatchChoice(Generic[Q]):
-    """Decision to execute `batch` and refuse `lost`, which cannot be answered in time. One of them may be empty."""
+    """Decision to execute `batch` and to refuse requests that cannot be answered in time. One of them may be empty."""
     batch: list[Q]
-    lost: list[Q] = field(default_factory=list)
+    refused: list[Q] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -102,27 +102,28 @@ class Instances:
     """Instances of a model: the total, and those that are idle besides the one that decides."""
     total: int = 1
     idle: int = 0
-    most: int = _ANY            # batch size beyond which the time per item does not fall (AdaptiveBatchLimit)
+    limit: int = _NO_LIMIT      # batch size beyond which the time per item does not fall (AdaptiveBatchLimit)
 
 
-def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy, idle: int = 0, most: int = _ANY) -> Send | Wait:
+def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy, idle: int = 0,
+           limit: int = _NO_LIMIT) -> Send | Wait:
     """Decide whether an idle instance takes the front of a queue now, and how many requests of it.
 
     The window for a fuller batch opens when the oldest request arrives. Without max_queue_delay_us there is no window:
-    a batch is what gathered while the instance was busy, shared with the `idle` other instances, up to `most` items.
+    a batch is what gathered while the instance was busy, shared with the `idle` other instances, up to `limit` items.
 
     Parameters
     ----------
     queue : iterable of Queued
         Waiting requests, oldest first; not empty.
-    most : int
+    limit : int
         Batch size beyond which the time per item does not fall (AdaptiveBatchLimit). It has no effect if the policy has
         preferred sizes or a delay, which mean what they mean in Triton. A larger request is executed by itself.
     """
     if not policy.merges:
         return Send(1)
-    if policy.takes_what_waits:
-        return Send(gathered(queue, policy.max_batch_size, idle, most))
+    if policy.is_immediate:
+        return Send(count_immediate(queue, policy.max_batch_size, idle, limit))
     largest = policy.largest_preferred
     items = count = 0
     preferred = 0                               # number of requests at the largest preferred size reached
@@ -154,7 +155,7 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy, idle: int 
     return Wait(window_ends_ns)
 
 
-def gathered(queue: Iterable[Queued], largest: int, idle: int, most: int) -> int:
+def count_immediate(queue: Iterable[Queued], largest: int, idle: int, limit: int) -> int:
     """Return how many requests an instance takes that waits for no fuller batch.
 
     Parameters
@@ -163,11 +164,11 @@ def gathered(queue: Iterable[Queued], largest: int, idle: int, most: int) -> int
         Waiting requests, oldest first; not empty.
     largest : int
         Maximum batch size in items.
-    idle, most : int
+    idle, limit : int
         See `decide`.
     """
     items = count = 0
-    paying = 0                                  # number of requests within `most` items
+    within_limit = 0                            # number of requests within `limit` items
     first_key: Hashable = None
     for request in queue:
         items += request.items
@@ -176,9 +177,9 @@ def gathered(queue: Iterable[Queued], largest: int, idle: int, most: int) -> int
         elif items > largest or request.shape_key != first_key:
             break
         count += 1
-        if items <= most:
-            paying = count
-    return max(1, min(share(count, idle), paying))
+        if items <= limit:
+            within_limit = count
+    return max(1, min(share(count, idle), within_limit))
 
 
 def share(count: int, idle: int) -> int:
@@ -210,7 +211,7 @@ def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: In
     times : BatchTimes
         Measured times of batches.
     """
-    decision = decide(queue, now_ns, policy, instances.idle, instances.most)
+    decision = decide(queue, now_ns, policy, instances.idle, instances.limit)
     if isinstance(decision, Wait):
         latest_ns = _latest_start_ns(queue, now_ns, times)
         if now_ns < latest_ns:
@@ -220,30 +221,30 @@ def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: In
         return BatchChoice(front)
     if policy.merges and front[0].items <= policy.max_batch_size:
         largest = policy.max_batch_size
-        if policy.takes_what_waits:
-            largest = min(largest, max(instances.most, front[0].items))
-        takes = {size: times.estimate(size, now_ns) for size in _halves(largest)}
-        for takes_ns in ({size: each.safe for size, each in takes.items()},
-                         {size: each.likely for size, each in takes.items()}):  # requests that may just make it
-            size = _best_size(queue, now_ns, takes_ns)
+        if policy.is_immediate:
+            largest = min(largest, max(instances.limit, front[0].items))
+        estimates = {size: times.estimate(size, now_ns) for size in _halves(largest)}
+        for times_ns in ({size: each.safe for size, each in estimates.items()},
+                         {size: each.likely for size, each in estimates.items()}):  # requests that may just make it
+            size = _best_size(queue, now_ns, times_ns)
             if size:
-                kept, lost = shed(queue, size, now_ns + takes_ns[size], takes[size].likely / instances.total)
-                return BatchChoice(_in_time(kept, now_ns + takes_ns[size], size), lost)
-    return _by_itself(front if policy.merges else queue, now_ns, times)
+                kept, refused = shed(queue, size, now_ns + times_ns[size], estimates[size].likely / instances.total)
+                return BatchChoice(_in_time(kept, now_ns + times_ns[size], size), refused)
+    return _choose_single(front if policy.merges else queue, now_ns, times)
 
 
-def _by_itself(queue: Iterable[Q], now_ns: int, times: BatchTimes) -> BatchChoice[Q]:
+def _choose_single(queue: Iterable[Q], now_ns: int, times: BatchTimes) -> BatchChoice[Q]:
     """Return the first request that is safely answered in time alone, or else the first that is likely to be.
 
     Requests before it that are late in any case are refused.
     """
-    hasty, lost = list[Q](), list[Q]()
+    unsafe, refused = list[Q](), list[Q]()
     for request in queue:
-        takes = times.estimate(request.items, now_ns)
-        if not request.deadline_ns or now_ns + takes.safe <= request.deadline_ns:
-            return BatchChoice([request], lost)
-        (lost if now_ns + takes.likely > request.deadline_ns else hasty).append(request)
-    return BatchChoice(hasty[:1], lost)
+        estimate = times.estimate(request.items, now_ns)
+        if not request.deadline_ns or now_ns + estimate.safe <= request.deadline_ns:
+            return BatchChoice([request], refused)
+        (refused if now_ns + estimate.likely > request.deadline_ns else unsafe).append(request)
+    return BatchChoice(unsafe[:1], refused)
 
 
 def shed(queue: Iterable[Q], size: int, done_ns: float, next_ns: float) -> tuple[list[Q], list[Q]]:
@@ -267,12 +268,12 @@ def shed(queue: Iterable[Q], size: int, done_ns: float, next_ns: float) -> tuple
 
     Returns
     -------
-    kept, lost : list of Queued
+    kept, refused : list of Queued
         Requests that are answered in time, and refused ones.
     """
     kept: dict[int, Q] = {}                         # by position in the queue
     deadlines: list[tuple[int, int]] = []           # heap of (deadline, position) of the kept requests
-    lost = []
+    refused = []
     items = 0
     for position, request in enumerate(queue):
         if request.items > size:
@@ -285,8 +286,8 @@ def shed(queue: Iterable[Q], size: int, done_ns: float, next_ns: float) -> tuple
         if request.deadline_ns < done_ns + next_ns * ((items - 1) // size):
             late = kept.pop(heapq.heappop(deadlines)[1])
             items -= late.items
-            lost.append(late)
-    return list(kept.values()), lost
+            refused.append(late)
+    return list(kept.values()), refused
 
 
 def is_hopeless(request: Queued, now_ns: int, times: BatchTimes) -> bool:
@@ -296,15 +297,15 @@ def is_hopeless(request: Queued, now_ns: int, times: BatchTimes) -> bool:
     return now_ns + times.estimate(request.items, now_ns).likely > request.deadline_ns
 
 
-def _best_size(queue: Iterable[Queued], now_ns: int, takes_ns: Mapping[int, float]) -> int:
-    """Return the size of `takes_ns` that answers the most items in time per second; 0 if none answers any.
+def _best_size(queue: Iterable[Queued], now_ns: int, times_ns: Mapping[int, float]) -> int:
+    """Return the size of `times_ns` that answers the most items in time per second; 0 if none answers any.
 
     Of nearly equal sizes the first one wins.
     """
     best, best_rate = 0, 0.0
-    for size, ns in takes_ns.items():
+    for size, ns in times_ns.items():
         rate = _items(_in_time(queue, now_ns + ns, size)) / max(ns, 1)
-        if rate > best_rate * _BETTER:
+        if rate > best_rate * _MIN_GAIN:
             best, best_rate = size, rate
     return best
 

@@ -25,7 +25,7 @@ from infer_server.errors import InvalidRequestError, ServeError
 from infer_server.workers import post
 
 _LARGEST_ID = (1 << 64) - 1         # largest correlation id of the protocols
-_CHECKS = 50                        # maximum number of checks for idle sequences within the idle timeout
+_MAX_CHECKS = 50                    # maximum number of checks for idle sequences within the idle timeout
 
 
 class ControlKind(Enum):
@@ -45,21 +45,21 @@ class ControlInput:
     false: Any = 0
     true: Any = 1
 
-    def value(self, at: InSequence, model: str) -> Any:
+    def value(self, position: InSequence, model: str) -> Any:
         """Return the value for a request. Raises InvalidRequestError if the model cannot take its correlation id."""
         if self.kind is ControlKind.CORRELATION:
             if self.dtype.hasobject:
-                return str(at.id).encode()
+                return str(position.id).encode()
             datatype = self.dtype.name.upper()          # the protocol's name of an integer type
-            if isinstance(at.id, str):
+            if isinstance(position.id, str):
                 raise InvalidRequestError(f"sequence batching control '{self.name}' data-type is 'BYTES', but model "
-                                          f"'{model}' expects '{datatype}': the correlation id {at.id!r} is text")
-            if not np.can_cast(np.min_scalar_type(at.id), self.dtype, "safe"):
-                raise InvalidRequestError(f"the correlation id {at.id!r} does not fit into {datatype}, which model "
-                                          f"'{model}' expects for the sequence batching control '{self.name}'")
-            return at.id
-        holds = {ControlKind.START: at.start, ControlKind.END: at.end, ControlKind.READY: True}[self.kind]
-        return self.true if holds else self.false
+                                          f"'{model}' expects '{datatype}': the correlation id {position.id!r} is text")
+            if not np.can_cast(np.min_scalar_type(position.id), self.dtype, "safe"):
+                raise InvalidRequestError(f"the correlation id {position.id!r} does not fit into {datatype}, which "
+                                          f"model '{model}' expects for the sequence batching control '{self.name}'")
+            return position.id
+        is_true = {ControlKind.START: position.start, ControlKind.END: position.end, ControlKind.READY: True}[self.kind]
+        return self.true if is_true else self.false
 
 
 @dataclass(frozen=True)
@@ -103,22 +103,22 @@ class Sequences:
         self._model, self._policy, self._queues, self._loop = model, policy, queues, loop
         self._refuse = refuse
         self._active: dict[int | str, _Sequence] = {}
-        self._of_request: dict[Request, _Sequence] = {}
+        self._by_request: dict[Request, _Sequence] = {}
         self._used_slots = {queue: 0 for queue in queues}
         self._backlog: deque[_Sequence] = deque()
         self._assigning = False
         self._timer: asyncio.TimerHandle | None = None
         # Generated ids count down from the largest one, because clients usually count up.
         ids = [control.dtype for control in policy.controls if control.kind is ControlKind.CORRELATION]
-        self._top = int(min((np.iinfo(dtype).max for dtype in ids if not dtype.hasobject), default=_LARGEST_ID))
-        self._unnamed = 1
+        self._largest_id = int(min((np.iinfo(dtype).max for dtype in ids if not dtype.hasobject), default=_LARGEST_ID))
+        self._generated_id = 1
 
         self.waiting = 0                                    # requests that are not queued yet; read by any thread
 
     @property
     def may_reschedule(self) -> bool:
         """True if a request that was submitted before may still be queued. From any thread."""
-        return bool(self._of_request) if self._policy.iterative else self.waiting > 0
+        return bool(self._by_request) if self._policy.iterative else self.waiting > 0
 
     @property
     def iterative(self) -> bool:
@@ -128,37 +128,37 @@ class Sequences:
         """Add a request, which is queued when it is its turn. Raises InvalidRequestError if it has no sequence."""
         if self._policy.iterative:
             request.sequence = InSequence(request.sequence.id if request.sequence else self._free_id(), start=True)
-        at = request.sequence
-        if at is None:
+        position = request.sequence
+        if position is None:
             raise InvalidRequestError(f"inference request to model '{self._model}' must specify a non-zero or "
                                       "non-empty correlation ID (sequence_id)")
         if request.items != 1:
             raise InvalidRequestError(f"inference request to model '{self._model}' must specify batch-size 1 due to "
                                       "requirements of sequence batcher")
         for control in self._policy.controls:
-            control.value(at, self._model)
-        sequence = self._active.get(at.id)
-        if at.start and not (sequence and self._policy.iterative):      # iterative requests of one id wait in line
-            sequence = self._begin(at.id)
+            control.value(position, self._model)
+        sequence = self._active.get(position.id)
+        if position.start and not (sequence and self._policy.iterative):    # iterative requests of one id wait in line
+            sequence = self._begin(position.id)
         elif sequence is None or (sequence.ended and not self._policy.iterative):
-            raise InvalidRequestError(f"inference request for sequence {at.id} to model '{self._model}' must "
+            raise InvalidRequestError(f"inference request for sequence {position.id} to model '{self._model}' must "
                                       "specify the START flag on the first request of the sequence")
         sequence.waiting.append(request)
         self.waiting += 1
-        self._of_request[request] = sequence
-        sequence.ended = at.end or self._policy.iterative
+        self._by_request[request] = sequence
+        sequence.ended = position.end or self._policy.iterative
         self._advance(sequence)
 
     def _free_id(self) -> int:
         """Return an id that no open request has."""
-        self._unnamed = self._unnamed - 1 or self._top
-        while self._unnamed in self._active:
-            self._unnamed = self._unnamed - 1 or self._top
-        return self._unnamed
+        self._generated_id = self._generated_id - 1 or self._largest_id
+        while self._generated_id in self._active:
+            self._generated_id = self._generated_id - 1 or self._largest_id
+        return self._generated_id
 
     def withdraw(self, request: Request) -> bool:
         """Remove a request that is not queued yet; return False if it is queued, executing or unknown."""
-        sequence = self._of_request.get(request)
+        sequence = self._by_request.get(request)
         if sequence is None or sequence.executing is request:
             return False
         self.finished(request)
@@ -169,7 +169,7 @@ class Sequences:
 
         Called on the thread that executed it, so that it can be part of that thread's next batch.
         """
-        sequence = self._of_request.get(request)
+        sequence = self._by_request.get(request)
         queue = sequence.queue if sequence else None
         if queue is None:
             return
@@ -181,7 +181,7 @@ class Sequences:
 
     def finished(self, request: Request) -> None:
         """Note that a request has ended in any way, and queue the next one of its sequence."""
-        sequence = self._of_request.pop(request, None)
+        sequence = self._by_request.pop(request, None)
         if sequence is None:
             return
         if sequence.executing is request:
@@ -201,10 +201,10 @@ class Sequences:
     def _begin(self, identity: int | str) -> _Sequence:
         """Start a sequence; an older one with the same id first finishes its requests."""
         sequence = _Sequence(identity, {state.input: state.initial for state in self._policy.states})
-        before, self._active[identity] = self._active.get(identity), sequence
-        if before:
-            before.ended, before.next = True, sequence
-            self._release_if_done(before)
+        previous, self._active[identity] = self._active.get(identity), sequence
+        if previous:
+            previous.ended, previous.next = True, sequence
+            self._release_if_done(previous)
         else:
             self._backlog.append(sequence)
             self._assign_slots()
@@ -214,7 +214,7 @@ class Sequences:
 
     def _check_after(self, ns: int) -> None:
         """Schedule the next check for idle sequences, which visits all of them, so that its rate is limited."""
-        least_ns = self._policy.idle_us * 1000 // _CHECKS
+        least_ns = self._policy.idle_us * 1000 // _MAX_CHECKS
         self._timer = self._loop.call_later(max(ns, least_ns) / 1e9, self._end_idle)
 
     def _assign_slots(self) -> None:
@@ -248,7 +248,7 @@ class Sequences:
                 sequence.queue.submit(request)
             except ServeError as error:
                 sequence.executing = None
-                del self._of_request[request]
+                del self._by_request[request]
                 self._refuse(request, error)
         self._release_if_done(sequence)
 
@@ -261,15 +261,15 @@ class Sequences:
             request.shape_key = request.shape_key, tuple(state.shape for state in sequence.states.values())
             encode = request.encode
 
-            def keep(computed: Arrays) -> Any:
+            def save_states(computed: Arrays) -> Any:
                 sequence.states = {state.input: computed[state.output].copy() for state in self._policy.states}
                 return encode(computed)
 
-            request.encode = keep
+            request.encode = save_states
 
-    def _controls(self, at: InSequence) -> Arrays:
+    def _controls(self, position: InSequence) -> Arrays:
         lead = (1, 1) if self._policy.batched else (1,)
-        return {control.name: np.full(lead, control.value(at, self._model), control.dtype)
+        return {control.name: np.full(lead, control.value(position, self._model), control.dtype)
                 for control in self._policy.controls}
 
     def _release_if_done(self, sequence: _Sequence) -> None:

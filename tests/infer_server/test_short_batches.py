@@ -70,7 +70,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
     write_model(folder, "unsteady", seconds=1e-6)
     write_model(folder, "in_order", config="max_batch_size: 8 dynamic_batching { preserve_ordering: true }")
     with pytest.MonkeyPatch.context() as patch:
-        for limit in ("_SHORT_NS", "_HELD_NS"):         # however slow this machine is
+        for limit in ("_COMPUTE_NS", "_TOTAL_NS"):         # however slow this machine is
             patch.setattr(batch_times, limit, 1 << 60)
         with serving(folder, allow_client_shm=True) as server:
             yield Asked(server, patch)

@@ -92,7 +92,7 @@ def test_a_batch_with_a_lengthy_request_waits_for_the_thread_and_says_nothing_of
     instance.start()
     batcher.close()
     instance.join()
-    assert len(executor.threads) == 1 and short.holds(2)
+    assert len(executor.threads) == 1 and short.is_short(2)
 
 
 def test_an_instance_goes_on_where_answers_could_not_be_handed_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,8 +131,8 @@ def test_a_batch_that_takes_long_again_and_again_counts_as_short_no_more(executo
 
 def test_sizes_that_were_not_measured_take_no_longer_than_the_largest() -> None:
     short = known(8)
-    assert [size for size in range(1, 12) if short.holds(size)] == list(range(1, 9))
-    assert not ShortBatches(8).holds(1)
+    assert [size for size in range(1, 12) if short.is_short(size)] == list(range(1, 9))
+    assert not ShortBatches(8).is_short(1)
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, [1, 8]), (2, [1, 8]), (3, [1])])
@@ -141,17 +141,17 @@ def test_on_few_cores_the_time_of_each_item_decides_within_a_limit_of_the_batch(
     short = ShortBatches(64, cores)
     for items in (1, 8, 64):
         short.add(items, 40_000 * items, 45_000 * items)
-    assert [items for items in (1, 8, 64) if short.holds(items)] == expected
+    assert [items for items in (1, 8, 64) if short.is_short(items)] == expected
     short.add(4, 60_000 * 4, 60_000 * 4)
-    assert not short.holds(4), "an item takes long"
+    assert not short.is_short(4), "an item takes long"
 
 
 def test_one_slow_measurement_of_the_largest_size_does_not_count_for_all_others() -> None:
     short = known(32, most=LONG_NS)
-    assert [size for size in range(1, 33) if short.holds(size)] == [1, 2], "at most twice a measured size"
+    assert [size for size in range(1, 33) if short.is_short(size)] == [1, 2], "at most twice a measured size"
     short.add(2, SHORT_NS, SHORT_NS)
     short.add(4, LONG_NS, LONG_NS)
-    assert [size for size in range(1, 33) if short.holds(size)] == [1, 2, 3], "which was measured is not estimated"
+    assert [size for size in range(1, 33) if short.is_short(size)] == [1, 2, 3], "which was measured is not estimated"
 
 
 def test_the_time_that_an_instances_thread_waits_does_not_make_a_batch_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,11 +159,11 @@ def test_the_time_that_an_instances_thread_waits_does_not_make_a_batch_long(monk
     monkeypatch.setattr(time, "thread_time_ns", itertools.count(1, SHORT_NS).__next__)
     executor, short = RecordingExecutor(LONG_NS), known(most=LONG_NS)
     instance, batcher = instance_of(executor, *[4] * 100, short=short)
-    assert not short.holds(4)
+    assert not short.is_short(4)
     batcher.close()
     instance.start()
     instance.join()
-    assert len(executor.threads) == 100 and short.holds(4)
+    assert len(executor.threads) == 100 and short.is_short(4)
 
 
 @pytest.mark.parametrize("layout", ["small", "large", "strided", "halves", "bfloat16"])

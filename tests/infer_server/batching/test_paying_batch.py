@@ -54,7 +54,7 @@ def measured(max_batch: int = 8, **ms: float) -> AdaptiveBatchLimit:
     (measured(1, _1=200), 1),
 ])
 def test_the_limit_is_the_smallest_size_near_the_least_time_per_item(paying: AdaptiveBatchLimit, limit: int) -> None:
-    assert paying.limit == paying.most(0) == limit
+    assert paying.limit == paying.current_limit(0) == limit
 
 
 def test_one_slow_execution_limits_nothing() -> None:
@@ -68,15 +68,15 @@ def test_one_slow_execution_limits_nothing() -> None:
 
 def test_one_batch_of_an_untested_size_is_executed_at_a_time() -> None:
     paying = measured(_1=200)
-    assert paying.most(0) == 2
+    assert paying.current_limit(0) == 2
     paying.record_start(2, 0)
-    assert paying.most(1) == paying.most(799 * MS) == 1
-    assert paying.most(801 * MS) == 2, "that execution has failed"
+    assert paying.current_limit(1) == paying.current_limit(799 * MS) == 1
+    assert paying.current_limit(801 * MS) == 2, "that execution has failed"
     paying.record_start(2, 801 * MS)
     paying.add(2, 250 * MS, 1051 * MS)
-    assert paying.most(1051 * MS) == 2
+    assert paying.current_limit(1051 * MS) == 2
     paying.add(2, 250 * MS, 1300 * MS)
-    assert paying.most(1300 * MS) == 4
+    assert paying.current_limit(1300 * MS) == 4
 
 
 def test_memory_does_not_grow_with_executions_or_sizes() -> None:
@@ -88,22 +88,22 @@ def test_memory_does_not_grow_with_executions_or_sizes() -> None:
 
 def test_the_policy_takes_no_more_than_pays() -> None:
     policy = BatchPolicy(8)
-    assert decide(ones(5), 0, policy, most=1) == Send(1)
-    assert decide(ones(5), 0, policy, most=4) == Send(4)
-    assert decide(ones(5), 0, policy, idle=4, most=4) == Send(1)
-    assert decide(ones(8), 0, policy, idle=3, most=2) == Send(2), "the share is one of all that wait"
-    assert decide([Waiting(2), Waiting(2), Waiting(2)], 0, policy, most=4) == Send(2)
-    assert decide([Waiting(6), Waiting(1)], 0, policy, most=4) == Send(1), "a request is never cut"
+    assert decide(ones(5), 0, policy, limit=1) == Send(1)
+    assert decide(ones(5), 0, policy, limit=4) == Send(4)
+    assert decide(ones(5), 0, policy, idle=4, limit=4) == Send(1)
+    assert decide(ones(8), 0, policy, idle=3, limit=2) == Send(2), "the share is one of all that wait"
+    assert decide([Waiting(2), Waiting(2), Waiting(2)], 0, policy, limit=4) == Send(2)
+    assert decide([Waiting(6), Waiting(1)], 0, policy, limit=4) == Send(1), "a request is never cut"
 
 
 def test_preferred_sizes_and_delays_mean_what_they_mean_in_triton() -> None:
     preferred = BatchPolicy(8, frozenset({4}))
-    assert decide(ones(6), 0, preferred, most=1) == Send(4)
-    assert decide(ones(3), 0, preferred, most=1) == Send(3)
+    assert decide(ones(6), 0, preferred, limit=1) == Send(4)
+    assert decide(ones(3), 0, preferred, limit=1) == Send(3)
     delayed = BatchPolicy(8, max_queue_delay_us=100)
-    assert decide(ones(8), 0, delayed, most=1) == Send(8)
-    assert decide(ones(3), 0, delayed, most=1) == Wait(100_000)
-    assert decide(ones(3), 100_000, delayed, most=1) == Send(3)
+    assert decide(ones(8), 0, delayed, limit=1) == Send(8)
+    assert decide(ones(3), 0, delayed, limit=1) == Wait(100_000)
+    assert decide(ones(3), 100_000, delayed, limit=1) == Send(3)
 
 
 def test_with_deadlines_no_more_is_taken_than_pays_either() -> None:
@@ -111,23 +111,23 @@ def test_with_deadlines_no_more_is_taken_than_pays_either() -> None:
     times.add(1, 200 * MS, 0)
     times.add(8, 1600 * MS, 0)
     patient = [Waiting(deadline_ns=60 * SECOND) for _ in range(8)]
-    assert choose(patient, 0, BatchPolicy(8), Instances(most=1), times) == BatchChoice(patient[:1])
+    assert choose(patient, 0, BatchPolicy(8), Instances(limit=1), times) == BatchChoice(patient[:1])
     hasty = [Waiting(deadline_ns=220 * MS), *patient]
-    choice = choose(hasty, 0, BatchPolicy(8), Instances(most=1), times)
+    choice = choose(hasty, 0, BatchPolicy(8), Instances(limit=1), times)
     assert isinstance(choice, BatchChoice) and len(choice.batch) == 1
     larger = [Waiting(4, deadline_ns=200 * MS), *patient]       # late, and larger than what pays
-    assert isinstance(choose(larger, 0, BatchPolicy(8), Instances(most=1), times), BatchChoice)
+    assert isinstance(choose(larger, 0, BatchPolicy(8), Instances(limit=1), times), BatchChoice)
 
 
 def test_a_neighbouring_size_is_tried_now_and_then() -> None:
     paying = measured(_1=200, _2=400)
     due = 201 * 500 * MS                            # a 500th of the time of one instance
-    assert paying.most(due - 500 * MS) == 1
-    assert paying.most(due) == 2
+    assert paying.current_limit(due - 500 * MS) == 1
+    assert paying.current_limit(due) == 2
     paying.record_start(1, due)
-    assert paying.most(due) == 2, "only one was waiting: that was no trial"
+    assert paying.current_limit(due) == 2, "only one was waiting: that was no trial"
     paying.record_start(2, due)
-    assert paying.most(due) == paying.most(due + 2 * 200 * 500 * MS) == 1
+    assert paying.current_limit(due) == paying.current_limit(due + 2 * 200 * 500 * MS) == 1
 
 
 def test_a_size_that_comes_to_pay_is_found_again() -> None:
@@ -135,7 +135,7 @@ def test_a_size_that_comes_to_pay_is_found_again() -> None:
     paying, now_ns = measured(_1=2, _2=4, _4=8, _8=16), 0
     for _ in range(40_000):
         now_ns += 3 * MS
-        items = paying.most(now_ns)
+        items = paying.current_limit(now_ns)
         paying.record_start(items, now_ns)
         paying.add(items, 2 * MS, now_ns)           # now as long for any size
     assert paying.limit == 8
@@ -160,7 +160,7 @@ def simulated(max_batch: int, takes_ms: Callable[[int], float], rate: float, ins
         else:
             queue.append(Waiting(enqueued_ns=now_ns))
         while queue and idle:
-            decision = decide(queue, now_ns, policy, idle - 1, paying.most(now_ns))
+            decision = decide(queue, now_ns, policy, idle - 1, paying.current_limit(now_ns))
             assert isinstance(decision, Send)
             batch, queue = queue[:decision.count], queue[decision.count:]
             paying.record_start(len(batch), now_ns)

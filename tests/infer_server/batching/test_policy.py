@@ -130,7 +130,7 @@ def test_under_overload_nobody_is_executed_who_would_be_late() -> None:
     assert isinstance(choice, BatchChoice)
     assert len(choice.batch) == 8
     assert all(request.deadline_ns >= 500 * 9 / 8 * MS for request in choice.batch)
-    assert not {id(request) for request in choice.lost} & {id(request) for request in choice.batch}
+    assert not {id(request) for request in choice.refused} & {id(request) for request in choice.batch}
 
 
 def test_those_who_cannot_be_answered_given_what_is_ahead_of_them_are_given_up_at_once() -> None:
