@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.batching.queue import RequestQueue
+from infer_server.batching.event_loop import RequestQueue
 from infer_server.batching.request import Arrays, InSequence, Request
 from infer_server.errors import InvalidRequestError, ServeError
 from infer_server.workers import post

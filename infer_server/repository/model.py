@@ -17,8 +17,8 @@ from infer_server.backend import GpuDevice
 from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.cache import CachedResponses, ResponseCache
+from infer_server.batching.event_loop import RequestQueue
 from infer_server.batching.instances import Executor, Instance
-from infer_server.batching.queue import RequestQueue
 from infer_server.batching.request import NO_MORE, RESCHEDULE, Outcome, Request
 from infer_server.batching.sequences import Sequences
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
