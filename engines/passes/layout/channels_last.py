@@ -277,7 +277,12 @@ class _LayoutPass(GraphEditor):
         self._emit(node, inputs, [self._output(name, layout) if name else "" for name in node.outputs], **attrs)
 
     def _cheapest_layout(self, node: Node, full: Sequence[str], rank: int) -> Perm:
-        """Return the layout that moves the fewest elements; among equals channels last."""
+        """Return the layout that moves the fewest elements; among equals channels last.
+
+        A cache of a decoder has ONNX's layout, so that tokens can be appended in place.
+        """
+        if self._is_cache(node):
+            return identity(rank)
         ahead = self._items_first(node.outputs[0])
         produced_layouts = dict.fromkeys(self._producer_layout(tensor) for tensor in full)
         image = channels_last(rank)
@@ -295,6 +300,14 @@ class _LayoutPass(GraphEditor):
         def cost(layout: Perm) -> tuple[int, bool]:
             return sum(self._elements(tensor) for tensor in full if moves(tensor, layout)), layout != image
         return min(choices, key=cost)
+
+    def _is_cache(self, node: Node) -> bool:
+        """Return True for a Concat of an input of the graph, or a part of it, and other tokens to an output."""
+        def source(tensor: str) -> str:
+            producer = self.graph.producer.get(tensor)
+            return source(producer.inputs[0]) if producer and producer.op == "Slice" else tensor
+        return node.op == "Concat" and node.outputs[0] in self.graph.outputs and any(
+            source(name) in self.graph.inputs for name in node.inputs)
 
     def _elements(self, tensor: str) -> int:
         return math.prod(extent for extent in self.shapes[tensor] if not isinstance(extent, str))
