@@ -4,7 +4,8 @@
     ├── ModelError ── UnknownValueError
     ├── GraphError ── UnknownTensorError
     ├── ConfigError ── NoKernelError
-    ├── CalibrationError, InputError, CompilerFault
+    ├── InputError ── CapacityError
+    ├── CalibrationError, CompilerFault
     └── PlanError ── PlanCorruptError, PlanVersionError, PlanTargetError
 """
 from __future__ import annotations
@@ -70,6 +71,10 @@ class CompilerFault(EngineError):
 
 class InputError(EngineError):
     """Inputs do not match those that the engine declares."""
+
+
+class CapacityError(InputError):
+    """Tokens exceed the capacity of a context's caches."""
 
 
 class PlanError(EngineError):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from infer_server.engines.errors import GraphError
+from infer_server.engines.errors import CapacityError, GraphError
 from infer_server.engines.frontend.onnx_file import OnnxModel
 from infer_server.engines.ir.graph import Graph, Node, TensorType
 
@@ -83,12 +83,14 @@ def with_caches_in_place(graph: Graph, caches: Sequence[Cache], capacity: int) -
 
     Raises
     ------
+    CapacityError
+        The tokens do not fit.
     GraphError
-        The tokens do not fit, or the graph computes a cache in another way.
+        The graph computes a cache in another way.
     """
     for cache in caches:
         if (tokens := graph.shape(cache.present)[cache.axis]) > capacity:       # type: ignore[operator]
-            raise GraphError(f"a cache of capacity {capacity} has no room for {tokens} tokens")
+            raise CapacityError(f"a cache of capacity {capacity} has no room for {tokens} tokens")
         graph = (_of_capacity if cache.takes_capacity else _of_tokens)(graph, cache, capacity)
     return graph
 

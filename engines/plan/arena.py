@@ -218,7 +218,7 @@ class Memory:
         skip = -raw.ctypes.data % HUGE_PAGE
         self.bytes: NDArray[np.uint8] = raw[skip:skip + self.size]
         self.address: int = self.bytes.ctypes.data
-        if sys.platform == "linux" and self.size >= HUGE_PAGE:
+        if sys.platform == "linux" and (self.size >= HUGE_PAGE or not huge_pages):
             # Advice only: a kernel without huge pages refuses, and small pages work as well.
             ctypes.CDLL(None).madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size),
                                       MADV_HUGEPAGE if huge_pages else MADV_NOHUGEPAGE)

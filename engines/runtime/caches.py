@@ -1,17 +1,19 @@
 """Contexts that keep the keys and values of a decoder's tokens."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from infer_server.engines.errors import ConfigError, GraphError, InputError, ModelError
+from infer_server.engines.errors import CapacityError, ConfigError, GraphError, InputError, ModelError
 from infer_server.engines.ir.dtypes import as_in_memory, memory_dtype
 from infer_server.engines.ir.graph import BATCH, Array
 from infer_server.engines.plan.arena import ChangingArray, Memory
 from infer_server.engines.plan.extents import CACHE_CAPACITY, CACHES, Extents, Shapes, extents_of
 from infer_server.engines.plan.plan import SLACK, IoTensor, Plan
+from infer_server.engines.plan.symbolic.plans import LateMachine
 from infer_server.engines.runtime.specialisation import Specialisation
 
 
@@ -34,13 +36,18 @@ class CachingSegment(Protocol):
     def caching(self, extents: Extents) -> Specialisation: ...
 
 
+# Function of the extents that returns the number of tokens after a run, by engine; missing before its first run.
+_token_counts: WeakKeyDictionary[CachingSegment, Callable[[Extents], int]] = WeakKeyDictionary()
+
+
 class CacheContext:
     """Context of a decoder that keeps the keys and values of all tokens so far. One owner thread at a time.
 
         context = engine.create_cache(2048)
         logits = context.run({"input_ids": prompt, "attention_mask": ones})["logits"]       # then token by token
 
-    A run appends its tokens to the caches in place, so that its cost does not grow by copies of the earlier tokens.
+    A run appends its tokens to the caches in place, so that its cost does not grow by copies of the earlier tokens. The
+    memory of a cache grows with its tokens, page by page: pages that were never written take none.
 
     Attributes
     ----------
@@ -84,8 +91,10 @@ class CacheContext:
 
         Raises
         ------
+        CapacityError
+            The caches have no room for the tokens; they stay as they are.
         InputError
-            An input does not fit, or the caches are full.
+            An input does not fit.
         """
         arrays = {name: as_in_memory(np.asarray(value)) for name, value in feeds.items()}
         self._check_dtypes(arrays)
@@ -93,13 +102,60 @@ class CacheContext:
         known = extents_of(self._engine.name, self._fed, shapes)
         pasts = {io.name: self._shape(io, known) for io in self._engine.inputs if io.name in self._caches}
         extents = {**self._engine.extents({**shapes, **pasts}), CACHE_CAPACITY: self.capacity}
-        engine = self._engine_for({name: extent for name, extent in extents.items() if name != BATCH})
-        items = extents.get(BATCH, 1)
+        items = extents.pop(BATCH, 1)
+        engine = self._engine_for(extents)
         with engine.pooled_context() as context:
             results = context.run_in_place(arrays, items, self._cache_arrays(engine, items))
         present = {document["present"]: document["axis"] for document in self._caches.values()}
         self.length = max(io.shape_of(items)[present[io.name]] for io in engine.plan.outputs if io.name in present)
         return results
+
+    def start(self, pasts: Mapping[str, Array]) -> None:
+        """Replace the tokens in the caches, as by those of a common prefix.
+
+        Parameters
+        ----------
+        pasts : mapping
+            {input name: array} for all caches, with equally many tokens and items.
+
+        Raises
+        ------
+        CapacityError
+            They have more tokens than the capacity.
+        InputError
+            A cache is missing, or an array does not fit.
+        """
+        inputs = {io.name: io for io in self._engine.inputs if io.name in self._caches}
+        if pasts.keys() != inputs.keys():
+            raise InputError(f"{self._engine.name}: expected arrays for the caches {', '.join(inputs)}, got "
+                             f"{', '.join(pasts) or 'none'}")
+        arrays = {name: as_in_memory(np.asarray(array)) for name, array in pasts.items()}
+        self._check_dtypes(arrays)
+        extents_of(self._engine.name, [*inputs.values()], {name: array.shape for name, array in arrays.items()})
+        counts = {name: array.shape[self._caches[name]["axis"]] for name, array in arrays.items()}
+        tokens = max(counts.values())
+        if min(counts.values()) < tokens:
+            raise InputError(f"{self._engine.name}: the caches have unequal numbers of tokens: {counts}")
+        if tokens > self.capacity:
+            raise self._full(f"no room for {tokens} tokens")
+        self.length = 0
+        for name, array in arrays.items() if tokens else ():
+            axis = self._caches[name]["axis"]
+            shape = (*array.shape[:axis], self.capacity, *array.shape[axis + 1:])
+            self._allocate(name, array.dtype, shape)[(slice(None),) * axis + (slice(tokens),)] = array
+        self.length = tokens
+
+    def compile(self) -> None:
+        """Trace the plan of a run for the shapes that the model was built for, which else the first run does.
+
+        Raises
+        ------
+        EngineError
+            The model computes a cache in a way that cannot grow in place, or the target has no kernels for it.
+        """
+        usual = {name: extent for name, extent in self._engine.plan.extents.items() if name != BATCH}
+        largest = max((extent for extent in usual.values() if isinstance(extent, int)), default=0)
+        self._caching({**usual, CACHE_CAPACITY: max(self.capacity, 2 * largest)})
 
     def reset(self, length: int = 0) -> None:
         """Forget the tokens from `length` on. Raises InputError if there are fewer."""
@@ -109,17 +165,41 @@ class CacheContext:
         self.length = length
 
     def _engine_for(self, extents: Extents) -> Specialisation:
-        """Return the engine for these extents. Raises InputError if the caches are full."""
-        reason = "the next one does not fit"
-        if self.length < self.capacity:
-            try:
-                return self._engine.caching(extents)
-            except (GraphError, ModelError) as error:
-                reason = str(error)
-        raise InputError(f"{self._engine.name}: the caches have {self.length} of {self.capacity} tokens: {reason}")
+        """Return the engine for these extents. Raises CapacityError if the tokens do not fit."""
+        if self.length >= self.capacity:
+            raise self._full("the next one does not fit")
+        count = _token_counts.get(self._engine)
+        if count and (tokens := count(extents)) > self.capacity:        # tracing would take seconds to find out
+            raise self._full(f"no room for {tokens} tokens")
+        try:
+            return self._caching(extents)
+        except CapacityError as error:
+            raise self._full(str(error)) from error
+        except (GraphError, ModelError) as error:
+            raise InputError(f"{self._engine.name}: the caches have {self.length} of {self.capacity} tokens, and the "
+                             f"next ones cannot be run: {error}") from error
+
+    def _caching(self, extents: Extents) -> Specialisation:
+        engine = self._engine.caching(extents)
+        if self._engine not in _token_counts and (count := self._token_count(engine)):
+            _token_counts[self._engine] = count
+        return engine
+
+    def _token_count(self, engine: Specialisation) -> Callable[[Extents], int] | None:
+        """Return the function from extents to the number of tokens after a run; None for a plan without symbols."""
+        machine = engine.plan.machine
+        if not isinstance(machine, LateMachine) or machine.symbolic is None:
+            return None
+        symbolic, cache = machine.symbolic, next(iter(self._caches.values()))
+        present = next(io for io in symbolic.traced.outputs if io.name == cache["present"])
+        function: Callable[..., int] = symbolic.function(present.shape[cache["axis"]])
+        return lambda extents: function(*(extents[name] for name in symbolic.names))
+
+    def _full(self, reason: str) -> CapacityError:
+        return CapacityError(f"{self._engine.name}: the caches have {self.length} of {self.capacity} tokens: {reason}")
 
     def _check_dtypes(self, arrays: Mapping[str, Array]) -> None:
-        for io in self._fed:
+        for io in self._engine.inputs:
             if io.name in arrays and arrays[io.name].dtype != memory_dtype(io.dtype):
                 raise InputError(f"{self._engine.name}: input '{io.name}' is {arrays[io.name].dtype}, the model takes "
                                  f"{memory_dtype(io.dtype)}")
@@ -141,9 +221,14 @@ class CacheContext:
                 raise InputError(f"{self._engine.name}: the cache '{io.name}' has shape {list(before or ())}, these "
                                  f"inputs need {list(shape)}; reset the context to run other items")
             if before != shape:
-                count = int(np.prod(shape)) * dtype.itemsize
-                memory = Memory(count + SLACK)
-                array = memory.bytes[:count].view(dtype).reshape(shape).view(ChangingArray)
-                array.address = memory.address
-                self._arrays[io.name] = array
+                self._allocate(io.name, dtype, shape)
         return self._arrays
+
+    def _allocate(self, name: str, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
+        """Return new memory for a cache; a page of it takes memory once it is written."""
+        count = int(np.prod(shape)) * dtype.itemsize
+        memory = Memory(count + SLACK, huge_pages=False)
+        array = memory.bytes[:count].view(dtype).reshape(shape).view(ChangingArray)
+        array.address = memory.address
+        self._arrays[name] = array
+        return array

@@ -1,6 +1,9 @@
 """A context with caches in place computes what the model computes with caches that are copied."""
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from onnx import TensorProto, helper
 
 from infer_server.engines import build_engine, load_engine
 from infer_server.engines.backends.device import SupportsInPlace
-from infer_server.engines.errors import ConfigError, InputError
+from infer_server.engines.errors import CapacityError, ConfigError, InputError
 from infer_server.engines.frontend.onnx_file import read_model
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.passes.caches import Cache, caches_of
@@ -75,8 +78,8 @@ def query_feeds(new: int, lengths: list[int], seed: int) -> dict[str, Array]:
 class Both:
     """A context with caches in place, and the engine with caches that are copied."""
 
-    def __init__(self, engine: Engine, items: int, heads: int, depth: int) -> None:
-        self.engine, self.context = engine, engine.create_cache(CAPACITY)
+    def __init__(self, engine: Engine, items: int, heads: int, depth: int, capacity: int = CAPACITY) -> None:
+        self.engine, self.context = engine, engine.create_cache(capacity)
         self.pasts = {io.name: np.zeros((items, heads, 0, depth), np.float32)
                       for io in engine.inputs if io.name in PASTS}
 
@@ -113,6 +116,15 @@ def test_tokens_are_appended_to_the_caches_of_a_group_query_attention(queries: E
             for name, array in arrays_of(both.context).items():
                 np.testing.assert_allclose(array[item, :, :length], both.pasts[name][item, :, :length], 1e-5, 1e-6)
         lengths = [length + 1 for length in lengths]
+
+
+@pytest.mark.parametrize("capacity", [8, 10, 11, 24])
+def test_a_prompt_of_most_of_the_capacity_leaves_the_rest(queries: Engine, capacity: int) -> None:
+    both = Both(queries, 1, SHARED, DEPTH, capacity)
+    for new, length in ((7, 7), (1, 8)):
+        ours, wanted = both.run(query_feeds(new, [length], length))
+        assert both.context.length == length
+        np.testing.assert_allclose(ours["y"], wanted["y"], 1e-4, 1e-5)
 
 
 def test_several_tokens_follow_others(queries: Engine) -> None:
@@ -170,21 +182,66 @@ def test_a_full_cache_is_an_error_and_takes_tokens_again_after_a_reset(growing: 
     filled = queries.create_cache(5)
     filled.run(query_feeds(5, [5], 0))
     assert filled.length == 5
-    with pytest.raises(InputError, match="the caches have 0 of 4 tokens: .*no room for 5 tokens"):
+    with pytest.raises(CapacityError, match="the caches have 0 of 4 tokens: .*no room for 5 tokens"):
         queries.create_cache(4).run(query_feeds(5, [5], 0))
 
 
-def test_what_does_not_fit_is_refused(growing: Engine, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="input 'x' is float64, the model takes float32"):
-        growing.create_cache(8).run({"x": np.zeros((1, 1, 16))})
-    context = growing.create_cache(8)
-    context.run({"x": random(2, 1, 16)})
-    with pytest.raises(InputError, match="has shape .2, 4, 8, 4., these inputs need .3, 4, 8, 4.; reset the context"):
-        context.run({"x": random(3, 1, 16)})
-    context.reset()
-    assert context.run({"x": random(3, 1, 16)})["y"].shape == (3, 1, 16)
-    with pytest.raises(ConfigError, match="a cache of capacity 0"):
-        growing.create_cache(0)
+def test_tokens_beyond_the_capacity_are_refused_without_a_trace(queries: Engine,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    context = queries.create_cache(8)
+    context.compile()
+    context.run(query_feeds(3, [3], 0))
+    monkeypatch.setattr(queries.executor, "caching", None)
+    for new in (6, 12):
+        with pytest.raises(CapacityError, match=f"the caches have 3 of 8 tokens: no room for {3 + new} tokens"):
+            context.run(query_feeds(new, [3 + new], 0))
+    assert context.length == 3
+
+
+def test_caches_start_with_given_tokens(growing: Engine, queries: Engine) -> None:
+    both = Both(growing, 2, 4, 4)
+    both.pasts = {name: random(2, 4, 3, 4, seed=seed) for seed, name in enumerate(both.pasts)}
+    for _ in range(2):                      # start replaces the tokens of the first turn
+        both.context.start(both.pasts)
+        assert both.context.length == 3
+        pasts = both.pasts
+        ours, wanted = both.run({"x": random(2, 1, 16)})
+        np.testing.assert_allclose(ours["y"], wanted["y"], 1e-5, 1e-6)
+        both.pasts = pasts
+    both.context.start({name: past[:, :, :0] for name, past in both.pasts.items()})
+    assert both.context.length == 0
+    keys, values = both.pasts.values()
+    for pasts, reason in (({"keys": keys}, "expected arrays for the caches keys, values, got keys"),
+                          ({"keys": keys, "values": values[:, :, :2]}, "'P' is one extent"),
+                          ({"keys": keys, "values": values.astype(np.float64)}, "'values' is float64"),
+                          ({"keys": keys[:, :2], "values": values[:, :2]}, "the model takes .batch, 4, P, 4"),
+                          ({name: random(1, 4, CAPACITY + 1, 4) for name in both.pasts}, "no room for 25 tokens")):
+        with pytest.raises(InputError, match=reason):
+            both.context.start(pasts)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mincore tells the pages of a mapping")
+def test_memory_grows_with_the_tokens(growing: Engine, queries: Engine) -> None:
+    context, heads = growing.create_cache(1 << 16), 4
+    in_a_page = mmap.PAGESIZE // 16         # tokens of a head: 4 numbers of 4 bytes
+
+    def pages(context: CacheContext) -> int:
+        """Return the pages of the caches that take memory."""
+        count = 0
+        for array in arrays_of(context).values():
+            states = (ctypes.c_ubyte * -(-array.nbytes // mmap.PAGESIZE))()
+            assert ctypes.CDLL(None).mincore(ctypes.c_void_p(array.address), ctypes.c_size_t(array.nbytes), states) == 0
+            count += sum(state & 1 for state in states)
+        return count
+
+    context.start({name: random(1, heads, in_a_page - 1, 4) for name in ("keys", "values")})
+    for more in (1, 2, 2):
+        context.run({"x": random(1, 1, 16)})
+        assert pages(context) == 2 * heads * more
+    prompted = queries.create_cache(1 << 16)
+    for new, length in ((9, 9), (3, 12)):
+        prompted.run(query_feeds(new, [length], 0))
+        assert pages(prompted) == 2 * SHARED
 
 
 @pytest.mark.parametrize(("model", "reason"), [
