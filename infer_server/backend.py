@@ -78,6 +78,30 @@ class ZeroCopyContext(Protocol):
         """
 
 
+class CacheContext(Protocol):
+    """Context that keeps states of one sequence, to which each run appends; used by one thread at a time."""
+
+    def start(self, pasts: Mapping[str, NDArray[Any]]) -> None:
+        """Replace the states. Raises infer_server.engines.errors.InputError, CapacityError if they are too long."""
+
+    def compile(self) -> None:
+        """Compile what a run needs. Raises infer_server.engines.errors.EngineError if states cannot grow in place."""
+
+    def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Run on all other inputs, and return all other outputs. Raises as `start`."""
+
+
+@runtime_checkable
+class CachingEngine(Protocol):
+    """Engine whose states can grow in place."""
+
+    def create_cache(self, capacity: int) -> CacheContext:
+        """Create a context. Raises infer_server.engines.errors.ConfigError if the model has no such states.
+
+        capacity: largest number of tokens, the elements on the axis along which the states grow.
+        """
+
+
 class Described(Protocol):
     """Description of a model that need not be loaded."""
     @property

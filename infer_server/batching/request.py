@@ -5,13 +5,16 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
 from infer_server.errors import ServeError
 from infer_server.gpu_tensors import GpuBuffer
 from infer_server.observing.traces import RequestTrace
+
+if TYPE_CHECKING:
+    from infer_server.batching.state_caches import SequenceCache
 
 Arrays = Mapping[str, NDArray[Any]]
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -92,6 +95,7 @@ class Request:
     timeout_us: int = 0                         # queue timeout set by the client; 0 is the model's default
     priority: int = 0                           # 1 is the highest; 0 is the model's default
     sequence: InSequence | None = None
+    cache: SequenceCache | None = None          # states of the sequence that grow in place
     id: str = ""                                # request id set by the client
     parameters: Mapping[str, Any] = field(default_factory=dict)     # custom parameters set by the client
     output_buffers: Mapping[str, GpuBuffer] = field(default_factory=dict)   # GPU memory to write outputs to

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from infer_server.batching.event_loop import RequestQueue
 from infer_server.batching.request import Arrays, InSequence, Request
+from infer_server.batching.state_caches import SequenceCache
 from infer_server.errors import InvalidRequestError, ServeError
 from infer_server.workers import post
 
@@ -75,10 +76,12 @@ class SequencePolicy:
     """Sequence batching policy: sequence_batching of config.pbtxt."""
     idle_us: int                                # time after which an idle sequence ends
     controls: tuple[ControlInput, ...]
-    states: tuple[SequenceState, ...]
+    states: tuple[SequenceState, ...]           # states that are copied from one request to the next
     candidates: int                             # slots for sequences at one instance
     batched: bool
     iterative: bool = False                     # the model may reschedule requests
+    growing: tuple[SequenceState, ...] = ()     # states that grow in place (use_growable_memory)
+    capacity: int = 0                           # largest number of tokens of these
 
 
 @dataclass(eq=False)
@@ -86,12 +89,18 @@ class _Sequence:
     """Sequence of requests with one correlation id."""
     id: int | str
     states: dict[str, NDArray[Any]]             # by input name
+    cache: SequenceCache | None = None          # states that grow in place
     queue: RequestQueue | None = None           # queue of its instance; None while it is in the backlog
     waiting: deque[Request] = field(default_factory=deque)
     executing: Request | None = None
     used_ns: int = 0
     ended: bool = False                         # True once its last request has arrived
     next: _Sequence | None = None               # sequence with the same id, which begins when this one is done
+
+    def release(self) -> None:
+        """Free the memory of states that grow in place."""
+        if self.cache:
+            self.cache.release()
 
 
 class Sequences:
@@ -193,6 +202,8 @@ class Sequences:
 
     def close(self) -> None:
         """Forget all open sequences and stop the idle timer. Call this when no more requests come."""
+        for sequence in self._active.values():
+            sequence.release()
         self._active.clear()
         if self._timer:
             self._timer.cancel()
@@ -200,7 +211,8 @@ class Sequences:
 
     def _begin(self, identity: int | str) -> _Sequence:
         """Start a sequence; an older one with the same id first finishes its requests."""
-        sequence = _Sequence(identity, {state.input: state.initial for state in self._policy.states})
+        sequence = _Sequence(identity, {state.input: state.initial for state in self._policy.states},
+                             SequenceCache() if self._policy.growing else None)
         previous, self._active[identity] = self._active.get(identity), sequence
         if previous:
             previous.ended, previous.next = True, sequence
@@ -256,6 +268,7 @@ class Sequences:
         """Add control inputs and states to a request, and arrange that its state outputs are kept."""
         assert request.sequence is not None
         request.inputs = {**request.inputs, **self._controls(request.sequence), **sequence.states}
+        request.cache = sequence.cache
         if self._policy.states:
             # States may grow; requests share a batch only if their states have equal shapes.
             request.shape_key = request.shape_key, tuple(state.shape for state in sequence.states.values())
@@ -280,6 +293,7 @@ class Sequences:
         if self._active.get(sequence.id) is sequence:
             del self._active[sequence.id]
         if sequence.queue:
+            sequence.release()
             self._used_slots[sequence.queue] -= 1
             sequence.queue = None
             if sequence.next:

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from infer_server.config.fields import MAX_ITEMS, MAX_THREADS
+from infer_server.config.fields import MAX_ITEMS, MAX_THREADS, MAX_TOKENS
 from infer_server.config.pbtxt import nearest
 from infer_server.errors import ModelConfigError
 from infer_server.protos import model_config
@@ -40,6 +40,7 @@ class BuildOptions:
     split_requests: str = ""                # "true": split requests of more than max_batch_size items
     ragged: str = ""                        # "pad": requests of different lengths share a batch, padded to a bucket
     buckets: str = ""                       # lengths to pad to, comma-separated; "": 8, 10, 12, 14, 16, 20, ...
+    state_capacity: str = ""                # tokens that growable states of a sequence may have; "": 2048
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -54,7 +55,8 @@ class BuildOptions:
         for name in _TRUTHS:
             if getattr(self, name) not in ("", "true", "false"):
                 raise ModelConfigError(f"parameter {name}: expected true or false, got '{getattr(self, name)}'")
-        for name, of, most in (("threads", "threads", MAX_THREADS), ("max_batch", "items", MAX_ITEMS)):
+        for name, of, most in (("threads", "threads", MAX_THREADS), ("max_batch", "items", MAX_ITEMS),
+                               ("state_capacity", "tokens", MAX_TOKENS)):
             value = getattr(self, name)
             if value and not (value.isascii() and value.isdecimal() and value.strip("0")):
                 raise ModelConfigError(f"parameter {name}: expected a number of {of}, got '{value}'")

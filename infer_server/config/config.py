@@ -155,6 +155,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
                                    "the max_batch_size")
     instances = _devices(message, MAX_PROCESSES if kind is ModelKind.PYTHON else MAX_INSTANCES)
     check_threads(len(instances), int(build.threads or 1))
+    sequences = _sequences(message, folder, kind, build)
     return ModelConfig(
         name=message.name,
         inputs=_tensors("input", message.input, may_be_open),
@@ -166,7 +167,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
         parameters={name: parameter.string_value for name, parameter in message.parameters.items()},
         steps=steps_of(message),
         max_inflight=message.ensemble_scheduling.max_inflight_requests,
-        sequences=sequences_of(message, folder),
+        sequences=sequences,
         ragged=ragged_of(message) if kind is ModelKind.ENGINE else None,
         cached=_is_cached(message),
         batched=message.max_batch_size > 0,
@@ -178,6 +179,19 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
         requests_gpu=requests_gpu(message),
         notices=(*(str(each) for each in notices if not _is_plain(each.path, kind)), *of_build,
                  *_notices(message, kind)))
+
+
+def _sequences(message: model_config.ModelConfig, folder: Path | None, kind: ModelKind,
+               build: BuildOptions) -> SequenceConfig | None:
+    """Parse sequence batching; raises ModelConfigError for states that grow in place of a model without an engine."""
+    grows = any(state.use_growable_memory for state in message.sequence_batching.state)
+    if grows and kind is not ModelKind.ENGINE:
+        raise ModelConfigError("sequence_batching.state.use_growable_memory: only an engine's states grow in place; "
+                               "remove it")
+    if build.state_capacity and not grows:
+        raise ModelConfigError("parameter state_capacity: no state of sequence_batching has use_growable_memory: true; "
+                               "write that, or remove the parameter")
+    return sequences_of(message, folder)
 
 
 def _priorities(dynamic: model_config.ModelDynamicBatching) -> Priorities:

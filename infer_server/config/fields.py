@@ -94,8 +94,9 @@ TREATMENTS: dict[str, Treatment] = {
     "sequence_batching": _SERVED,
     "sequence_batching.direct.minimum_slot_utilization": _advisory("a batch contains the available requests"),
     "sequence_batching.oldest.preserve_ordering": _advisory("the requests of a sequence are answered in their order"),
-    "sequence_batching.state.use_same_buffer_for_input_output": _advisory("a state is copied between requests"),
-    "sequence_batching.state.use_growable_memory": _refused("a state has the shape of the model's output; remove it"),
+    "sequence_batching.state.use_same_buffer_for_input_output": _advisory("a state is copied between requests, but "
+                                                                          "for those with use_growable_memory"),
+    "sequence_batching.state.use_growable_memory": _SERVED,     # for engines, up to the parameter state_capacity
     "sequence_batching.iterative_sequence": _refused("only a Python model can reschedule requests, and this model is "
                                                      "none; remove it"),
     "ensemble_scheduling": _SERVED,
@@ -128,6 +129,7 @@ MAX_PROCESSES = 256             # instances of a Python model, each with a proce
 MAX_THREADS = 256               # threads of an instance
 MAX_WORKING_THREADS = 1024      # threads of all instances of a model
 MAX_ITEMS = 1 << 20             # items of a batch
+MAX_TOKENS = 1 << 24            # tokens of the growable states of a sequence
 MAX_ARRAY_BYTES = 1 << 30       # bytes of an array that a configuration defines: warm-up inputs, initial states
 _EXTENT = (1 << 31) - 1
 

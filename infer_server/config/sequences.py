@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from infer_server.batching.policy import BatchPolicy
 from infer_server.batching.request import InSequence
 from infer_server.batching.sequences import ControlInput, ControlKind, SequencePolicy, SequenceState
+from infer_server.config.build import build_options
 from infer_server.config.fields import check_array
 from infer_server.config.paths import INITIAL_STATE, inside
 from infer_server.errors import InvalidRequestError, ModelConfigError
@@ -20,6 +21,7 @@ from infer_server.protocol.parameters import Parameters, typed
 from infer_server.protos import model_config
 
 _IDLE_US = 1_000_000
+_CAPACITY = 2048            # default of the parameter state_capacity
 _SEQUENCE_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end")
 _VALUES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
 
@@ -34,12 +36,13 @@ class SequenceConfig:
     @property
     def added(self) -> set[str]:
         """Inputs of the model that the server adds to requests."""
-        return {control.name for control in self.policy.controls} | {state.input for state in self.policy.states}
+        return {control.name for control in self.policy.controls} | {
+            state.input for state in (*self.policy.states, *self.policy.growing)}
 
     @property
     def state_outputs(self) -> list[str]:
         """Outputs of the model that are states."""
-        return [state.output for state in self.policy.states]
+        return [state.output for state in (*self.policy.states, *self.policy.growing)]
 
 
 def sequences_of(message: model_config.ModelConfig, folder: Path | None = None) -> SequenceConfig | None:
@@ -62,18 +65,23 @@ def sequences_of(message: model_config.ModelConfig, folder: Path | None = None) 
     datatypes: dict[str, Datatype] = {}
     controls = tuple(_control(each.name, control, datatypes) for each in settings.control_input
                      for control in each.control)
-    states = tuple(_state(state, message.max_batch_size > 0, folder, datatypes) for state in settings.state)
+    states = [_state(state, message.max_batch_size > 0, folder, datatypes) for state in settings.state]
+    growable = [each.use_growable_memory for each in settings.state]
+    capacity = int(build_options(message)[0].state_capacity or _CAPACITY) if any(growable) else 0
     if states and settings.iterative_sequence:
         raise ModelConfigError("sequence_batching: a state is passed from one request to the next, but with "
                                "iterative_sequence each request is a sequence; keep the state in model.py, by the id "
                                "of a control_input of CONTROL_SEQUENCE_CORRID")
     policy = SequencePolicy(
-        idle_us=settings.max_sequence_idle_microseconds or _IDLE_US, controls=controls, states=states,
+        idle_us=settings.max_sequence_idle_microseconds or _IDLE_US, controls=controls,
+        states=tuple(state for state, grows in zip(states, growable, strict=True) if not grows),
         candidates=(oldest.max_candidate_sequences or batch) if oldest else batch, batched=message.max_batch_size > 0,
-        iterative=settings.iterative_sequence)
+        iterative=settings.iterative_sequence,
+        growing=tuple(state for state, grows in zip(states, growable, strict=True) if grows), capacity=capacity)
     batching = BatchPolicy(
         batch, frozenset(oldest.preferred_batch_size if oldest else ()),
-        (oldest or settings.direct).max_queue_delay_microseconds, merges=message.max_batch_size > 0)
+        (oldest or settings.direct).max_queue_delay_microseconds,
+        merges=message.max_batch_size > 0 and not any(growable))        # each sequence has memory of its own
     return SequenceConfig(policy, batching, datatypes)
 
 
@@ -115,9 +123,9 @@ def _state(state: Any, batched: bool, folder: Path | None, datatypes: dict[str, 
 def _initial(name: str, initial: Any, datatype: Datatype, folder: Path | None) -> NDArray[Any]:
     shape = tuple(initial.dims)
     check_array(f"state '{name}': initial_state", shape, datatype.array)
-    if FROM_CONFIG.get(initial.data_type) != datatype or any(extent < 1 for extent in shape):
+    if FROM_CONFIG.get(initial.data_type) != datatype or any(extent < 0 for extent in shape):
         raise ModelConfigError(f"state '{name}': initial_state must have the state's data_type, and numbers as "
-                               "dims")
+                               "dims; a 0 among them begins without elements")
     if initial.WhichOneof("state_data") == "data_file" and folder:
         file = inside(folder, folder / INITIAL_STATE, initial.data_file, f"state '{name}': initial_state")
         try:

@@ -49,6 +49,26 @@ def check_memory(instances: int, threads: int, arena_bytes: int) -> None:
             "count or max_batch_size, or fewer threads")
 
 
+def check_state_memory(sequences: int, capacity: int, token_bytes: int) -> None:
+    """Raise ModelConfigError if growable states of all sequences may take more memory than there is.
+
+    Parameters
+    ----------
+    sequences : int
+        Slots of all instances.
+    capacity : int
+        Largest number of tokens of a sequence.
+    token_bytes : int
+        Size of a token in all states.
+    """
+    needed, limit = sequences * capacity * token_bytes, memory_limit()
+    if needed > limit:
+        raise ModelConfigError(
+            f"parameter state_capacity: {sequences} sequences of up to {capacity} tokens take {needed >> 20} MiB of "
+            f"memory for their states ({token_bytes} bytes for each token), more than the limit of {limit >> 20} MiB; "
+            "write a lower state_capacity, or fewer max_candidate_sequences or instances")
+
+
 class CpuDealer:
     """Round-robin allocator of CPUs for pinned instances of all models. Thread-safe."""
 

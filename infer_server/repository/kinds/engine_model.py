@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy as np
 
 from infer_server.backend import (
     BATCH,
+    CachingEngine,
     Engine,
     ExecutionContext,
     GpuDevice,
@@ -26,6 +28,7 @@ from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.batching.instances import Executor
 from infer_server.batching.request import Arrays
+from infer_server.batching.state_caches import CachingExecutor
 from infer_server.config.autocomplete import complete, takes_whole
 from infer_server.config.config import ModelConfig, from_message
 from infer_server.config.signature import ANY_ITEMS, Items, ModelSignature
@@ -34,7 +37,7 @@ from infer_server.engines.machine.cpu import allowed_cpus
 from infer_server.errors import ModelConfigError
 from infer_server.protos import model_config
 from infer_server.rate_limiter import RateLimiter
-from infer_server.repository.cores import CpuDealer, check_memory
+from infer_server.repository.cores import CpuDealer, check_memory, check_state_memory
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.padding import PaddedExecutor, Padding, padding_of
 from infer_server.repository.kinds.ragged import RaggedExecutor, single_request_shapes
@@ -84,21 +87,18 @@ class EngineModel(QueuedModel):
         own = [engines.loaded[device].engine for device in config.devices]
         cpus = [dealer.deal(each.threads) if config.build.pin == "true" else None for each in own]
         contexts = [each.create_context(cores) for each, cores in zip(own, cpus, strict=True)]
+        growing = config.sequences.policy.growing if config.sequences else ()
+        if growing:
+            _check_growing(config, engine)
         padding = padding_of(config, engine, contexts[0])
         if padding:
             signature.padded = padding.padded
         short = _short(engines, config, message)
         began = time.monotonic()
-        for context, device in zip(contexts, config.devices, strict=True):
-            times = _warm_up(source.name, context, engine)
-            if not times:
-                break
-            for batch, ns in times.items():
-                self.record_time(batch, ns)
-                if short is not None and device is None:
-                    short.add(batch, ns, ns)
-        outputs = list(dict.fromkeys([*(spec.name for spec in config.outputs),
-                                      *(config.sequences.state_outputs if config.sequences else ())]))
+        if not growing:                                         # else caches have contexts of their own
+            self._warm_up_contexts(contexts, engine, short)
+        states = config.sequences.policy.states if config.sequences else ()
+        outputs = list(dict.fromkeys([*(spec.name for spec in config.outputs), *(state.output for state in states)]))
         executors = [_executor(context, config, outputs, engine, padding, device)
                      for context, device in zip(contexts, config.devices, strict=True)]
         for executor in executors:
@@ -118,13 +118,69 @@ class EngineModel(QueuedModel):
         self.start(executors, limiter, [cores[0] if cores else None for cores in cpus], short)
 
 
+    def _warm_up_contexts(self, contexts: Sequence[ExecutionContext], engine: Engine,
+                          short: ShortBatches | None) -> None:
+        """Execute on zeros in each instance's context, and record the times."""
+        for context, device in zip(contexts, self.config.devices, strict=True):
+            times = _warm_up(self.name, context, engine)
+            if not times:
+                break
+            for batch, ns in times.items():
+                self.record_time(batch, ns)
+                if short is not None and device is None:
+                    short.add(batch, ns, ns)
+
+
 def _executor(context: ExecutionContext, config: ModelConfig, outputs: Sequence[str], engine: Engine,
               padding: Padding | None, gpu: int | None) -> Executor:
+    if config.sequences and (growing := config.sequences.policy.growing):
+        assert isinstance(engine, CachingEngine)
+        return CachingExecutor(config.name, engine, context, config.sequences.policy.capacity,
+                               {state.input: state.initial for state in growing}, outputs)
     if config.ragged:
         return RaggedExecutor(context, config, config.ragged, gpu)
     if padding:
         return PaddedExecutor(padding, context, outputs, engine.max_batch, gpu)
     return EngineExecutor(context, outputs, engine.max_batch, is_open(engine), gpu, is_mixed(engine))
+
+
+def _check_growing(config: ModelConfig, engine: Engine) -> None:
+    """Check the states that grow in place against the engine, and compile what their executions need.
+
+    Raises
+    ------
+    ModelConfigError
+        They cannot grow in place, or sequences of the full capacity take more memory than there is.
+    """
+    assert config.sequences
+    policy, where = config.sequences.policy, "sequence_batching.state.use_growable_memory"
+    if any(device is not None for device in config.devices) or not isinstance(engine, CachingEngine):
+        raise ModelConfigError(f"{where}: states grow in place on the CPU only; write instance_group {{ kind: "
+                               "KIND_CPU }, or remove it")
+    if engine.threads > 1:
+        raise ModelConfigError(f"{where}: an engine of {engine.threads} threads copies its states; write the parameter "
+                               "threads: 1, or remove it")
+    caches = {cache["past"]: cache for cache in engine.metadata.get("caches", ())}
+    for state in policy.growing if caches else ():
+        if state.input not in caches or caches[state.input]["present"] != state.output:
+            raise ModelConfigError(f"{where}: output '{state.output}' is not input '{state.input}' with tokens added "
+                                   "by a Concat, Attention or GroupQueryAttention; remove it")
+        if any(spec.name == state.output for spec in config.outputs):
+            raise ModelConfigError(f"{where}: output '{state.output}' stays in its place and is not sent; remove it "
+                                   "from `output`")
+    if missing := caches.keys() - {state.input for state in policy.growing}:
+        raise ModelConfigError(f"{where}: '{min(missing)}' grows with the other states; give it a `state` with "
+                               "use_growable_memory, too")
+    try:
+        cache = engine.create_cache(policy.capacity)
+        cache.compile()
+        cache.start({state.input: state.initial for state in policy.growing})
+    except EngineError as error:
+        raise ModelConfigError(f"{where}: {error}") from error
+    token_bytes = sum(state.initial.itemsize * math.prod(
+        extent for axis, extent in enumerate(state.initial.shape) if axis != caches[state.input]["axis"])
+        for state in policy.growing)
+    check_state_memory(config.instances * policy.candidates, policy.capacity, token_bytes)
 
 
 def _warm_up(name: str, context: ExecutionContext, engine: Engine) -> Mapping[int, int]:
