@@ -5,10 +5,15 @@ each size are kept and summarised by order statistics, which, unlike a mean, ign
 """
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from infer_server.batching.request import Request
 
 _WINDOW = 16                            # times kept for each size
 _SAFE_QUANTILE = 0.9                    # quantile of the safe estimate: excludes the slowest time of a full window
@@ -27,6 +32,8 @@ _EVIDENCE = 2                           # samples that a size class needs before
 _TOLERANCE = 1.05                       # a smaller batch within this factor of the least time per item is preferred
 _BATCH_OVERHEAD_NS = 100_000            # unmeasured cost of a batch: waking a thread and the event loop
 _CHEAP_TRIAL_NS = 50_000_000            # time that an untested batch may take; longer ones are tested class by class
+_FORGOTTEN_NS = 10_000_000_000          # shortest time after which an unused class of padded batches is forgotten
+_LOOKAHEAD = 2                          # waiting requests that a padded batch is chosen from, in largest batches
 _TRIAL_SHARE = 1 / 500                  # share of the instances' time that may be spent on trials
 
 
@@ -200,6 +207,104 @@ class AdaptiveBatchLimit:
 
     def _class_of(self, items: int) -> int:
         return min(bisect_left(self._tops, items), len(self._tops) - 1)
+
+
+class PaddingAxis(Protocol):
+    """Axis along which the requests of a batch are padded to equal extents."""
+
+    def extent(self, request: Request) -> int:
+        """Return the extent of a request."""
+
+    def bucket(self, extent: int) -> int:
+        """Return the extent that requests of unlike extents are padded to, the largest of which is given."""
+
+    def padded_extent(self, batch: Sequence[Request]) -> int:
+        """Return the extent that a batch is executed with."""
+
+
+class PaddedBatches:
+    """Choose batches of requests of unlike lengths, by measured times.
+
+    The cost of a batch is estimated from the number of its elements: items times extent, padding included. A request
+    joins a batch if the longer batch is expected to take less time than the batch and the request each on its own.
+    Long requests, which use the engine fully, hence stay alone, and a request alone is not padded.
+    """
+
+    def __init__(self, axis: PaddingAxis, max_batch: int) -> None:
+        self._axis, self._max_batch = axis, max_batch
+        self._times = _ElementTimes()
+
+    def add(self, elements: int, ns: int, now_ns: int) -> None:
+        """Record that a batch of so many elements took `ns`."""
+        self._times.add(elements, ns + _BATCH_OVERHEAD_NS, now_ns)
+
+    def choose(self, queue: Iterable[Request], largest: int) -> list[Request]:
+        """Return the batch of the oldest request: it, and others of the first in the queue, the nearest lengths first.
+
+        Parameters
+        ----------
+        queue : iterable of Request
+            Waiting requests, oldest first; not empty.
+        largest : int
+            Limit of the number of requests.
+        """
+        first, *others = islice(queue, _LOOKAHEAD * self._max_batch)
+        extents = {request: self._axis.extent(request) for request in (first, *others)}
+        batch, items, longest = [first], first.items, extents[first]
+        elements = items * longest
+        for request in sorted(others, key=lambda other: abs(extents[other] - extents[first])):
+            joined, extent = items + request.items, max(longest, extents[request])
+            if len(batch) == largest or joined > self._max_batch:
+                break
+            grown = joined * (extent if extent == extents[request] == longest else self._axis.bucket(extent))
+            if self._times.saves(elements, request.items * extents[request], grown):
+                batch.append(request)
+                items, longest, elements = joined, extent, grown
+        return batch
+
+
+class _ElementTimes:
+    """Times of batches by their number of elements, linear between the measured numbers.
+
+    Numbers are grouped into classes, four for each power of two, and the last few times of each are kept. A class that
+    was not measured for a while is forgotten, so that it is tried again.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[tuple[int, int]]] = {}       # (elements, ns) by class
+        self._until_ns: dict[int, int] = {}                         # time at which a class is forgotten
+        self._elements: list[int] = []                              # medians of the classes, ascending
+        self._ns: list[int] = []
+
+    def add(self, elements: int, ns: int, now_ns: int) -> None:
+        power = max(elements.bit_length() - 3, 0)
+        index = 4 * power + (elements >> power)
+        self._samples.setdefault(index, deque(maxlen=_SAMPLES)).append((elements, ns))
+        self._until_ns[index] = now_ns + max(_FORGOTTEN_NS, int(ns / _TRIAL_SHARE))
+        for stale in [each for each, until_ns in self._until_ns.items() if until_ns < now_ns]:
+            del self._samples[stale], self._until_ns[stale]
+        medians = [tuple(sorted(values)[(len(values) - 1) // 2] for values in zip(*samples, strict=True))
+                   for _, samples in sorted(self._samples.items())]
+        self._elements, self._ns = [each for each, _ in medians], [each for _, each in medians]
+
+    def saves(self, one: int, other: int, both: int) -> bool:
+        """Return True if a batch of `both` elements takes less time than two batches.
+
+        While that is not known, True for up to twice the largest measured number of elements.
+        """
+        if not self._elements or self._elements[-1] < both <= 2 * self._elements[-1]:
+            return True
+        return self._estimate(both) * _TOLERANCE < self._estimate(one) + self._estimate(other)
+
+    def _estimate(self, elements: int) -> float:
+        index = bisect_left(self._elements, elements)
+        if index == len(self._elements):
+            return math.inf
+        if index == 0:
+            return self._ns[0]
+        below, above = self._elements[index - 1], self._elements[index]
+        share = (elements - below) / (above - below)
+        return self._ns[index - 1] + share * (self._ns[index] - self._ns[index - 1])
 
 
 class ShortBatches:

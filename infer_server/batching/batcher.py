@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from itertools import chain, islice
 from typing import Protocol
 
-from infer_server.batching.batch_times import AdaptiveBatchLimit, BatchTimes
+from infer_server.batching.batch_times import AdaptiveBatchLimit, BatchTimes, PaddedBatches, PaddingAxis
 from infer_server.batching.expiry import Expiries
 from infer_server.batching.policy import (
     BatchChoice,
@@ -25,6 +25,7 @@ from infer_server.batching.policy import (
     count_immediate,
     decide,
     is_hopeless,
+    share,
 )
 from infer_server.batching.request import Request
 from infer_server.errors import DeadlineExceededError, QueueFullError, RequestExpiredError, ServeError, UnavailableError
@@ -79,6 +80,7 @@ class Batcher:
         self._clock_ns = clock_ns
         self._times = BatchTimes()
         self._batch_limit = AdaptiveBatchLimit(batching.max_batch_size, instances)
+        self._padded: PaddedBatches | None = None
         self._timeouts = Expiries()                 # queue timeouts of requests that are not delayed
         self._deadlines = Expiries()                # deadlines of clients
         self._sampled_ns: dict[int, int] = {}       # times at which short batches were measured, by number of items
@@ -87,6 +89,11 @@ class Batcher:
         self._closed = False
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)     # entering the lock directly is faster
+
+    def pad(self, axis: PaddingAxis) -> None:
+        """Put requests of different extents along an axis into one batch where that saves time."""
+        if self._batching.merges and not self._batching.preferred_batch_sizes:
+            self._padded = PaddedBatches(axis, self._batching.max_batch_size)
 
     def __len__(self) -> int:
         if len(self._levels) == 1:
@@ -219,9 +226,15 @@ class Batcher:
         choice = self._choose(now_ns, idle=0) if self else None
         return choice.batch if isinstance(choice, BatchChoice) and not choice.refused else []
 
-    def record_time(self, items: int, ns: int) -> None:
-        """Record that a batch of `items` took `ns` from `take` until its responses were handed on."""
+    def record_time(self, items: int, ns: int, elements: int = 0) -> None:
+        """Record that a batch of `items` took `ns` from `take` until its responses were handed on.
+
+        elements: items times extent of a batch of padded requests.
+        """
         now_ns = self._clock_ns()
+        if elements and self._padded:
+            with self._lock:
+                self._padded.add(elements, ns, now_ns)
         if ns < _SAMPLING_NS and items <= self._batching.max_batch_size:
             if now_ns < self._sampled_ns.get(items, 0):
                 return
@@ -276,7 +289,9 @@ class Batcher:
             choice = choose(waiting, now_ns, self._batching, Instances(self._instances, idle, limit), self._times)
         else:
             decision = decide(waiting, now_ns, self._batching, idle, limit)
-            choice = decision if isinstance(decision, Wait) else BatchChoice(list(islice(waiting, decision.count)))
+            choice = decision if isinstance(decision, Wait) else BatchChoice(
+                self._padded.choose(waiting, share(len(waiting), idle)) if self._padded else
+                list(islice(waiting, decision.count)))
         if isinstance(choice, Wait) and self._closed:
             return BatchChoice(list(waiting))        # Wait means that all requests fit into one batch
         return choice

@@ -112,7 +112,7 @@ class EngineExecutor:
         if self._batched and items > self._max_batch:
             return self._execute_in_pieces(batch[0])
         started_ns = time.monotonic_ns()
-        context = self._context.at(self._shapes(batch[0], items)) if self._is_open else self._context
+        context = self._context.at(self._shapes(batch, items)) if self._is_open else self._context
         slots = items or 1 if self._takes_count else 1
         if not items:
             self._zero_inputs(context, batch[0])
@@ -162,10 +162,10 @@ class EngineExecutor:
             slot = context.input(name, 1)
             slot[...] = np.zeros((), slot.dtype)
 
-    def _shapes(self, request: Request, items: int) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, batch: Sequence[Request], items: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the batch's inputs; its requests differ only in their number of items."""
         return {name: (items or 1, *array.shape[1:]) if self._batched else array.shape
-                for name, array in request.inputs.items()}
+                for name, array in batch[0].inputs.items()}
 
     def _gather(self, context: ExecutionContext, batch: list[Request], items: int) -> dict[str, list[Any]]:
         """Copy the requests' inputs into the context, and return those that are used in place, by name.

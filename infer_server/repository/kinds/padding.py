@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from infer_server.backend import BATCH, Engine, ExecutionContext, is_mixed, precision_of
 from infer_server.batching.engine_executor import EngineExecutor, copy_into
 from infer_server.batching.request import Outcome, Request
+from infer_server.batching.statistics import BatchExecution
 from infer_server.config.config import ModelConfig
 from infer_server.engines.errors import EngineError, InputError
 from infer_server.errors import ModelConfigError
@@ -43,6 +44,16 @@ class Padding:
         """Return the least bucket of at least this extent, or the extent if there is none."""
         index = bisect_left(self.buckets, extent)
         return self.buckets[index] if index < len(self.buckets) else extent
+
+    def extent(self, request: Request) -> int:
+        """Return the extent of a request's padded axis."""
+        name, axis = next(iter(self.inputs.items()))
+        return int(request.inputs[name].shape[axis])
+
+    def padded_extent(self, batch: Sequence[Request]) -> int:
+        """Return the extent that a batch is executed with: a bucket, unless all requests have one extent."""
+        extents = {self.extent(request) for request in batch}
+        return self.bucket(max(extents)) if len(extents) > 1 else extents.pop()
 
 
 def padding_of(config: ModelConfig, engine: Engine, context: ExecutionContext) -> Padding | None:
@@ -163,16 +174,22 @@ class _Trial:
 
 
 class PaddedExecutor(EngineExecutor):
-    """Executor of batches whose requests differ in one padded extent; all fall into one bucket."""
+    """Executor of batches whose requests differ in one padded extent."""
 
     def __init__(self, padding: Padding, context: ExecutionContext, outputs: Sequence[str], max_batch: int,
                  gpu: int | None = None) -> None:
         super().__init__(context, outputs, max_batch, is_open=True, gpu=gpu)
         self._padding = padding
 
-    def _shapes(self, request: Request, items: int) -> dict[str, tuple[int, ...]]:
-        return {name: (items or 1, *self._padding.padded(name, array.shape[1:]))
-                for name, array in request.inputs.items()}
+    def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
+        outcomes, execution = super().execute(batch)
+        return outcomes, execution._replace(elements=execution.items * self._padding.padded_extent(batch))
+
+    def _shapes(self, batch: Sequence[Request], items: int) -> dict[str, tuple[int, ...]]:
+        extent = self._padding.padded_extent(batch)
+        shapes = {name: batch[0].inputs[name].shape for name in self._padding.inputs}
+        return {name: (items or 1, *shapes[name][1:axis], extent, *shapes[name][axis + 1:])
+                for name, axis in self._padding.inputs.items()}
 
     def _gather(self, context: ExecutionContext, batch: list[Request], items: int) -> dict[str, list[Any]]:
         for name, axis in self._padding.inputs.items():
