@@ -3,10 +3,13 @@
     python -m benchmarks.measure.generate                       # 8 layers of 1024, weights of float32 and of four bits
     python -m benchmarks.measure.generate --layers 4 --hidden 384 --heads 6 --shared-heads 2 --inner 1024 --words 4000
     python -m benchmarks.measure.generate --capacity 2048       # our caches are updated in place
+    python -m benchmarks.measure.generate --served 4 --capacity 2048 --prompt 512   # in a server, four sequences
 
 One thread each; CPU time of the process. Both run each step in turn, on inputs from ONNX Runtime's previous outputs.
 With --capacity, only the tokens are ONNX Runtime's; our caches are filled by a prompt.
 "first" is the slowest of the first four steps; "new" is the slowest of the others, when kernels are compiled.
+With --served the caches are implicit states of sequences, copied from request to request and with use_growable_memory;
+the two models take turns of BLOCK steps, and the time is the server's.
 """
 from __future__ import annotations
 
@@ -16,20 +19,24 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
+from tritonclient.grpc import InferenceServerClient, InferInput
 
 from benchmarks.measure.decoders import Decoder
+from benchmarks.measure.mixed_lengths import cpu_s
 from benchmarks.reports.document import machine, markdown_table
+from benchmarks.serving import serving_folder
 from infer_server.engines import build_engine, load_engine
 from infer_server.engines.runtime.caches import CacheContext
 
 _FIRST = 4                  # steps
+_BLOCK = 25                 # steps of a turn in the server
 _PAGE = resource.getpagesize()
 
 
@@ -44,10 +51,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--capacity", type=int, default=0, help="tokens that our caches have room for")
     parser.add_argument("--specialise", default="", help="as load_engine takes it")
+    parser.add_argument("--served", type=int, default=0, metavar="SEQUENCES", help="serve so many sequences by turns")
     options = parser.parse_args()
+    decoders = [Decoder(options.layers, options.hidden, options.heads, options.shared_heads, options.inner,
+                        options.words, bits) for bits in options.bits]
+    if options.served:
+        print(f"On {machine()}, {options.served} sequences, prompts of {options.prompt} tokens:\n", flush=True)
+        print(markdown_table(["weights", "states", "CPU ms a step (quartiles)", "over copied"],
+                             [row for decoder in decoders for row in _served(decoder, options)]))
+        return
     print(f"On {machine()}, ONNX Runtime {onnxruntime.__version__}:\n", flush=True)
-    rows = [_measured(Decoder(options.layers, options.hidden, options.heads, options.shared_heads, options.inner,
-                              options.words, bits), options) for bits in options.bits]
+    rows = [_measured(decoder, options) for decoder in decoders]
     print(markdown_table(["weights", "step, ms", "ONNX Runtime", "ours / ONNX Runtime", "first, ms", "new, ms",
                           "largest difference", "RSS loaded, MB", "at the end"], rows))
 
@@ -82,6 +96,52 @@ def _measured(decoder: Decoder, options: argparse.Namespace) -> list[Any]:
         middle, other = median(ours), median(theirs)
         return [f"{decoder.bits} bits", middle, other, middle / other, max(ours[:_FIRST]), max(ours[_FIRST:]),
                 f"{largest:.1e}", round(loaded), round(_resident_mb() - peer)]
+
+
+def _served(decoder: Decoder, options: argparse.Namespace) -> list[list[Any]]:
+    """Return a row for states that are copied, and one for states that grow in place."""
+    times: dict[str, list[float]] = {"copied": [], "in place": []}
+    with TemporaryDirectory() as folder:
+        plan = build_engine(decoder.model(), timing=False, cache=False)
+        for name in times:
+            (Path(folder) / name / "1").mkdir(parents=True)
+            plan.save(Path(folder) / name / "1" / "model.plan")
+            (Path(folder) / name / "config.pbtxt").write_text(_config(decoder, name == "in place", options.capacity))
+        with serving_folder(Path(folder), [*times]) as (address, process), InferenceServerClient(address) as client:
+            for name in times:
+                _run_steps(client, name, options.served, 0, options.prompt, 1)
+            for past in range(options.prompt, options.prompt + options.tokens, _BLOCK):
+                for name, found in times.items():
+                    before = cpu_s(process)
+                    _run_steps(client, name, options.served, past, 1, _BLOCK)
+                    found.append(1e3 * (cpu_s(process) - before) / _BLOCK / options.served)
+    rows = {name: quantiles(found[1:], n=4) for name, found in times.items()}       # the first turn traces
+    return [[f"{decoder.bits} bits", name, f"{middle:.2f} ({low:.2f} to {high:.2f})",
+             f"{middle / rows['copied'][1]:.2f}"] for name, (low, middle, high) in rows.items()]
+
+
+def _config(decoder: Decoder, grows: bool, capacity: int) -> str:
+    """Return a config.pbtxt whose sequences begin without tokens."""
+    heads, depth = decoder.shared_heads, decoder.depth
+    states = [f"state {{ input_name: 'past.{layer}.{kind}' output_name: 'present.{layer}.{kind}' data_type: TYPE_FP32 "
+              f"dims: [{heads}, -1, {depth}] initial_state {{ name: 'empty' data_type: TYPE_FP32 zero_data: true "
+              f"dims: [{heads}, 0, {depth}] }} {'use_growable_memory: true' if grows else ''} }}"
+              for layer in range(decoder.layers) for kind in ("key", "value")]
+    parameter = f'parameters {{ key: "state_capacity" value {{ string_value: "{capacity}" }} }}'
+    return f"sequence_batching {{ max_sequence_idle_microseconds: 600000000 {' '.join(states)} }}" + (
+        parameter if grows and capacity else "")
+
+
+def _run_steps(client: InferenceServerClient, model: str, sequences: int, past: int, new: int, steps: int) -> None:
+    """Run steps of `new` tokens of each sequence, the first one behind `past` others and a few of the sequence."""
+    for step in range(steps):
+        for sequence in range(1, sequences + 1):
+            count = new if past else new + sequence
+            inputs = []
+            for name, tokens in (("input_ids", count), ("attention_mask", count + (past and past + step + sequence))):
+                inputs.append(InferInput(name, [1, tokens], "INT64"))
+                inputs[-1].set_data_from_numpy(np.ones((1, tokens), np.int64))
+            client.infer(model, inputs, sequence_id=sequence, sequence_start=not past + step)
 
 
 def _run_cached(cache: CacheContext, feeds: dict[str, Any]) -> dict[str, Any]:

@@ -105,9 +105,10 @@ class CacheContext:
         items = extents.pop(BATCH, 1)
         engine = self._engine_for(extents)
         with engine.pooled_context() as context:
-            results = context.run_in_place(arrays, items, self._cache_arrays(engine, items))
-        present = {document["present"]: document["axis"] for document in self._caches.values()}
-        self.length = max(io.shape_of(items)[present[io.name]] for io in engine.plan.outputs if io.name in present)
+            results = context.run_in_place(arrays, items, self._cache_arrays(pasts))
+        cache = next(iter(self._caches.values()))           # all have equally many tokens
+        present = next(io for io in engine.plan.outputs if io.name == cache["present"])
+        self.length = present.shape_of(items)[cache["axis"]]
         return results
 
     def start(self, pasts: Mapping[str, Array]) -> None:
@@ -140,9 +141,8 @@ class CacheContext:
             raise self._full(f"no room for {tokens} tokens")
         self.length = 0
         for name, array in arrays.items() if tokens else ():
-            axis = self._caches[name]["axis"]
-            shape = (*array.shape[:axis], self.capacity, *array.shape[axis + 1:])
-            self._allocate(name, array.dtype, shape)[(slice(None),) * axis + (slice(tokens),)] = array
+            cache = self._allocate(name, array.dtype, self._with_capacity(name, array.shape))
+            cache[(slice(None),) * self._caches[name]["axis"] + (slice(tokens),)] = array
         self.length = tokens
 
     def compile(self) -> None:
@@ -210,19 +210,22 @@ class CacheContext:
         return tuple(self.length if i == axis else extent if isinstance(extent, int) else known.get(extent, 1)
                      for i, extent in enumerate(io.shape))
 
-    def _cache_arrays(self, engine: Specialisation, items: int) -> dict[str, Array]:
-        """Return the caches, which are made at the first run. Raises InputError for another number of items."""
-        for io in engine.plan.inputs:
-            if io.name not in self._caches:
-                continue
-            dtype, shape = memory_dtype(io.dtype), io.shape_of(items)
-            before = self._arrays[io.name].shape if io.name in self._arrays else None
+    def _cache_arrays(self, pasts: Shapes) -> dict[str, Array]:
+        """Return the caches, allocated at the first run. Raises InputError for another number of items."""
+        for name, past in pasts.items():
+            shape = self._with_capacity(name, past)
+            before = self._arrays[name].shape if name in self._arrays else None
             if self.length and before != shape:
-                raise InputError(f"{self._engine.name}: the cache '{io.name}' has shape {list(before or ())}, these "
+                raise InputError(f"{self._engine.name}: the cache '{name}' has shape {list(before or ())}, these "
                                  f"inputs need {list(shape)}; reset the context to run other items")
             if before != shape:
-                self._allocate(io.name, dtype, shape)
+                dtype = next(io.dtype for io in self._engine.inputs if io.name == name)
+                self._allocate(name, memory_dtype(dtype), shape)
         return self._arrays
+
+    def _with_capacity(self, name: str, past: Sequence[int]) -> tuple[int, ...]:
+        axis = self._caches[name]["axis"]
+        return *past[:axis], self.capacity, *past[axis + 1:]
 
     def _allocate(self, name: str, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
         """Return new memory for a cache; a page of it takes memory once it is written."""

@@ -254,12 +254,12 @@ class PaddedBatches:
         elements = items * longest
         for request in sorted(others, key=lambda other: abs(extents[other] - extents[first])):
             joined, extent = items + request.items, max(longest, extents[request])
-            if len(batch) == largest or joined > self._max_batch:
-                break
             grown = joined * (extent if extent == extents[request] == longest else self._axis.bucket(extent))
-            if self._times.saves(elements, request.items * extents[request], grown):
-                batch.append(request)
-                items, longest, elements = joined, extent, grown
+            if len(batch) == largest or joined > self._max_batch or not self._times.saves(
+                    elements, request.items * extents[request], grown):
+                break                       # requests of lengths further away save less
+            batch.append(request)
+            items, longest, elements = joined, extent, grown
         return batch
 
 
