@@ -5,12 +5,14 @@ each size are kept and summarised by order statistics, which, unlike a mean, ign
 """
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from infer_server.batching.request import Request
@@ -264,47 +266,59 @@ class PaddedBatches:
 
 
 class _ElementTimes:
-    """Times of batches by their number of elements, linear between the measured numbers.
+    """Times of batches by their number of elements: a parabola through the measured times.
 
-    Numbers are grouped into classes, four for each power of two, and the last few times of each are kept. A class that
-    was not measured for a while is forgotten, so that it is tried again.
+    Numbers are grouped into classes, four for each power of two, and the last few times of each are kept. The parabola
+    has the least relative errors; its constant is what a batch saves for each request beyond the first. A class is
+    forgotten that was not measured for a while.
     """
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[tuple[int, int]]] = {}       # (elements, ns) by class
         self._until_ns: dict[int, int] = {}                         # time at which a class is forgotten
-        self._elements: list[int] = []                              # medians of the classes, ascending
-        self._ns: list[int] = []
+        self._largest = 0
+        self._terms = np.zeros(3)                                   # coefficients of 1, elements and their square
 
     def add(self, elements: int, ns: int, now_ns: int) -> None:
-        power = max(elements.bit_length() - 3, 0)
-        index = 4 * power + (elements >> power)
-        self._samples.setdefault(index, deque(maxlen=_SAMPLES)).append((elements, ns))
+        """Record the time of a batch."""
+        index = self._class_of(elements)
+        self._samples.setdefault(index, deque(maxlen=_WINDOW)).append((elements, ns))
         self._until_ns[index] = now_ns + max(_FORGOTTEN_NS, int(ns / _TRIAL_SHARE))
         for stale in [each for each, until_ns in self._until_ns.items() if until_ns < now_ns]:
             del self._samples[stale], self._until_ns[stale]
-        medians = [tuple(sorted(values)[(len(values) - 1) // 2] for values in zip(*samples, strict=True))
-                   for _, samples in sorted(self._samples.items())]
-        self._elements, self._ns = [each for each, _ in medians], [each for _, each in medians]
+        medians = np.array([np.median(samples, 0) for samples in self._samples.values()])
+        self._largest = int(medians[:, 0].max())
+        self._terms = self._fitted(*medians.T)
 
     def saves(self, one: int, other: int, both: int) -> bool:
         """Return True if a batch of `both` elements takes less time than two batches.
 
-        While that is not known, True for up to twice the largest measured number of elements.
+        A number that was not measured is tried if it is at most twice the largest one.
         """
-        if not self._elements or self._elements[-1] < both <= 2 * self._elements[-1]:
+        if not self._samples:
             return True
-        return self._estimate(both) * _TOLERANCE < self._estimate(one) + self._estimate(other)
+        if self._largest < both <= 2 * self._largest and self._class_of(both) not in self._samples:
+            return True
+        fixed, linear, square = self._terms
+        return bool(fixed > linear * (both - one - other) + square * (both ** 2 - one ** 2 - other ** 2))
 
-    def _estimate(self, elements: int) -> float:
-        index = bisect_left(self._elements, elements)
-        if index == len(self._elements):
-            return math.inf
-        if index == 0:
-            return self._ns[0]
-        below, above = self._elements[index - 1], self._elements[index]
-        share = (elements - below) / (above - below)
-        return self._ns[index - 1] + share * (self._ns[index] - self._ns[index - 1])
+    @staticmethod
+    def _fitted(elements: NDArray[np.float64], ns: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the coefficients; without a square if that is negative, and a constant for one number only."""
+        powers = np.stack([np.ones_like(elements), elements, elements ** 2], 1)
+        scale = powers.max(0)
+        for used in ([0, 1, 2], [0, 1], [1]):
+            if len(elements) >= len(used):
+                terms = np.zeros(3)
+                terms[used] = np.linalg.lstsq((powers / scale)[:, used] / ns[:, None], np.ones_like(ns), None)[0]
+                if used != [0, 1, 2] or terms[2] >= 0:
+                    break
+        return terms / scale
+
+    @staticmethod
+    def _class_of(elements: int) -> int:
+        power = max(elements.bit_length() - 3, 0)
+        return 4 * power + (elements >> power)
 
 
 class ShortBatches:
