@@ -225,7 +225,7 @@ class PaddingAxis(Protocol):
 
 
 class PaddedBatches:
-    """Choose batches of requests of unlike lengths, by measured times.
+    """Choose batches of requests of unlike lengths, by measured CPU times.
 
     The cost of a batch is estimated from the number of its elements: items times extent, padding included. A request
     joins a batch if the longer batch is expected to take less time than the batch and the request each on its own.

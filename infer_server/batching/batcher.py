@@ -226,15 +226,18 @@ class Batcher:
         choice = self._choose(now_ns, idle=0) if self else None
         return choice.batch if isinstance(choice, BatchChoice) and not choice.refused else []
 
-    def record_time(self, items: int, ns: int, elements: int = 0) -> None:
-        """Record that a batch of `items` took `ns` from `take` until its responses were handed on.
+    def record_padded(self, elements: int, thread_ns: int) -> None:
+        """Record the CPU time of a batch of padded requests; waits for a CPU do not depend on the batch.
 
-        elements: items times extent of a batch of padded requests.
+        elements: items times extent.
         """
+        with self._lock:
+            if self._padded:
+                self._padded.add(elements, thread_ns, self._clock_ns())
+
+    def record_time(self, items: int, ns: int) -> None:
+        """Record that a batch of `items` took `ns` from `take` until its responses were handed on."""
         now_ns = self._clock_ns()
-        if elements and self._padded:
-            with self._lock:
-                self._padded.add(elements, ns, now_ns)
         if ns < _SAMPLING_NS and items <= self._batching.max_batch_size:
             if now_ns < self._sampled_ns.get(items, 0):
                 return

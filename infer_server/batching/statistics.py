@@ -94,6 +94,7 @@ class BatchExecution(NamedTuple):
     gpu: int | None = None                      # number of the GPU; None is the CPU
     apart_ns: tuple[int, ...] = ()              # queueing times of requests that are answered after the execution
     elements: int = 0                           # items times extent of a batch of padded requests
+    thread_ns: int = 0                          # CPU time that its execution took on the instance's thread
 
 
 class _Record(NamedTuple):

@@ -219,10 +219,10 @@ class QueuedModel(Model):
     def pending(self) -> int:
         return sum(len(queue.batcher) for queue in self.queues) + (self._sequences.waiting if self._sequences else 0)
 
-    def record_time(self, items: int, ns: int, elements: int = 0) -> None:
-        """Record that a batch of `items` took `ns` nanoseconds; elements: see BatchExecution."""
+    def record_time(self, items: int, ns: int) -> None:
+        """Record that a batch of `items` took `ns` nanoseconds."""
         for queue in self.queues:
-            queue.batcher.record_time(items, ns, elements)
+            queue.batcher.record_time(items, ns)
 
     def start(self, executors: Sequence[Executor], limiter: RateLimiter | None,
               cpus: Sequence[int | None] = (), short: ShortBatches | None = None) -> None:
@@ -373,7 +373,9 @@ class QueuedModel(Model):
             self.statistics.executed(execution, enqueued_ns, closing_reason(
                 execution.items, execution.started_ns - execution.enqueued_ns, batching.max_batch_size,
                 batching.preferred_batch_sizes, batching.max_queue_delay_us), responding_ns)
-            self.record_time(execution.items, now_ns - execution.started_ns, execution.elements)
+            self.record_time(execution.items, now_ns - execution.started_ns)
+            if execution.elements:
+                self.queues[0].batcher.record_padded(execution.elements, execution.thread_ns)
         elif enqueued_ns:
             self.statistics.answered(enqueued_ns, now_ns, responding_ns)
 

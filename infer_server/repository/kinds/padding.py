@@ -5,6 +5,7 @@ that the model ignores what is padded: a masked encoder does, an average over al
 """
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -182,8 +183,10 @@ class PaddedExecutor(EngineExecutor):
         self._padding = padding
 
     def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
+        started_ns = time.thread_time_ns()
         outcomes, execution = super().execute(batch)
-        return outcomes, execution._replace(elements=execution.items * self._padding.padded_extent(batch))
+        return outcomes, execution._replace(elements=execution.items * self._padding.padded_extent(batch),
+                                            thread_ns=time.thread_time_ns() - started_ns)
 
     def _shapes(self, batch: Sequence[Request], items: int) -> dict[str, tuple[int, ...]]:
         extent = self._padding.padded_extent(batch)

@@ -79,7 +79,7 @@ def test_a_batcher_takes_requests_behind_others_and_leaves_these_in_their_order(
     batcher.pad(AXIS)
     for tokens in LENGTHS:
         for _ in range(3):
-            batcher.record_time(1, int(US * (1000 + 40 * tokens)), tokens)
+            batcher.record_padded(tokens, int(US * (1000 + 40 * tokens)))
     for length in (8, 256, 9, 200, 16):
         batcher.submit(request(length))
     taken = []
