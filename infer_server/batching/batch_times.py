@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from infer_server.batching.request import Request
 
 _WINDOW = 16                            # times kept for each size
 _SAFE_QUANTILE = 0.9                    # quantile of the safe estimate: excludes the slowest time of a full window
@@ -211,17 +208,23 @@ class AdaptiveBatchLimit:
         return min(bisect_left(self._tops, items), len(self._tops) - 1)
 
 
+class PaddedRequest(Protocol):
+    """Request of a model that pads; it is hashable."""
+    @property
+    def items(self) -> int: ...
+
+
+Q = TypeVar("Q", bound=PaddedRequest)
+
+
 class PaddingAxis(Protocol):
     """Axis along which the requests of a batch are padded to equal extents."""
 
-    def extent(self, request: Request) -> int:
+    def extent(self, request: Any) -> int:
         """Return the extent of a request."""
 
     def bucket(self, extent: int) -> int:
         """Return the extent that requests of unlike extents are padded to, the largest of which is given."""
-
-    def padded_extent(self, batch: Sequence[Request]) -> int:
-        """Return the extent that a batch is executed with."""
 
 
 class PaddedBatches:
@@ -240,12 +243,12 @@ class PaddedBatches:
         """Record that a batch of so many elements took `ns`."""
         self._times.add(elements, ns + _BATCH_OVERHEAD_NS, now_ns)
 
-    def choose(self, queue: Iterable[Request], largest: int) -> list[Request]:
+    def choose(self, queue: Iterable[Q], largest: int) -> list[Q]:
         """Return the batch of the oldest request: it, and others of the first in the queue, the nearest lengths first.
 
         Parameters
         ----------
-        queue : iterable of Request
+        queue : iterable of PaddedRequest
             Waiting requests, oldest first; not empty.
         largest : int
             Limit of the number of requests.
@@ -313,7 +316,8 @@ class _ElementTimes:
                 terms[used] = np.linalg.lstsq((powers / scale)[:, used] / ns[:, None], np.ones_like(ns), None)[0]
                 if used != [0, 1, 2] or terms[2] >= 0:
                     break
-        return terms / scale
+        terms /= scale
+        return terms
 
     @staticmethod
     def _class_of(elements: int) -> int:

@@ -5,16 +5,14 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
+from infer_server.backend import CacheContext
 from infer_server.errors import ServeError
 from infer_server.gpu_tensors import GpuBuffer
 from infer_server.observing.traces import RequestTrace
-
-if TYPE_CHECKING:
-    from infer_server.batching.state_caches import SequenceCache
 
 Arrays = Mapping[str, NDArray[Any]]
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -75,6 +73,18 @@ class InSequence:
     id: int | str                               # correlation id
     start: bool = False
     end: bool = False
+
+
+class SequenceCache:
+    """Cache of one sequence; it takes memory from the first request on, until it is released."""
+    __slots__ = ("context",)
+
+    def __init__(self) -> None:
+        self.context: CacheContext | None = None
+
+    def release(self) -> None:
+        """Free the memory. No request of the sequence executes."""
+        self.context = None
 
 
 class FlowWindow(NamedTuple):

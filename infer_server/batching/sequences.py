@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.batching.event_loop import RequestQueue
-from infer_server.batching.request import Arrays, InSequence, Request
-from infer_server.batching.state_caches import SequenceCache
+from infer_server.batching.request import Arrays, InSequence, Request, SequenceCache
 from infer_server.errors import InvalidRequestError, ServeError
 from infer_server.workers import post
 

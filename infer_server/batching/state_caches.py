@@ -18,18 +18,6 @@ from infer_server.engines.errors import CapacityError, InputError
 from infer_server.errors import InvalidRequestError, MemoryLimitError
 
 
-class SequenceCache:
-    """Cache of one sequence; it takes memory from the first request on, until it is released."""
-    __slots__ = ("context",)
-
-    def __init__(self) -> None:
-        self.context: CacheContext | None = None
-
-    def release(self) -> None:
-        """Free the memory. No request of the sequence executes."""
-        self.context = None
-
-
 class CachingExecutor:
     """Executor of the requests of sequences, one at a time, each in the cache of its sequence."""
 

@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from benchmarks.measure.decoders import Decoder
 from infer_server.backend import load_plan
-from infer_server.batching.state_caches import SequenceCache
+from infer_server.batching.request import SequenceCache
 from infer_server.config.config import from_message
 from infer_server.engines import build_engine
 from infer_server.engines.ir.graph import Array
