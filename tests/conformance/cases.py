@@ -1,4 +1,5 @@
 """Tests of onnx.backend.test that run without a network, a function that runs one, and the expected failures."""
+import pickle
 import random
 import tomllib
 import warnings
@@ -16,6 +17,7 @@ from onnx.backend.test.case.test_case import TestCase
 from onnx.backend.test.loader import load_model_tests
 from onnx.backend.test.runner import Runner
 
+from infer_server.engines.machine import object_cache
 from infer_server.engines.onnx_backend import EngineBackend
 from infer_server.engines.plan.plan import Plan
 
@@ -46,6 +48,20 @@ def entries() -> list[Entry]:
 
 @cache
 def cases() -> dict[str, TestCase]:
+    """Return ONNX's test cases by name, from the object cache if they are there: making them takes seconds."""
+    cache = object_cache.current()
+    key = object_cache.digest("onnx cases", onnx.__version__, np.__version__, *KINDS)
+    content = cache.fetch(key) if cache else None
+    if content is not None:
+        kept: dict[str, TestCase] = pickle.loads(content)
+        return kept
+    made = _made_cases()
+    if cache:
+        cache.store(key, pickle.dumps(made))
+    return made
+
+
+def _made_cases() -> dict[str, TestCase]:
     """Return ONNX's test cases by name. onnx draws their data when its modules are imported."""
     state = np.random.get_state(), random.getstate()
     np.random.seed(0)
