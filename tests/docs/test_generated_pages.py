@@ -5,6 +5,7 @@ import ast
 import asyncio
 import json
 import re
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -32,27 +33,32 @@ def load() -> ModuleType:
 
 
 generate = load()
-PAGES: dict[str, str] = generate.pages()
 SOURCES = sorted(path for path in DOCS.rglob("*.md"))
+
+
+@cache
+def pages() -> dict[str, str]:
+    found: dict[str, str] = generate.pages()
+    return found
 
 
 @pytest.mark.parametrize("command", generate.COMMANDS)
 def test_every_option_of_a_command_is_on_its_page(command: str) -> None:
-    page = PAGES[f"reference/cli/{command}.md"]
+    page = pages()[f"reference/cli/{command}.md"]
     shown = [name for action in generate.parser_of(command)._actions if action.help != "==SUPPRESS=="
              for name in action.option_strings]
     assert len(shown) > 4 and not [name for name in shown if f"`{name}`" not in page]
 
 
 def test_every_field_that_is_treated_is_on_the_page_of_fields() -> None:
-    page = PAGES["reference/config-fields.md"]
+    page = pages()["reference/config-fields.md"]
     assert not [path for path in TREATMENTS if f"| `{path}` | {TREATMENTS[path].verdict.value} |" not in page]
     assert "| `dynamic_batching.max_queue_delay_microseconds` | served |" in page
 
 
 def test_every_operator_of_onnx_is_on_the_page_of_operators() -> None:
     import onnx
-    page, names = PAGES["reference/operators.md"], {schema.name for schema in onnx.defs.get_all_schemas_with_history()
+    page, names = pages()["reference/operators.md"], {schema.name for schema in onnx.defs.get_all_schemas_with_history()
                                                     if schema.domain == ""}
     assert not [name for name in names if f"`{name}`" not in page]
     assert "| `Conv` | kernel" in page and len(names & set(OPS)) > 100
@@ -61,7 +67,7 @@ def test_every_operator_of_onnx_is_on_the_page_of_operators() -> None:
 def test_the_metrics_of_a_server_are_on_the_page_of_metrics() -> None:
     text = asyncio.run(Metrics().render([]))
     served = re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE)
-    page = PAGES["reference/metrics.md"]
+    page = pages()["reference/metrics.md"]
     assert len(served) > 5 and not [name for name, kind in served if f"| `{name}` | {kind} |" not in page]
     literals = {name for path in ("endpoints/metrics.py", "endpoints/status/state.py", "observing/machine.py")
                 for node in ast.walk(ast.parse((ROOT / "infer_server" / path).read_text()))
@@ -71,7 +77,7 @@ def test_the_metrics_of_a_server_are_on_the_page_of_metrics() -> None:
 
 
 def test_the_routes_of_both_ports_are_on_the_page_of_routes() -> None:
-    page = PAGES["reference/routes.md"]
+    page = pages()["reference/routes.md"]
     for line in ("| `POST` | `/v2/models/MODEL[/versions/VERSION]/infer` | inference |", "| `GET` | `/v2` | metadata |",
                  "| `GET` | `/v2/{system\\|cuda}sharedmemory[/region/REGION]/status` | shared-memory |",
                  "| `GET` | `/v2/logging` | logging |", "| `ModelStreamInfer` | inference |"):
@@ -80,7 +86,7 @@ def test_the_routes_of_both_ports_are_on_the_page_of_routes() -> None:
 
 
 def test_every_module_is_on_the_page_of_modules_with_a_sentence() -> None:
-    page = PAGES["internals/modules.md"]
+    page = pages()["internals/modules.md"]
     output = {f"{folder}/{name}" for folder, table in re.findall(r"^## (\S+)\n\n((?:\|.*\n)+)", page, re.MULTILINE)
               for name, text in re.findall(r"^\| `(\S+\.py)` \| (.*) \|$", table, re.MULTILINE) if len(text) > 9}
     there = {str(path.relative_to(ROOT)) for path in modules() if ast.get_docstring(ast.parse(path.read_text()))}
@@ -95,7 +101,7 @@ def test_the_first_sentence_ends_at_its_full_stop(text: str, sentence: str) -> N
 
 
 def test_every_case_of_the_results_has_a_line() -> None:
-    page = PAGES["benchmarks/every-case.md"]
+    page = pages()["benchmarks/every-case.md"]
     assert "| nanodet_g | int8 | 1 | 8 | ms of CPU time | 13.2 | our Q/DQ | 1.65 (1.64 to 1.69) | 15.6 | " in page
     files = [json.loads(path.read_text()) for path in (DOCS / "benchmarks" / "results").glob("*.json")]
     cases = page.count("| ms ")         # "| ms of CPU time |" on one thread, "| ms |" on several
@@ -107,11 +113,11 @@ def test_what_markdown_would_read_is_escaped_outside_of_code() -> None:
 
 
 def test_links_of_a_root_document_hold_on_its_page() -> None:
-    page = PAGES["internals/architecture.md"]
+    page = pages()["internals/architecture.md"]
     assert "](../concepts.md)" in page and "](shapes.md)" in page and "](docs/" not in page
     assert "](../contributing.md)" in page
-    assert "](quickstart.md)" in PAGES["index.md"] and 'src="benchmarks/eight-models.png"' in PAGES["index.md"]
-    assert "LICENSE (`LICENSE`)" in PAGES["index.md"], "what is not on the site is named"
+    assert "](quickstart.md)" in pages()["index.md"] and 'src="benchmarks/eight-models.png"' in pages()["index.md"]
+    assert "LICENSE (`LICENSE`)" in pages()["index.md"], "what is not on the site is named"
 
 
 def dead_links(page: Path, text: str) -> list[str]:
@@ -122,7 +128,7 @@ def dead_links(page: Path, text: str) -> list[str]:
         if "://" in link or not path:
             continue
         target = (page.parent / path).resolve()
-        generated = target.is_relative_to(DOCS) and str(target.relative_to(DOCS)) in PAGES
+        generated = target.is_relative_to(DOCS) and str(target.relative_to(DOCS)) in pages()
         if not target.exists() and not generated:
             actual.append(link)
     return actual
