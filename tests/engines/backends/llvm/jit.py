@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.engines.backends.llvm.codegen.compile import OPT, compile_cached, object_key, target_machine
-from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.backends.llvm.codegen.isa import (
+    AVX2,
+    AVX512_AMX,
+    AVX512_AMX_FP16,
+    AVX512_BF16,
+    AVX512_VNNI,
+    AVX_VNNI,
+    Isa,
+)
 from infer_server.engines.backends.llvm.runtime.abi import KERNEL
 from infer_server.engines.backends.llvm.runtime.elf import LoadedCode
 from infer_server.engines.machine import object_cache
@@ -21,6 +29,9 @@ from infer_server.engines.machine.tiles import permitted
 _CPUINFO = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "avxvnni": "avx_vnni",
             "neon": "asimd", "dotprod": "asimddp", "amx-tile": "amx_tile", "amx-int8": "amx_int8",
             "amx-bf16": "amx_bf16", "amx-fp16": "amx_fp16"}
+# Instruction set -> the one for which LLVM makes the same code of a text without the instructions that only it has.
+PLAINER = {AVX_VNNI.name: AVX2, **dict.fromkeys((AVX512_BF16.name, AVX512_AMX.name, AVX512_AMX_FP16.name), AVX512_VNNI)}
+_OWN = re.compile(r"llvm\.x86\.|bfloat")
 
 
 @cache
@@ -35,13 +46,19 @@ def runs_here(isa: Isa) -> bool:
     return isa.requires <= host_features()
 
 
-def _machine(isa: Isa, emulate: bool) -> tuple[str, str, str]:
-    """Return LLVM's triple, CPU and features for an instruction set.
+def plainer(ir: str, isa: Isa) -> Isa:
+    """Return the instruction set to compile a text for, so that equal texts for several are compiled once."""
+    return isa if _OWN.search(ir) else PLAINER.get(isa.name, isa)
+
+
+def _machine(ir: str, isa: Isa, emulate: bool) -> tuple[str, str, str]:
+    """Return LLVM's triple, CPU and features for a text of an instruction set.
 
     Emulated code calls only emulated intrinsics, so it is compiled for this machine.
     """
     if emulate:
         return "", llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    isa = plainer(ir, isa)
     return isa.triple, isa.cpu, isa.features
 
 
@@ -55,7 +72,7 @@ def _level(ir: str, emulate: bool) -> int:
 
 def assembly(ir: str, isa: Isa, emulate: bool = False) -> str:
     """Return a module's text as assembly text, from the object cache if it is there."""
-    machine, cache = _machine(isa, emulate), object_cache.current()
+    machine, cache = _machine(ir, isa, emulate), object_cache.current()
     key = object_cache.digest("assembly", object_key(ir, *machine))
     text = cache.fetch(key) if cache else None
     if text is None:
@@ -76,7 +93,7 @@ class LoadedKernel:
     """Kernel loaded into this process while the object lives."""
 
     def __init__(self, ir: str, name: str, isa: Isa, emulate: bool = False) -> None:
-        self._code = LoadedCode([compile_cached(ir, *_machine(isa, emulate), opt=_level(ir, emulate))])
+        self._code = LoadedCode([compile_cached(ir, *_machine(ir, isa, emulate), opt=_level(ir, emulate))])
         self._call = KERNEL(self._code.addresses[name])
 
     def __call__(self, operands: Sequence[NDArray[Any]], rows: tuple[int, int],

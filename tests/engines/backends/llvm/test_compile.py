@@ -15,7 +15,7 @@ from infer_server.engines.lowering.problems.movement import Lookup, Permute
 from infer_server.engines.lowering.problems.rows import Norm, Softmax
 from infer_server.engines.lowering.problems.view import dense_view
 from scripts.testing.suite import numpy_dtype, run
-from tests.engines.backends.llvm.jit import assembly
+from tests.engines.backends.llvm.jit import PLAINER, assembly, plainer
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_ISA
 
@@ -51,6 +51,19 @@ def problems():
     for target in ("uint8", "int8", "float16", "bfloat16"):
         yield Pointwise((dense_view("float32", (41,)),), dense_view(target, (41,)), COPY, uniform=True)
     yield Pointwise((dense_view("float32", (41,)),), dense_view("float32", (41,)), every_instruction(), uniform=True)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ALL if isa.name in PLAINER], ids=lambda isa: isa.name)
+def test_texts_that_are_compiled_once_for_several_cpus_give_each_of_them_the_same_code(isa):
+    """Kernels without instructions of their own CPU are tested in the code of a plainer one."""
+    compared = 0
+    for problem in problems():
+        module, kernel = Module(), kernel_of(problem)
+        kernel.emit(module, "kernel", isa, kernel.tactics(isa)[0])
+        if (other := plainer(module.text(), isa)) is not isa:
+            assert compile_object(module.text(), isa) == compile_object(module.text(), other)
+            compared += 1
+    assert compared > 5
 
 
 @EVERY_ISA
