@@ -6,31 +6,46 @@ disables the cache ("off").
 
 Where $PYTHONDONTWRITEBYTECODE keeps the checkout free of bytecode, each of the hundreds of processes that tests start
 would compile all modules. They keep bytecode in pytest's cache, too.
+
+Builds compile in the test's own process: the workers of a run use all processors already, and starting a pool of
+compilers takes longer than most builds of small models.
 """
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
 
 import pytest
 
+from infer_server.engines.codegen import compiler_pool
 from infer_server.engines.machine.object_cache import VARIABLE
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the cache folders before any test builds; subprocesses and pytest-xdist's workers inherit them."""
+    gc.disable()        # until all tests are collected: importing makes little garbage
     os.environ.pop("KUBERNETES_SERVICE_HOST", None)     # set where tests run in a cluster, and changes defaults
     os.environ["XDG_CACHE_HOME"] = _temporary_folder(config)
     if not os.environ.get(VARIABLE):
         os.environ[VARIABLE] = _kept_folder(config, "kernels")
+    compiler_pool.ENOUGH = 1 << 60      # no build has so much text: none starts a pool
     if sys.dont_write_bytecode and os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
         os.environ["PYTHONPYCACHEPREFIX"] = _kept_folder(config, "bytecode")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Exclude modules and tests from garbage collection: passes over millions of live objects free nothing."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 def _kept_folder(config: pytest.Config, name: str) -> str:
     """Return a folder in pytest's cache, or a temporary one if pytest runs without it."""
-    if config.cache is None:
+    if getattr(config, "cache", None) is None:
         return _temporary_folder(config)
     folder = config.cache.mkdir(name)
     folder.chmod(0o700)             # the object cache refuses a folder that others may write to
