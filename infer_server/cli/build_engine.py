@@ -14,8 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any
 
 from infer_server.calibration.table import read_table, write_tensorrt
 from infer_server.calibration.workflow import Calibration
@@ -58,6 +57,9 @@ from infer_server.engines.preprocess import load_preprocess
 from infer_server.process import tune_malloc
 from infer_server.reporting.command import add_report, report_plan
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 
 class Bar:
     """Progress on stderr: a bar for each stage of the build on a terminal, else a line every QUIET seconds.
@@ -71,7 +73,8 @@ class Bar:
     QUIET, BEAT = 4.0, 0.5      # seconds between lines, and between checks
 
     def __init__(self, quiet: bool = False) -> None:
-        self._stage, self._bar, self._text = "", tqdm(disable=True), "reading the model"
+        self._stage, self._text = "", "reading the model"
+        self._bar: tqdm[Any] | None = None
         self._begin = self._last = time.perf_counter()
         self._lines = not _columns()
         self._done = threading.Event()
@@ -83,20 +86,27 @@ class Bar:
 
     def __exit__(self, *error: object) -> None:
         self._done.set()
-        self._bar.close()
+        self._close()
 
     def __call__(self, stage: str, done: int, of: int, what: str) -> None:
         self._text = f"{stage}: {done}" + f" of {of}" * bool(of) + f" {self.UNITS.get(stage, 'trial')}s"
         if stage != self._stage:
-            self._bar.close()
+            self._close()
             self._stage = stage
-            self._bar = tqdm(desc=stage, total=of or None, unit=self.UNITS.get(stage, "trial"), disable=self._lines,
-                             leave=False)
-        self._bar.update(done - self._bar.n)
-        self._bar.set_postfix_str(what[-40:], refresh=False)
+            if not self._lines:
+                from tqdm import tqdm  # importing it takes a tenth of the time to start
+                self._bar = tqdm(desc=stage, total=of or None, unit=self.UNITS.get(stage, "trial"), leave=False)
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+            self._bar.set_postfix_str(what[-40:], refresh=False)
         if done == of:
             self._stage = ""
+            self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
             self._bar.close()
+            self._bar = None
 
     def notice(self, text: str) -> None:
         """Print a notice."""
@@ -106,8 +116,9 @@ class Bar:
     def _beat(self) -> None:
         while not self._done.wait(self.BEAT):
             now = time.perf_counter()
-            if not self._bar.disable:
-                self._bar.refresh()
+            bar = self._bar
+            if bar is not None:
+                bar.refresh()
             elif now - self._last >= self.QUIET:
                 self.notice(f"{self._text}, {now - self._begin:.0f} s")
 

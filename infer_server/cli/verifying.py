@@ -5,8 +5,6 @@ import argparse
 import math
 from collections.abc import Iterable
 
-from tqdm import tqdm
-
 from infer_server.calibration.accuracy.errors import OutputErrors
 from infer_server.calibration.accuracy.verify import Verification, verify
 from infer_server.calibration.calibrators import CALIBRATORS
@@ -78,7 +76,10 @@ def _row(errors: OutputErrors, is_fault: bool) -> list[str]:
 
 def _bar(feeds: Iterable[Feed], slow: bool) -> Iterable[Feed]:
     """Show progress on stderr, if that is a terminal and the verification is slow."""
-    return tqdm(feeds, desc="verifying", unit="batch", disable=None, leave=False) if slow else feeds
+    if not slow:
+        return feeds
+    from tqdm import tqdm
+    return tqdm(feeds, desc="verifying", unit="batch", disable=None, leave=False)
 
 
 def target_of(options: argparse.Namespace) -> AccuracyTarget | None:

@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from tqdm import tqdm
-
 from infer_server.calibration.data.items import Feed
 from infer_server.engines.compiler.ranges import Notify
 from infer_server.engines.errors import ConfigError
@@ -50,6 +48,7 @@ def report_plan(report: str, path: str, plan: Plan, notify: Notify, *, timing: b
         Show no progress.
     """
     def progress(feeds: Iterable[Feed], count: int) -> Iterable[Feed]:
+        from tqdm import tqdm
         return tqdm(feeds, desc="comparing", unit="item", total=min(count, ITEMS) or None, leave=False,
                     disable=True if quiet else None)
 
