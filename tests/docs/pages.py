@@ -3,6 +3,9 @@
 A fenced block is run by its language: `bash`, `python`. A comment before the block, <!-- not run: reason -->, keeps it
 from being run. A bash block that begins with `infer-server` starts the server for the blocks behind it, in place of the
 one before. The server gets free ports, which replace the usual ones in later blocks.
+
+Starting Python and importing a command takes longer than most commands of a page. A line that is a command of ours and
+needs nothing of the shell is therefore called in this process; bash runs the other lines.
 """
 from __future__ import annotations
 
@@ -15,9 +18,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
@@ -27,6 +32,9 @@ from infer_server.__main__ import COMMANDS
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$",
                    re.MULTILINE | re.DOTALL)
+COMPOUND = re.compile(r"^\s|^(for|while|until|if|case|function)\b|<<", re.MULTILINE)     # lines that belong together
+QUOTED, SHELL = re.compile(r"'[^']*'"), re.compile(r"""[|&;<>()$`\\"'*?\[\]{}~!]""")
+CALLED = frozenset(COMMANDS) - {"infer-server"}      # which sets up logging of the whole process
 PORTS = (8001, 8000, 8002)      # gRPC, HTTP, metrics
 
 
@@ -48,11 +56,28 @@ def blocks(page: Path) -> list[Block]:
             for found in BLOCK.finditer(text)]
 
 
+def steps(code: str) -> list[list[str] | str]:
+    """Split a bash block into the words of commands that this process can call, and scripts for bash."""
+    code = code.replace("\\\n", " ")
+    if COMPOUND.search(code):
+        return [code]
+    parts: list[list[str] | str] = []
+    for line in code.splitlines():
+        words = shlex.split(line, comments=True)
+        if words and words[0] in CALLED and not SHELL.search(QUOTED.sub("", re.sub(r"\s#.*", "", line))):
+            parts.append(words)
+        elif parts and isinstance(parts[-1], str):
+            parts[-1] += f"\n{line}"
+        else:
+            parts.append(line)
+    return parts
+
+
 class Reader:
     """Runner of blocks in a folder. Commands are those of this checkout, installed or not."""
 
-    def __init__(self, page: Path, folder: Path, cache: Path) -> None:
-        self._page, self._folder = page, folder
+    def __init__(self, page: Path, folder: Path, cache: Path, in_process: bool) -> None:
+        self._page, self._folder, self._in_process = page, folder, in_process
         self._names: dict[str, Any] = {"__name__": "notebook"}
         self._ports: tuple[int, ...] = PORTS
         self._server: subprocess.Popen[bytes] | None = None
@@ -74,9 +99,23 @@ class Reader:
         elif block.is_server:
             self._start(code)
         else:
-            done = subprocess.run(["bash", "-euo", "pipefail", "-c", code], cwd=self._folder, env=self._environment,
-                                  capture_output=True, text=True, timeout=300)
-            assert done.returncode == 0, f"{self._page}:{block.line + 1}:\n{code}\n{done.stdout}\n{done.stderr}"
+            for step in steps(code) if self._in_process else [code]:
+                status, output = self._bash(step) if isinstance(step, str) else self._call(*step)
+                assert status == 0, f"{self._page}:{block.line + 1} ended with {status}:\n{code}\n{output}"
+
+    def _bash(self, script: str) -> tuple[int, str]:
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=self._folder, env=self._environment,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+        return done.returncode, done.stdout
+
+    def _call(self, command: str, *arguments: str) -> tuple[object, str]:
+        output = StringIO()
+        with chdir(self._folder), redirect_stdout(output), redirect_stderr(output):
+            try:
+                status = resolve_name(COMMANDS[command].main)(list(arguments))
+            except SystemExit as ended:
+                status = ended.code or 0
+        return status, output.getvalue()
 
     def _start(self, code: str) -> None:
         self.stop()
@@ -112,8 +151,9 @@ class Reader:
 
 
 @contextmanager
-def reader(page: Path, folder: Path, cache: Path) -> Iterator[Reader]:
-    actual = Reader(page, folder, cache)
+def reader(page: Path, folder: Path, cache: Path, in_process: bool = True) -> Iterator[Reader]:
+    """Yield a runner of a page's blocks. in_process: call commands in this process, whose XDG_CACHE_HOME is `cache`."""
+    actual = Reader(page, folder, cache, in_process)
     try:
         yield actual
     finally:

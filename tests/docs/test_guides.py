@@ -9,7 +9,7 @@ import pytest
 
 from infer_server.config.fields import Verdict, findings
 from infer_server.config.pbtxt import read_config
-from tests.docs.pages import ROOT, Block, blocks, reader
+from tests.docs.pages import ROOT, Block, blocks, reader, steps
 
 DOCS = ROOT / "docs"
 # The blocks of clients.md need a server: test_clients_page.py runs them.
@@ -17,9 +17,21 @@ GUIDES = [DOCS / "quickstart.md", *sorted({*(DOCS / "howto").glob("*.md")} - {DO
 EXAMPLES = sorted((ROOT / "examples").glob("*/README.md"))
 CONFIGURED = sorted(page for page in DOCS.rglob("*.md") if "```pbtxt" in page.read_text())
 DEMO = ROOT / "scripts" / "demo_data"
+EACH = 4            # one of so many calibration images is used; tests/demo calibrates on all
 
 
-def run(page: Path, folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def link_data(folder: Path) -> None:
+    """Link the demo's files into a folder. They stay the same files, so that pages share what is built of them."""
+    for path in DEMO.iterdir():
+        if path.name == "calibration":
+            (folder / path.name).mkdir()
+            for image in sorted(path.iterdir())[::EACH]:
+                (folder / path.name / image.name).symlink_to(image)
+        else:
+            (folder / path.name).symlink_to(path)
+
+
+def run(page: Path, folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch, in_process: bool = True) -> None:
     """Run a page's blocks. All pages share one engine cache, so that common models are built once."""
     if any("curl " in block.code for block in blocks(page)) and not shutil.which("curl"):
         pytest.skip("curl is not installed")
@@ -30,7 +42,7 @@ def run(page: Path, folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -
     cache = base / "caches"
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    with reader(page, folder, cache) as notebook:
+    with reader(page, folder, cache, in_process) as notebook:
         for block in blocks(page):
             if block.language in ("bash", "python") and not block.reason:
                 notebook.run(block)
@@ -49,8 +61,9 @@ def test_the_blocks_of_a_guide_run_in_order(page: Path, tmp_path: Path, base: Pa
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    for path in (*DEMO.iterdir(), *(ROOT / "examples" / "detector").glob("*.py")):
-        (folder / path.name).symlink_to(path)       # so that engines of the same files are built once
+    link_data(folder)
+    for path in (ROOT / "examples" / "detector").glob("*.py"):
+        (folder / path.name).symlink_to(path)
     run(page, folder, base, monkeypatch)
 
 
@@ -60,9 +73,9 @@ def test_an_example_builds_serves_and_answers(page: Path, tmp_path: Path, base: 
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "examples" / page.parent.name
     shutil.copytree(page.parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "demo_data").symlink_to(DEMO)
-    run(page, folder, base, monkeypatch)
+    (tmp_path / "scripts" / "demo_data").mkdir(parents=True)
+    link_data(tmp_path / "scripts" / "demo_data")
+    run(page, folder, base, monkeypatch, in_process=False)
 
 
 def test_a_block_that_is_not_run_says_why() -> None:
@@ -105,8 +118,16 @@ def test_blocks_are_found_with_their_reasons_and_lines(tmp_path: Path) -> None:
     assert blocks(page) == [Block("bash", "sleep 9\n", 3, "slow"), Block("python", "x = 1\n", 7, "")]
 
 
-def test_a_block_that_fails_names_its_page_and_line(tmp_path: Path) -> None:
+def test_only_lines_that_need_no_shell_are_called_in_this_process() -> None:
+    assert steps("mkdir x\ncp a x\nscore x \\\n  -o y --layer 'block*'    # all\nscore x > y\nrun-engine x\n") == [
+        "mkdir x\ncp a x", ["score", "x", "-o", "y", "--layer", "block*"], "score x > y", ["run-engine", "x"]]
+    for code in ("for x in y; do\nscore x\ndone\n", "cat > x <<END\nscore x\nEND\n", "infer-server --check x\n"):
+        assert not [step for step in steps(code) if isinstance(step, list)]
+
+
+@pytest.mark.parametrize("command", ["false", "inspect-engine gone.plan", "inspect-engine --gone"])
+def test_a_block_that_fails_names_its_page_and_line(command: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# Title\n\n```bash\nfalse\n```\n")
+    page.write_text(f"# Title\n\n```bash\n{command}\n```\n")
     with reader(page, tmp_path, tmp_path) as notebook, pytest.raises(AssertionError, match=r"page\.md:4"):
         notebook.run(blocks(page)[0])
