@@ -27,7 +27,7 @@ class Growth:
             self._marks.append((items, {name: (one.low, one.high) for name, one in histograms.items()}))
             self._next = items * STEP
 
-    def doubt(self, items: int, histograms: Mapping[str, Histogram]) -> str:
+    def warning(self, items: int, histograms: Mapping[str, Histogram]) -> str:
         """Return a warning if ranges grew in the last of so many items, else ""."""
         before = [mark for mark in self._marks if mark[0] <= (1.0 - LAST) * items]
         if not before:

@@ -23,7 +23,7 @@ from infer_server.calibration.rounding import SecondMoments, roundings
 from infer_server.calibration.search import CANDIDATES, search
 from infer_server.calibration.smoothing import ALPHAS, EQUALISING, ChannelPeaks, equalising_factors, smoothing_factors
 from infer_server.calibration.table import CalibrationTable, make_table
-from infer_server.calibration.trials.judge import FloatRuns, GraphEngines, Judge, judged_tensors, watching
+from infer_server.calibration.trials.judge import FloatRuns, GraphEngines, Judge, float_engines, judged_tensors
 from infer_server.engines.backends.device import Show
 from infer_server.engines.capacity import bytes_of
 from infer_server.engines.compiler.ranges import Notify, Progress
@@ -46,7 +46,7 @@ WIDEST = "percentile:99.9999"       # calibrator with which smoothing, which red
 SCALING = ("llvm", "numpy")         # backends on which scaled rows are as fast as others
 Factors = dict[str, tuple[float, ...]]       # by tensor, one for each channel
 T = TypeVar("T")
-WATCHED_BYTES = 2 << 30     # maximum bytes of the observed tensors of a batch
+OBSERVED_BYTES = 2 << 30    # maximum bytes of the observed tensors of a batch
 
 
 def model_hash(subject: Subject) -> str:
@@ -64,7 +64,7 @@ def model_hash(subject: Subject) -> str:
 
 
 @dataclass
-class _Watched:
+class _Statistics:
     """Statistics of the float model's tensors over the calibration data."""
     engines: GraphEngines
     data: CalibrationData
@@ -78,8 +78,8 @@ class _Watched:
     padded: int = 0                 # positions that an attention_mask pads
     growth: Growth = field(default_factory=Growth)
 
-    def watch(self, edges: tuple[str, ...], kept: FloatRuns, peaking: tuple[str, ...] = (),
-              check: DataCheck | None = None, moments: SecondMoments | None = None) -> None:
+    def collect(self, edges: tuple[str, ...], kept: FloatRuns, peaking: tuple[str, ...] = (),
+                check: DataCheck | None = None, moments: SecondMoments | None = None) -> None:
         """Run over the data once.
 
         Parameters
@@ -132,7 +132,7 @@ class CalibrationRun:
         """Prepare a run. calibrator: "" chooses by measured error. check: checks the items, if they can be checked."""
         self._subject, self._data, self._calibrator, self._check = subject, data, calibrator, check
         self._notify, self._progress = notify, progress
-        self._edges, self._uneven = subject.builder.edges(subject.graph), smoothable(subject.graph)
+        self._edges, self._smoothable = subject.builder.edges(subject.graph), smoothable(subject.graph)
         self._scalable = scalable_rows(subject.graph) if subject.builder.backend in SCALING else ()
         self._convolved = tuple(name for name in equalisable(subject.graph) if name in set(self._edges))
         self._trials = self._spent = 0      # planned and finished trials of the search, for the progress display
@@ -143,40 +143,40 @@ class CalibrationRun:
         """Return the ranges, and the fields for the plan's metadata."""
         if self._data.note:
             self._notify(self._data.note)
-        watched = self._watched()
+        statistics = self._statistics()
         check = self._check
-        judged, trials = self._trial_budget(watched)
+        judged, trials = self._trial_budget(statistics)
         floats = FloatRuns(self._subject.graph, judged)
-        spare = not self._calibrator and self._spare(trials) >= 0
-        watched.watch(self._edges, floats, (*self._uneven, *self._convolved), check,
-                      SecondMoments(self._subject.graph) if spare else None)
-        if watched.padded:
-            self._notify(f"{watched.padded} positions at which {MASK} is 0 are padding and left out of calibration")
+        has_steps = not self._calibrator and self._spare_trials(trials) >= 0
+        statistics.collect(self._edges, floats, (*self._smoothable, *self._convolved), check,
+                           SecondMoments(self._subject.graph) if has_steps else None)
+        if statistics.padded:
+            self._notify(f"{statistics.padded} positions at which {MASK} is 0 are padding and left out of calibration")
         judge = Judge(self._subject, floats, self._tick)
-        notes = self._notes(watched, check) if check else ()
+        notes = self._notes(statistics, check) if check else ()
         preprocess = self._data.preprocess
         report: dict[str, Any] = {"preprocess": preprocess.to_json()} if preprocess is not None else {}
         if self._calibrator:
-            table = make_table(self._calibrator, model_hash(self._subject), watched.items,
-                               watched.histograms)
+            table = make_table(self._calibrator, model_hash(self._subject), statistics.items,
+                               statistics.histograms)
             errors = self._errors(judge, table)
         else:
-            watched, table, errors = self._searched(judge, trials, watched, report)
-        report |= {"search": self._record.as_json(), "histograms": histograms_json(watched.histograms, table.ranges)}
+            statistics, table, errors = self._searched(judge, trials, statistics, report)
+        report |= {"search": self._record.as_json(), "histograms": histograms_json(statistics.histograms, table.ranges)}
         return replace(table, notes=notes, fault=errors.fault if errors else ""), report
 
-    def _notes(self, watched: _Watched, check: DataCheck) -> tuple[str, ...]:
+    def _notes(self, statistics: _Statistics, check: DataCheck) -> tuple[str, ...]:
         """Return warnings about the data and about what the float model makes of them."""
         read = [node.anchor.inputs[0] for node in contractions(self._subject.graph, ())]
-        found = (self._data.corrupt.note, watched.growth.doubt(watched.items, watched.histograms),
-                 dead_channels({name: watched.means[name] for name in read if name in watched.means}))
-        return (*self._data.doubts, *check.doubts(), *filter(None, found))
+        warnings = (self._data.corrupt.note, statistics.growth.warning(statistics.items, statistics.histograms),
+                    dead_channels({name: statistics.means[name] for name in read if name in statistics.means}))
+        return (*self._data.warnings, *check.warnings(), *filter(None, warnings))
 
-    def _trial_budget(self, watched: _Watched) -> tuple[int, int]:
+    def _trial_budget(self, statistics: _Statistics) -> tuple[int, int]:
         """Return (number of items on which ranges are evaluated, number of trials)."""
         if self._calibrator:
             return FEWEST_ITEMS, 1
-        return _budget(watched.macs, sum(constant.size for constant in self._subject.graph.constants.values()))
+        return _budget(statistics.macs, sum(constant.size for constant in self._subject.graph.constants.values()))
 
     def _errors(self, judge: Judge, table: CalibrationTable) -> Errors | None:
         """Measure the errors of a named calibrator's ranges on few items; None if no output can be compared."""
@@ -186,14 +186,14 @@ class CalibrationRun:
         except CalibrationError:
             return None
 
-    def _watched(self) -> _Watched:
+    def _statistics(self) -> _Statistics:
         subject, graph = self._subject, self._subject.graph
-        shown = (*self._edges, *self._uneven, *judged_tensors(graph))
-        engines = watching(subject, tuple(dict.fromkeys(shown)))
+        shown = (*self._edges, *self._smoothable, *judged_tensors(graph))
+        engines = float_engines(subject, tuple(dict.fromkeys(shown)))
         plan = engines.usual.plan
         batch = plan.batch_slots if not plan.dependence else 1
-        batch = max(min(batch, WATCHED_BYTES // max(sum(bytes_of(graph.types[name]) for name in self._edges), 1)), 1)
-        return _Watched(engines, self._data, batch, lambda done, of: self._progress("calibrating", done, of, ""))
+        batch = max(min(batch, OBSERVED_BYTES // max(sum(bytes_of(graph.types[name]) for name in self._edges), 1)), 1)
+        return _Statistics(engines, self._data, batch, lambda done, of: self._progress("calibrating", done, of, ""))
 
     def _tick(self) -> None:
         self._progress("searching", min(self._spent, self._trials), self._trials, "")
@@ -208,92 +208,92 @@ class CalibrationRun:
         self._record.add(stage, label, self._known[key])
         return self._known[key]
 
-    def _searched(self, judge: Judge, trials: int, watched: _Watched,
-                  report: dict[str, Any]) -> tuple[_Watched, CalibrationTable, Errors]:
+    def _searched(self, judge: Judge, trials: int, statistics: _Statistics,
+                  report: dict[str, Any]) -> tuple[_Statistics, CalibrationTable, Errors]:
         """Search for the ranges of least error by so many trials; also return the statistics behind them."""
-        spare = self._spare(trials)
-        alphas = EQUALISING[:max(spare - 1, 0)] if self._convolved else ()
+        spare_trials = self._spare_trials(trials)
+        alphas = EQUALISING[:max(spare_trials - 1, 0)] if self._convolved else ()
         equalising = len(alphas) + bool(alphas)
-        single = min(max(spare - equalising, 0), MOST_TRIALS)
-        candidates = CANDIDATES if spare >= 0 else FEW_CANDIDATES
-        self._trials = self._first_trials + equalising + STEPS * (spare >= 0) + len(candidates) + single
+        single = min(max(spare_trials - equalising, 0), MOST_TRIALS)
+        candidates = CANDIDATES if spare_trials >= 0 else FEW_CANDIDATES
+        self._trials = self._first_trials + equalising + STEPS * (spare_trials >= 0) + len(candidates) + single
         factors: Factors = {}
-        moments, peaks, plain = watched.moments, watched.peaks, watched.histograms
-        rows = self._scaled_rows(judge, watched) if self._scalable else ()
-        if self._uneven:
-            watched, factors = self._smoothing(judge, watched, rows)
+        moments, peaks, plain = statistics.moments, statistics.peaks, statistics.histograms
+        rows = self._scaled_rows(judge, statistics) if self._scalable else ()
+        if self._smoothable:
+            statistics, factors = self._smoothing(judge, statistics, rows)
         if alphas:
-            watched, factors = self._equalisation(judge, watched, peaks, factors, rows, alphas)
-        hash_, items = model_hash(self._subject), watched.items
-        searched = {name: one for name, one in watched.histograms.items() if name not in rows}
+            statistics, factors = self._equalisation(judge, statistics, peaks, factors, rows, alphas)
+        hash_, items = model_hash(self._subject), statistics.items
+        searched = {name: one for name, one in statistics.histograms.items() if name not in rows}
         usual = replace(make_table("percentile", hash_, items, searched), smoothing=factors, scaled_rows=rows)
-        if spare < 0:
+        if spare_trials < 0:
             self._notify("a model of this size leaves the search few trials: biases are not corrected, weights are "
                          f"rounded to the nearest, and only {' and '.join(FEW_CANDIDATES)} are compared")
         steps: dict[str, Any] = {"smoothing": factors, "scaled_rows": rows}
-        if spare >= 0:
-            steps["means"] = self._bias_correction(judge, usual, watched.means)
+        if spare_trials >= 0:
+            steps["means"] = self._bias_correction(judge, usual, statistics.means)
             steps["rounding"] = self._rounding(judge, replace(usual, **steps), moments)
 
-        def judged(table: CalibrationTable) -> Errors:
+        def evaluate(table: CalibrationTable) -> Errors:
             stage = "calibrator" if table.calibrator in candidates else "range"
             return self._trial(judge, replace(table, **steps), stage, table.calibrator)
 
-        found = search(searched, hash_, items, judged, single, candidates)
-        for stage, label in found.kept():
+        result = search(searched, hash_, items, evaluate, single, candidates)
+        for stage, label in result.kept():
             self._record.keep(stage, label)
         self._notify(f"calibrators by their error on {judge.items} calibration items (--calibrator forces one):\n"
-                     f"{found}")
-        report["calibrators"] = {name: vars(errors) for name, errors in found.choice.errors.items()}
+                     f"{result}")
+        report["calibrators"] = {name: vars(errors) for name, errors in result.choice.errors.items()}
         scaled, before = ({name: histograms[name] for name in names if name in histograms} for names, histograms in (
-            (rows, watched.histograms), (factors, plain)))
-        of_scaled, unsmoothed = (make_table(found.choice.name, hash_, items, one).ranges for one in (scaled, before))
-        ranges = {**found.table.ranges, **of_scaled}
-        return watched, replace(found.table, **steps, ranges=ranges, unsmoothed=unsmoothed), found.errors
+            (rows, statistics.histograms), (factors, plain)))
+        of_scaled, unsmoothed = (make_table(result.choice.name, hash_, items, one).ranges for one in (scaled, before))
+        ranges = {**result.table.ranges, **of_scaled}
+        return statistics, replace(result.table, **steps, ranges=ranges, unsmoothed=unsmoothed), result.errors
 
     @property
     def _first_trials(self) -> int:
         """Number of trials of scaled rows and smoothing."""
-        return 2 * bool(self._scalable) + (1 + len(ALPHAS)) * bool(self._uneven)
+        return 2 * bool(self._scalable) + (1 + len(ALPHAS)) * bool(self._smoothable)
 
-    def _spare(self, trials: int) -> int:
+    def _spare_trials(self, trials: int) -> int:
         """Return how many trials the search has beside those of its steps; below 0 if it has too few for them.
 
         The trial of scaled rows takes the place of two that repeat an earlier one and cost nothing: the first of
         smoothing and the default calibrator.
         """
-        repeated = (1 + bool(self._uneven)) * bool(self._scalable)
+        repeated = (1 + bool(self._smoothable)) * bool(self._scalable)
         return trials - self._first_trials - len(CANDIDATES) - STEPS + repeated
 
-    def _scaled_rows(self, judge: Judge, plain: _Watched) -> tuple[str, ...]:
+    def _scaled_rows(self, judge: Judge, plain: _Statistics) -> tuple[str, ...]:
         """Return the tensors whose rows products read with a scale each if that raises the SQNR, else ()."""
         table = make_table(WIDEST, "", 0, plain.histograms)
         is_better = self._is_better(judge, "scaled rows", {"without": table,
                                                            "with": replace(table, scaled_rows=self._scalable)})
         return self._scalable if is_better else ()
 
-    def _smoothing(self, judge: Judge, plain: _Watched, rows: tuple[str, ...]) -> tuple[_Watched, Factors]:
+    def _smoothing(self, judge: Judge, plain: _Statistics, rows: tuple[str, ...]) -> tuple[_Statistics, Factors]:
         """Return statistics and smoothing factors if smoothing lowers the error, else `plain` and no factors.
 
         rows: the tensors with scaled rows.
         """
         edges, peaks = tuple(plain.histograms), plain.peaks.result()
 
-        def tried() -> Iterator[tuple[str, CalibrationTable, tuple[_Watched, Factors]]]:
+        def tried() -> Iterator[tuple[str, CalibrationTable, tuple[_Statistics, Factors]]]:
             table = replace(make_table(WIDEST, "", 0, plain.histograms), scaled_rows=rows)
             yield "without", table, (plain, {})
             for alpha in ALPHAS:
-                factors = _plain(smoothing_factors(self._subject.graph, {name: peaks[name] for name in self._uneven},
-                                                   alpha))
-                even = replace(plain, engines=watching(self._subject, edges, factors))
-                even.watch(edges, FloatRuns(self._subject.graph, 0))
-                table = replace(make_table(WIDEST, "", 0, even.histograms), smoothing=factors, scaled_rows=rows)
-                yield f"alpha {alpha}", table, (even, factors)
+                factors = _plain(smoothing_factors(self._subject.graph,
+                                                   {name: peaks[name] for name in self._smoothable}, alpha))
+                smoothed = replace(plain, engines=float_engines(self._subject, edges, factors))
+                smoothed.collect(edges, FloatRuns(self._subject.graph, 0))
+                table = replace(make_table(WIDEST, "", 0, smoothed.histograms), smoothing=factors, scaled_rows=rows)
+                yield f"alpha {alpha}", table, (smoothed, factors)
 
-        return self._best(judge, "smoothing", f"smoothing of {len(self._uneven)} tensors", tried())
+        return self._best(judge, "smoothing", f"smoothing of {len(self._smoothable)} tensors", tried())
 
-    def _equalisation(self, judge: Judge, plain: _Watched, peaks: ChannelPeaks, smoothing: Factors,
-                      rows: tuple[str, ...], alphas: Sequence[float]) -> tuple[_Watched, Factors]:
+    def _equalisation(self, judge: Judge, plain: _Statistics, peaks: ChannelPeaks, smoothing: Factors,
+                      rows: tuple[str, ...], alphas: Sequence[float]) -> tuple[_Statistics, Factors]:
         """Return statistics and factors with those of equalisation if it lowers the error, else without them."""
         largest = {name: peak for name, peak in peaks.result().items() if name in self._convolved}
         before = replace(make_table(WIDEST, "", 0, plain.histograms), smoothing=smoothing, scaled_rows=rows)
@@ -309,7 +309,7 @@ class CalibrationRun:
         if not found:
             return plain, smoothing
         factors = {**smoothing, **found}
-        histograms = histograms_of(watching(self._subject, tuple(found), factors).show, judge.feeds, found)
+        histograms = histograms_of(float_engines(self._subject, tuple(found), factors).show, judge.feeds, found)
         for name, range_ in peaks.ranges(found).items():
             histograms[name].observe(np.array(range_))
         means = {name: plain.means[name] / s for name, s in found.items() if name in plain.means}
@@ -371,7 +371,7 @@ def _budget(macs: int, weights: int) -> tuple[int, int]:
 def judge_of(subject: Subject, data: CalibrationData, trials: int) -> Judge:
     """Return an evaluator of recipes on the first items, on as many as the budget has for so many trials."""
     graph = subject.graph
-    engines = watching(subject, judged_tensors(graph))
+    engines = float_engines(subject, judged_tensors(graph))
     macs = sum(step.macs for step in engines.usual.plan.machine.steps)
     weights = sum(constant.size for constant in graph.constants.values())
     items = (BUDGET_MACS / max(trials, 1) - MACS_A_WEIGHT * weights) / max(macs, 1)

@@ -138,10 +138,10 @@ def _parse_ours(text: str) -> CalibrationTable:
     if document.get("format") != FORMAT or document.get("version") != VERSION:
         raise CalibrationError(f"format {document.get('format')!r} version {document.get('version')!r}, expected "
                                f"{FORMAT!r} version {VERSION}; delete it to calibrate again")
-    wanted = {"format", "version", "calibrator", "model_hash", "items", "ranges", "means", "smoothing", "unsmoothed",
+    expected = {"format", "version", "calibrator", "model_hash", "items", "ranges", "means", "smoothing", "unsmoothed",
               "rounding"}
-    if document.keys() - {"scaled_rows", "notes", "fault"} != wanted:
-        raise CalibrationError(f"its fields are {sorted(document)}, expected {sorted(wanted)}")
+    if document.keys() - {"scaled_rows", "notes", "fault"} != expected:
+        raise CalibrationError(f"its fields are {sorted(document)}, expected {sorted(expected)}")
     try:
         ranges, unsmoothed = ({str(tensor): (float(low), float(high)) for tensor, (low, high) in document[key].items()}
                               for key in ("ranges", "unsmoothed"))
@@ -199,7 +199,7 @@ def load_or_make(path: str | Path, model_hash: str, make: Callable[[], Calibrati
         if table.model_hash != model_hash:
             reason = "it was of another model"
         elif calibrator not in (None, table.calibrator):
-            reason = f"it was made by {table.calibrator}, and {calibrator} was asked for"
+            reason = f"its calibrator is {table.calibrator}, and {calibrator} is requested"
         elif lacking := [name for name in tensors if name not in table.ranges]:
             reason, kept = f"it had no ranges for {len(lacking)} tensors of these shapes", table.ranges
         else:

@@ -169,14 +169,14 @@ class Calibration:
         moments = ProductMoments(source, tensors, config, lambda inputs: self.first(inputs, pixels), data, progress)
         return GptqRounder(moments.of)
 
-    def doubts(self, inputs: Sequence[IoTensor], feeds: Sequence[Feed]) -> tuple[str, ...]:
+    def warnings(self, inputs: Sequence[IoTensor], feeds: Sequence[Feed]) -> tuple[str, ...]:
         """Return warnings about implausible items."""
         check = DataCheck(inputs)
         for feed in feeds:
             check.observe(feed)
-        return check.doubts()
+        return check.warnings()
 
-    def float16_doubts(self, graph: Graph, inputs: Sequence[IoTensor], pixels: bool) -> tuple[str, ...]:
+    def float16_warnings(self, graph: Graph, inputs: Sequence[IoTensor], pixels: bool) -> tuple[str, ...]:
         """Return warnings about tensors of a float16 graph that exceed its range on the first items."""
         return () if self.data is None else overflow(
             graph, self.open(inputs, pixels, _extents(inputs, graph)).limit(FEWEST_ITEMS))
@@ -201,14 +201,14 @@ class Calibration:
                 state = "is of another model or calibrator" if Path(self.cache).exists() else "does not exist"
                 raise ConfigError(f"the calibration cache {self.cache} {state}; give --calib to calibrate")
             data = self._calibration_items(subject)
-            table, found = CalibrationRun(subject, data, self.calibrator, self.check(subject.inputs, data), notify,
+            table, fields = CalibrationRun(subject, data, self.calibrator, self.check(subject.inputs, data), notify,
                                           progress).table()
-            report.update(found)
+            report.update(fields)
             return table
 
         if self.cache:
-            wanted = builder.edges(graph) if self.data is not None else ()
-            cached = load_or_make(self.cache, model_hash(subject), make, self.calibrator or None, wanted)
+            required = builder.edges(graph) if self.data is not None else ()
+            cached = load_or_make(self.cache, model_hash(subject), make, self.calibrator or None, required)
             table = cached.table
             notify(cached.note)
         else:
@@ -269,11 +269,11 @@ class Calibration:
             return []
         judge = judge_of(subject, self._calibration_items(subject), len(layers))
         try:
-            found = sensitivities(subject, judge, table.recipe, layers, {}, "fp32",
+            layer_effects = sensitivities(subject, judge, table.recipe, layers, {}, "fp32",
                                   lambda done, of, layer: progress("ranking", done, of, layer))
         except CalibrationError:        # no output can be compared
             return []
-        return [{"layer": one.layer.name, "sqnr_db": one.sqnr_db, "noise": one.noise} for one in found]
+        return [{"layer": one.layer.name, "sqnr_db": one.sqnr_db, "noise": one.noise} for one in layer_effects]
 
 
 def _source_of(data: Any) -> Source:

@@ -65,9 +65,9 @@ class Reference:
         """
         measured: dict[str, _Sums] = {}
         agreements: list[float] = []
-        for run, came in zip(self._runs, outputs, strict=True):
-            for output in (output for name, output in run.items() if name in came):
-                values = np.atleast_1d(came[output.name])
+        for run, actual in zip(self._runs, outputs, strict=True):
+            for output in (output for name, output in run.items() if name in actual):
+                values = np.atleast_1d(actual[output.name])
                 for label, items in output.parts.items():
                     sums = measured.setdefault(label, _Sums())
                     for item, value in zip(items, values, strict=True):
@@ -148,11 +148,11 @@ class _Item:
 
     def measure(self, value: Array, sums: _Sums) -> None:
         """Add the errors of a quantised item."""
-        came = np.reshape(value, -1)
-        came = came if self._where is None else came[self._where]
-        lost = int(np.count_nonzero((came == 0) & (self._values != 0)))
+        actual = np.reshape(value, -1)
+        actual = actual if self._where is None else actual[self._where]
+        lost = int(np.count_nonzero((actual == 0) & (self._values != 0)))
         v2, e2, e4 = 0.0, 0.0, 0.0
-        for r, v in zip(_chunks(self._of_finite(self._values)), _chunks(self._of_finite(came)), strict=True):
+        for r, v in zip(_chunks(self._of_finite(self._values)), _chunks(self._of_finite(actual)), strict=True):
             v2 += _dot(v, v)
             two, four = _powers([np.subtract(r, v, out=r)])
             e2, e4 = e2 + two, e4 + four

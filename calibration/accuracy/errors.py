@@ -134,23 +134,23 @@ def errors_of(name: str, pairs: Sequence[Pair], floor: float = 0.0) -> OutputErr
     if wrong := next((pair.wrong for pair in pairs if pair.wrong), ""):
         return OutputErrors(name, wrong=wrong)
     rows = sum(pair.rows for pair in pairs) if pairs[0].rows >= 0 else -1
-    found = OutputErrors(name, floating=pairs[0].floating, rows=rows, missing=sum(pair.missing for pair in pairs))
+    errors = OutputErrors(name, floating=pairs[0].floating, rows=rows, missing=sum(pair.missing for pair in pairs))
     expected, value = (np.concatenate([_measured(pair, array) for pair, array in arrays]) for arrays in (
         [(p, p.expected) for p in pairs], [(p, p.value) for p in pairs]))
     same = (expected == value) | ((expected != expected) & (value != value))
     differing = 1.0 - float(same.mean()) if same.size else 0.0
-    if not found.floating:
-        return replace(found, differing=differing)
+    if not errors.floating:
+        return replace(errors, differing=differing)
     finite = np.isfinite(expected) & np.isfinite(value)
     odd = int((~finite & ~same).sum())
     if not finite.any():
         nothing = f"none of its {expected.size} values is finite: nothing can be compared; give typical inputs, --calib"
-        return replace(found, odd=odd, wrong=nothing if expected.size and rows < 0 else "")
+        return replace(errors, odd=odd, wrong=nothing if expected.size and rows < 0 else "")
     wide = np.where(finite, expected, 0).astype(np.float64)
     error = np.abs(np.where(finite, value, 0).astype(np.float64) - wide)
     seen, largest = wide[finite], float(error.max())
     range_ = max(float(seen.max() - seen.min()), floor) or float(np.abs(seen).max()) or 1.0
-    return replace(found, largest=largest, relative=largest / range_, mean=float(error[finite].mean()),
+    return replace(errors, largest=largest, relative=largest / range_, mean=float(error[finite].mean()),
                    median=float(np.median(error[finite])), item=_item(pairs, int(error.argmax())),
                    sqnr_db=sqnr_db(expected[finite], value[finite]), cosine=cosine(expected[finite], value[finite]),
                    odd=odd, zeroed=zeroed(expected[finite], value[finite]), differing=differing)

@@ -27,7 +27,7 @@ def overflow(graph: Graph, feeds: Iterable[Feed]) -> tuple[str, ...]:
         return ()
     types = {name: replace(graph.types[name], dtype=np.dtype(np.float32)) for name in converted}
     wide = graph.rebuild([replace(node, precision="fp32") for node in graph.nodes], types=types)
-    engine = Specialisation(Builder(BuildConfig(timing=False)).watching(wide, converted))
+    engine = Specialisation(Builder(BuildConfig(timing=False)).observable(wide, converted))
     peaks = dict.fromkeys(converted, 0.0)
 
     def observe(name: str, values: Array) -> None:

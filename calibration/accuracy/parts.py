@@ -117,8 +117,8 @@ def _joined(names: Sequence[str]) -> str:
 def _of_channels(arrays: Sequence[Array]) -> TensorParts:
     """Divide along the second axis or the last one, whichever has more groups of channels."""
     rank = arrays[0].ndim
-    found = [_along(axis, arrays) for axis in dict.fromkeys((1, rank - 1)) if 0 < axis < rank]
-    return max(found, key=lambda parts: len(parts.names), default=TensorParts())
+    divisions = [_along(axis, arrays) for axis in dict.fromkeys((1, rank - 1)) if 0 < axis < rank]
+    return max(divisions, key=lambda parts: len(parts.names), default=TensorParts())
 
 
 def _along(axis: int, arrays: Sequence[Array]) -> TensorParts:

@@ -51,21 +51,21 @@ def match_rows(expected: Array, value: Array, selection: Selection, tolerance: f
     decided : see `decided_rows`
     """
     axis = _row_axis(expected.shape, selection)
-    right, came = _rows(expected, axis), _rows(value, axis)
-    if right.shape[0] != came.shape[0] or right.shape[2] != came.shape[2]:
-        count = right.shape[0] * right.shape[1]
+    reference, actual = _rows(expected, axis), _rows(value, axis)
+    if reference.shape[0] != actual.shape[0] or reference.shape[2] != actual.shape[2]:
+        count = reference.shape[0] * reference.shape[1]
         return Matched(expected, np.zeros(expected.shape, bool), count, count)
-    result, matched = right.copy(), np.zeros(right.shape[:2], bool)
-    limits = _limits(right, tolerance)
+    result, matched = reference.copy(), np.zeros(reference.shape[:2], bool)
+    limits = _limits(reference, tolerance)
     if not selection.ordered:
-        matched = (np.abs(came.astype(np.float64) - right) <= limits)[:, :, 0]
-        result = np.where(matched[:, :, None], came, right)
-    for number, (wanted, rows) in enumerate(zip(right, came, strict=True) if selection.ordered else ()):
-        for i, j in _pairs(wanted, rows, limits):
+        matched = (np.abs(actual.astype(np.float64) - reference) <= limits)[:, :, 0]
+        result = np.where(matched[:, :, None], actual, reference)
+    for number, (expected_rows, rows) in enumerate(zip(reference, actual, strict=True) if selection.ordered else ()):
+        for i, j in _pairs(expected_rows, rows, limits):
             result[number, i], matched[number, i] = rows[j], True
-    counted = decided.get(right.shape[:2], np.ones(right.shape[:2], bool))
-    missing = int((counted & ~matched).sum()) + right.shape[0] * max(came.shape[1] - right.shape[1], 0)
-    whole = np.broadcast_to(matched[:, :, None], right.shape)
+    counted = decided.get(reference.shape[:2], np.ones(reference.shape[:2], bool))
+    missing = int((counted & ~matched).sum()) + reference.shape[0] * max(actual.shape[1] - reference.shape[1], 0)
+    whole = np.broadcast_to(matched[:, :, None], reference.shape)
     return Matched(result.reshape(expected.shape), whole.reshape(expected.shape), missing, int(counted.sum()))
 
 
@@ -75,7 +75,7 @@ def decided_rows(outputs: Iterable[tuple[Array, Selection]], tolerance: float) -
     Rows are ranked by a column that falls from row to row in every item, in any of the outputs: the scores may be an
     output of their own. Outputs for which there is no such ranking are left out.
     """
-    found: dict[tuple[int, int], NDArray[np.bool_]] = {}
+    masks: dict[tuple[int, int], NDArray[np.bool_]] = {}
     for array, selection in outputs:
         if array.dtype.kind != "f" or not selection.ordered:
             continue
@@ -83,9 +83,9 @@ def decided_rows(outputs: Iterable[tuple[Array, Selection]], tolerance: float) -
         for column in range(min(rows.shape[2], MOST_COLUMNS) if rows.shape[1] > 1 else 0):
             ranked = rows[:, :, column].astype(np.float64)
             if np.isfinite(ranked).all() and (np.diff(ranked, axis=1) <= 0).all():
-                found[rows.shape[:2]] = np.asarray(ranked > ranked[:, -1:] + tolerance * np.abs(ranked).max())
+                masks[rows.shape[:2]] = np.asarray(ranked > ranked[:, -1:] + tolerance * np.abs(ranked).max())
                 break
-    return found
+    return masks
 
 
 # ---- rows of an array
@@ -106,22 +106,22 @@ def _rows(array: Array, axis: int) -> Array:
 
 
 # ---- what is alike
-def _limits(right: Array, tolerance: float) -> Array:
+def _limits(reference: Array, tolerance: float) -> Array:
     """Say for each column how far elements may be apart; 0 where they are whole numbers."""
-    if right.dtype.kind != "f" or not right.size:
-        return np.zeros(right.shape[2])
-    columns = right.reshape(-1, right.shape[2]).astype(np.float64)
+    if reference.dtype.kind != "f" or not reference.size:
+        return np.zeros(reference.shape[2])
+    columns = reference.reshape(-1, reference.shape[2]).astype(np.float64)
     finite = np.where(np.isfinite(columns), columns, 0)
     range_ = finite.max(axis=0) - finite.min(axis=0)
     range_ = np.where(range_ > 0, range_, np.abs(finite).max(axis=0))
-    whole = (finite == np.rint(finite)).all(axis=0) & (range_ > 0) & (right.shape[2] > 1)
+    whole = (finite == np.rint(finite)).all(axis=0) & (range_ > 0) & (reference.shape[2] > 1)
     return np.where(whole, 0.0, tolerance * range_)
 
 
-def _pairs(right: Array, came: Array, limits: Array) -> Iterator[tuple[int, int]]:
-    """Yield pairs of rows that are alike, each row once: in the order of the right ones, the nearest first."""
-    columns = np.unique(np.linspace(0, right.shape[1] - 1, min(right.shape[1], MOST_COLUMNS)).astype(int))
-    a, b, limit = right[:, columns], came[:, columns], limits[columns]
+def _pairs(reference: Array, actual: Array, limits: Array) -> Iterator[tuple[int, int]]:
+    """Yield pairs of rows that are alike, each row once: in the order of the reference, the nearest first."""
+    columns = np.unique(np.linspace(0, reference.shape[1] - 1, min(reference.shape[1], MOST_COLUMNS)).astype(int))
+    a, b, limit = reference[:, columns], actual[:, columns], limits[columns]
     if a.dtype.kind == "f":
         a, b = (np.nan_to_num(array.astype(np.float64)) for array in (a, b))
     window = max(PAIRS // max(len(a), 1), 64)

@@ -42,8 +42,8 @@ class ComparedRuns:
         for name, pair in pairs.items():
             selection = selections.get(name)
             if selection and not pair.wrong and (selection.ordered or pair.floating):
-                found = match_rows(pair.expected, pair.value, selection, self._limits.rows, decided)
-                pair = replace(pair, value=found.value, measured=found.matched, rows=found.rows, missing=found.missing)
+                match = match_rows(pair.expected, pair.value, selection, self._limits.rows, decided)
+                pair = replace(pair, value=match.value, measured=match.matched, rows=match.rows, missing=match.missing)
             self._keep(name, pair, inner)
         for name, value in inner.values.items() if inner else ():
             if name in expected and expected[name].shape == value.shape:
@@ -53,10 +53,10 @@ class ComparedRuns:
     def _keep(self, name: str, pair: Pair, inner: Inner | None) -> None:
         self._pairs.setdefault(name, []).append(pair)
         if inner and name in inner.sources:
-            found = inner.sources[name]
-            labels = found.labels if found.labels.ndim == pair.expected.ndim else found.labels[None]
+            sources = inner.sources[name]
+            labels = sources.labels if sources.labels.ndim == pair.expected.ndim else sources.labels[None]
             axis = next((io.batch_axis for io in self._outputs if io.name == name), 0)
-            moved = replace(found, labels=np.moveaxis(labels, axis, 0))
+            moved = replace(sources, labels=np.moveaxis(labels, axis, 0))
             self._traced.setdefault(name, []).append((pair, moved))
 
     def outputs(self) -> tuple[OutputErrors, ...]:
@@ -66,10 +66,10 @@ class ComparedRuns:
     def parts(self) -> tuple[OutputErrors, ...]:
         """Return the errors of the parts of outputs, and of the inputs of selections and their parts."""
         names = {io.name for io in self._outputs}
-        found = []
+        errors: list[OutputErrors] = []
         for name, pairs in self._pairs.items():
             if name not in names:
-                found.append(replace(errors_of(name, pairs), name=f"{name}, before a selection"))
+                errors.append(replace(errors_of(name, pairs), name=f"{name}, before a selection"))
             traced = self._traced.get(name, ())
-            found += errors_of_parts(name, [pair for pair, _ in traced], [sources for _, sources in traced])
-        return tuple(found)
+            errors += errors_of_parts(name, [pair for pair, _ in traced], [sources for _, sources in traced])
+        return tuple(errors)

@@ -45,8 +45,8 @@ def sources_of(graph: Graph, tensor: str) -> Sources:
     The work is linear in the nodes on the way.
     """
     parts = list(parts_of(graph))
-    made = {output: node for node in parts for output in node.outputs}
-    path = _transparent(graph, made, tensor)
+    producers = {output: node for node in parts for output in node.outputs}
+    path = _transparent(graph, producers, tensor)
     known: dict[str, Sources] = {}
     for node in parts:
         if path.isdisjoint(node.outputs):
@@ -58,9 +58,9 @@ def sources_of(graph: Graph, tensor: str) -> Sources:
             known.update(_through(graph, node, {name: known[name] for name in inputs}))
         except EngineError:     # an operator whose reference takes no labels: its results are sources themselves
             known.update((name, _whole(graph, name)) for name in node.outputs if name)
-    found = known.get(tensor) or _whole(graph, tensor)
-    last = made.get(tensor)
-    return Sources(found.names, found.labels, last is not None and last.op in BOUNDED)
+    sources = known.get(tensor) or _whole(graph, tensor)
+    last = producers.get(tensor)
+    return Sources(sources.names, sources.labels, last is not None and last.op in BOUNDED)
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,9 @@ def _traced(graph: Graph, node: Node) -> tuple[str, ...]:
         names = op.data(node)
     else:
         return ()
-    found = tuple(name for name in dict.fromkeys(names)
-                  if name and not graph.is_constant(name) and graph.types[name].dtype.kind != "b")
-    return found if all(is_float(graph.types[name]) for name in found) else ()
+    inputs = tuple(name for name in dict.fromkeys(names)
+                   if name and not graph.is_constant(name) and graph.types[name].dtype.kind != "b")
+    return inputs if all(is_float(graph.types[name]) for name in inputs) else ()
 
 
 def _whole(graph: Graph, name: str) -> Sources:

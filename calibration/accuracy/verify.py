@@ -130,11 +130,12 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
     feeds = feeds_of(data, engine.max_batch) if data else [
         {**feed, **engine.usual_values()} for inputs in tested_inputs(engine)
         for feed in feeds_of(generated(inputs, graph, 1 + BATCHES * TOGETHER), engine.max_batch)]
-    found = verify_engine(engine, oracle, progress(feeds, oracle.slow) if progress else feeds, precision, structure)
+    verification = verify_engine(engine, oracle, progress(feeds, oracle.slow) if progress else feeds, precision,
+                                 structure)
     notes = [*_faults(engine, feeds)] if data else []
     if engine.plan.precision == "fp16":
         notes += overflow(graph, [feed for feed in feeds if structure.fits(feed)])
-    return replace(found, notes=tuple(notes))
+    return replace(verification, notes=tuple(notes))
 
 
 def _faults(engine: Engine, feeds: Iterable[Feed]) -> Iterator[str]:
@@ -147,7 +148,7 @@ def _faults(engine: Engine, feeds: Iterable[Feed]) -> Iterator[str]:
 
 def tested_inputs(engine: Engine) -> list[tuple[IoTensor, ...]]:
     """Return the declarations of the inputs to test: with the usual numbers for open extents, and with others."""
-    found: list[tuple[IoTensor, ...]] = []
+    tested: list[tuple[IoTensor, ...]] = []
     usual = {name: number for name, number in engine.plan.extents.items() if isinstance(number, int)}
     profiles = engine.plan.open_part.profiles
     bounds = profiles[0] if profiles else {name: (max(n // 2, 1), n, n) for name, n in usual.items()}
@@ -155,9 +156,9 @@ def tested_inputs(engine: Engine) -> list[tuple[IoTensor, ...]]:
         extents = {name: bounds[name][which] for name in usual}
         inputs = tuple(IoTensor(io.name, io.dtype, tuple(extents.get(str(extent), extent) for extent in io.shape))
                        for io in engine.inputs)
-        if inputs not in found and (extents == usual or _takes(engine, extents)):
-            found.append(inputs)
-    return found
+        if inputs not in tested and (extents == usual or _takes(engine, extents)):
+            tested.append(inputs)
+    return tested
 
 
 def _takes(engine: Engine, extents: Extents) -> bool:
@@ -176,10 +177,11 @@ def _verify_program(engine: Engine, model: Path, oracle: Oracle, data: Calibrati
     feeds = list(data.limit(BATCHES)) if data else [likely, *_random(engine, likely)]
     try:
         precision = _weight_only(engine.plan) or _precision_of_program(engine.plan)
-        found = verify_engine(engine, oracle, feeds, precision, structure_of_program(model))
-        is_empty = all(errors.rows == 0 for errors in found.outputs)
-        return replace(found, notes=("no output has a row on these items, so nothing is compared; give some on which "
-                                     "it has, --calib",) * is_empty)
+        verification = verify_engine(engine, oracle, feeds, precision, structure_of_program(model))
+        is_empty = all(errors.rows == 0 for errors in verification.outputs)
+        return replace(verification, notes=(
+            "no output has a row on these items, so nothing is compared; give some on which it has, "
+            "--calib",) * is_empty)
     except PlanError as error:
         if data:
             raise
@@ -213,13 +215,13 @@ def verify_engine(engine: Engine, oracle: Oracle, feeds: Iterable[Feed], precisi
     alone = ComparedRuns(engine.outputs, structure, LIMITS[precision])
     count = 0
     for feed in feeds:
-        items, made, expected = _items(engine, feed), engine.run(feed), oracle.answer(feed)
+        items, actual, expected = _items(engine, feed), engine.run(feed), oracle.answer(feed)
         singles = [engine.run(single) for single in _singles(engine, feed, items)]
         count += items
-        runs.add(made, expected, structure.at(feed))
+        runs.add(actual, expected, structure.at(feed))
         if singles:
             batched = [tensor for tensor in engine.outputs if tensor.batched]
-            alone.add(made, {tensor.name: np.concatenate([single[tensor.name] for single in singles],
+            alone.add(actual, {tensor.name: np.concatenate([single[tensor.name] for single in singles],
                                                          tensor.batch_axis) for tensor in batched})
     return Verification(oracle.name, count, precision, runs.outputs(), alone.outputs(), runs.parts())
 
@@ -231,9 +233,9 @@ def precision_of(plan: Plan, graph: Graph) -> str:
     """
     if any(kind.quant for kind in graph.types.values()) or any(node.op in _QUANTISE for node in graph.nodes):
         return "int8"
-    found = {node.precision for node in graph.nodes} if plan.precision == "best" else {plan.precision}
+    precisions = {node.precision for node in graph.nodes} if plan.precision == "best" else {plan.precision}
     dtypes = {kind.dtype.name for kind in graph.types.values()}
-    return _coarsest(found | {precision for dtype, precision in (("float16", "fp16"), ("bfloat16", "bf16"))
+    return _coarsest(precisions | {precision for dtype, precision in (("float16", "fp16"), ("bfloat16", "bf16"))
                               if dtype in dtypes})
 
 

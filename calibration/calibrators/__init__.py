@@ -40,15 +40,15 @@ def make_calibrator(text: str) -> Calibrator:
     name, colon, value = text.partition(":")
     if name not in CALIBRATORS:
         raise ConfigError(f"no calibrator '{name}'{did_you_mean(name, CALIBRATORS)}")
-    made = CALIBRATORS[name]
+    factory = CALIBRATORS[name]
     if not colon:
-        return made()
-    parameters = [parameter.name for parameter in fields(made)]     # type: ignore[arg-type]
+        return factory()
+    parameters = [parameter.name for parameter in fields(factory)]     # type: ignore[arg-type]
     if not parameters:
         raise ConfigError(f"calibrator '{text}': {name} has no parameter to set; write '{name}'")
     try:
         number = float(value)
     except ValueError:
         raise ConfigError(f"calibrator '{text}': '{value}' is not a number; write for instance "
-                          f"'{name}:{getattr(made(), parameters[0])}'") from None
-    return made(**{parameters[0]: number})
+                          f"'{name}:{getattr(factory(), parameters[0])}'") from None
+    return factory(**{parameters[0]: number})

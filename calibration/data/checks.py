@@ -2,7 +2,7 @@
 
     check = DataCheck(inputs, preprocess)
     check.observe(feed)             # each feed of one pass over the data
-    check.doubts()                  # a sentence each; () if nothing is wrong
+    check.warnings()                # a sentence each; () if nothing is wrong
 """
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DataCheck:
             if len(self._digests) < MOST_DIGESTS:
                 self._digests.add(_digest(self.inputs, feed, item))
 
-    def doubts(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """Return warnings about implausible data, a sentence each."""
         few = (f"there are {self.items} calibration items: ranges of fewer than {FEWEST_ITEMS} are hardly those of "
                "other data; give some hundred that are typical")
@@ -98,12 +98,12 @@ class DataCheck:
         for name, seen in floats.items():
             if seen.rank != 4 or seen.low == seen.high:
                 continue
-            said = (f"calibration input '{name}' holds {seen.low:.4g} to {seen.high:.4g}, and the declared "
+            mismatch = (f"calibration input '{name}' holds {seen.low:.4g} to {seen.high:.4g}, and the declared "
                     f"preprocessing makes {low:.4g} to {high:.4g} of pixels")
             if seen.high - seen.low < LEAST_SPAN * (high - low):
-                yield f"{said}: the pictures use little of the range of 0 to 255; check how they were stored"
+                yield f"{mismatch}: the pictures use little of the range of 0 to 255; check how they were stored"
             elif seen.low < low - BEYOND * (high - low) or seen.high > high + BEYOND * (high - low):
-                yield f"{said}: the items do not come from it; check --preprocess, and how the items were made"
+                yield f"{mismatch}: the items do not come from it; check --preprocess, and how the items were made"
 
 
 def _of_another_scale(declared: Preprocess) -> Iterator[str]:

@@ -21,11 +21,11 @@ class CorruptFiles:
     ----------
     allowed : bool
         True: corrupt files are left out and counted. False: they are an error.
-    found : dict of Path to str
-        Files that were left out, with the reason.
+    reasons : dict of Path to str
+        Files that were left out, each with the error that reading it raised.
     """
     allowed: bool = False
-    found: dict[Path, str] = field(default_factory=dict)
+    reasons: dict[Path, str] = field(default_factory=dict)
 
     def readable(self, files: Sequence[Path], read: Callable[[Path], T]) -> Iterator[tuple[Path, T]]:
         """Yield each file that can be read, with its content.
@@ -38,7 +38,7 @@ class CorruptFiles:
             try:
                 content = read(file)
             except CalibrationError as error:
-                self.found[file] = str(error)
+                self.reasons[file] = str(error)
                 if not self.allowed:
                     raise self._error(remaining, read, len(files)) from error
                 continue
@@ -47,20 +47,20 @@ class CorruptFiles:
     @property
     def note(self) -> str:
         """Warning about the files that were left out; "" if there are none."""
-        return f"{self._named()} and left out" if self.found else ""
+        return f"{self._named()} and left out" if self.reasons else ""
 
     def _error(self, remaining: Iterator[Path], read: Callable[[Path], T], count: int) -> CalibrationError:
         for file in remaining:
             try:
                 read(file)
             except CalibrationError as error:
-                self.found[file] = str(error)
-        found, self.found = self.found, {}
-        reasons = "\n".join(f"  {reason}" for reason in islice(found.values(), SHOWN))
-        more = f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        return CalibrationError(f"{len(found)} of {count} files of the calibration data cannot be read; repair or "
-                                f"remove them, or leave them out with --allow-corrupt:\n{reasons}{more}")
+                self.reasons[file] = str(error)
+        reasons, self.reasons = self.reasons, {}
+        lines = "\n".join(f"  {reason}" for reason in islice(reasons.values(), SHOWN))
+        more = f"\n  and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
+        return CalibrationError(f"{len(reasons)} of {count} files of the calibration data cannot be read; repair or "
+                                f"remove them, or leave them out with --allow-corrupt:\n{lines}{more}")
 
     def _named(self) -> str:
-        names = ", ".join(file.name for file in islice(self.found, SHOWN)) + ", ..." * (len(self.found) > SHOWN)
-        return f"{len(self.found)} files of the calibration data could not be read ({names})"
+        names = ", ".join(file.name for file in islice(self.reasons, SHOWN)) + ", ..." * (len(self.reasons) > SHOWN)
+        return f"{len(self.reasons)} files of the calibration data could not be read ({names})"

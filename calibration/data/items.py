@@ -28,7 +28,7 @@ class CalibrationData:
     batched     inputs with a symbolic batch axis; if there is none, items are never stacked
     preprocess  preprocessing of images, resolved for the input; None for arrays
     note        default that was chosen, to be shown to the user; "" if none
-    doubts      warnings about the data that are known before they are read
+    warnings    warnings about the data that are known before they are read
     corrupt     files that cannot be read, as far as the data were read
     """
     source: str
@@ -37,7 +37,7 @@ class CalibrationData:
     batched: frozenset[str]
     preprocess: Preprocess | None = None
     note: str = ""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     corrupt: CorruptFiles = field(default_factory=CorruptFiles)
 
     def __iter__(self) -> Iterator[Feed]:
@@ -54,13 +54,13 @@ class CalibrationData:
 
         Items that differ in shape, or in an input without a batch axis, never share a batch.
         """
-        waiting: list[Feed] = []
+        pending: list[Feed] = []
         for item in self:
-            if waiting and (len(waiting) >= size or not self._stackable(waiting[0], item)):
-                yield self._stack(waiting)
-                waiting = []
-            waiting.append(item)
-        yield self._stack(waiting)
+            if pending and (len(pending) >= size or not self._stackable(pending[0], item)):
+                yield self._stack(pending)
+                pending = []
+            pending.append(item)
+        yield self._stack(pending)
 
     def items_in(self, feed: Feed) -> int:
         """Return the number of items in a feed of `batches`."""
@@ -120,11 +120,11 @@ def count_items(where: str, arrays: Mapping[str, Header], inputs: Sequence[IoTen
     Raises CalibrationError, with the prefix `where`, if names, dtypes or shapes are not the model's. Floats and
     integers may have another width. An integer for a float is rejected, because it has not been normalised.
     """
-    wanted = {tensor.name: tensor for tensor in inputs}
-    if arrays.keys() != wanted.keys():
-        raise CalibrationError(f"{where} holds {sorted(arrays)}; the model's inputs are {sorted(wanted)}")
+    expected = {tensor.name: tensor for tensor in inputs}
+    if arrays.keys() != expected.keys():
+        raise CalibrationError(f"{where} holds {sorted(arrays)}; the model's inputs are {sorted(expected)}")
     counts = {}
-    for name, tensor in wanted.items():
+    for name, tensor in expected.items():
         header = arrays[name]
         if kind_of(header.dtype) != kind_of(np.dtype(tensor.dtype)):
             raise CalibrationError(f"{where}: '{name}' is {header.dtype}; the model takes {tensor.dtype}")
@@ -170,8 +170,8 @@ def kind_of(dtype: np.dtype[Any]) -> str:
 def _fits(shape: tuple[int, ...], tensor: IoTensor) -> bool:
     first = 1 if holds_items(tensor) else 0
     return len(shape) == len(tensor.shape) and all(
-        isinstance(wanted, str) or found == wanted
-        for found, wanted in zip(shape[first:], tensor.shape[first:], strict=True))
+        isinstance(declared, str) or extent == declared
+        for extent, declared in zip(shape[first:], tensor.shape[first:], strict=True))
 
 
 def _with_batch_axis(shape: tuple[int, ...], tensor: IoTensor) -> tuple[int, ...]:

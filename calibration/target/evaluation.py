@@ -8,7 +8,7 @@ from itertools import chain
 
 from infer_server.calibration.data.items import CalibrationData
 from infer_server.calibration.target.metrics import Items, Metric, Outputs, bytes_of, check_bytes, metric_of
-from infer_server.calibration.trials.judge import GraphEngines, Tick, watching
+from infer_server.calibration.trials.judge import GraphEngines, Tick, float_engines
 from infer_server.engines.backends.fallback import to_real
 from infer_server.engines.compiler.builder import Builder
 from infer_server.engines.compiler.subject import Subject
@@ -48,10 +48,10 @@ class Evaluation:
         """
         self._subject, self._data, self._tick = subject, data, tick
         self._items = Items(data, labels)
-        outputs = self._outputs(watching(subject, ()))
+        outputs = self._outputs(float_engines(subject, ()))
         first = next(outputs)
         self.metric: Metric = metric_of(metric, first, labels is not None)
-        self.reference = self.metric.score(self._items, self._kept(chain([first], outputs)))
+        self.reference = self.metric.score(self._items, self._with_expected(chain([first], outputs)))
         if labels is not None and len(labels) != len(self):
             raise CalibrationError(f"{len(labels)} labels for {len(self)} evaluation items")
 
@@ -66,14 +66,14 @@ class Evaluation:
                 prepared(graph, recipe, builder.config.keep_float), recipe.ranges), self._tick)
             return self.metric.score(self._items, self._outputs(engines))
 
-    def _kept(self, outputs: Iterator[Outputs]) -> Iterator[Outputs]:
+    def _with_expected(self, outputs: Iterator[Outputs]) -> Iterator[Outputs]:
         """Yield the float model's outputs, after what the metric needs of them was kept."""
         size = 0
-        for found in outputs:
-            self._items.expected.append(self.metric.keep(found))
+        for item_outputs in outputs:
+            self._items.expected.append(self.metric.keep(item_outputs))
             size += bytes_of(self._items.expected[-1])
             check_bytes(size, len(self))
-            yield found
+            yield item_outputs
 
     def _outputs(self, engines: GraphEngines) -> Iterator[Outputs]:
         """Run all items, one at a time, and yield the outputs of each."""

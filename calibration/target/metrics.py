@@ -105,9 +105,9 @@ def _mean_of(score: Callable[[Outputs, Any, int | None], float]) -> Callable[[It
     """Return a metric that is the mean of a score of each item's outputs, so that none are held."""
     def mean(items: Items, outputs: Iterable[Outputs]) -> float:
         total, count = 0.0, 0
-        for number, found in enumerate(outputs):
+        for number, item_outputs in enumerate(outputs):
             label = items.labels[number] if items.labels is not None and number < len(items.labels) else None
-            total += float(score(found, items.expected[number], label))
+            total += float(score(item_outputs, items.expected[number], label))
             count = number + 1
         return total / count
     return mean
@@ -121,16 +121,16 @@ def _user_function(source: str) -> Callable[[Items, Iterable[Outputs]], float]:
     function = function_of(source)
 
     def score(items: Items, outputs: Iterable[Outputs]) -> float:
-        held: list[Outputs] = []
+        all_outputs: list[Outputs] = []
         inputs: list[Outputs] = []
         size = 0
-        for feed, found in zip(items.data.batches(1), outputs, strict=True):
-            size += bytes_of(feed) + bytes_of(found)
-            check_bytes(size, len(held))
+        for feed, item_outputs in zip(items.data.batches(1), outputs, strict=True):
+            size += bytes_of(feed) + bytes_of(item_outputs)
+            check_bytes(size, len(all_outputs))
             inputs.append(feed)
-            held.append(found)
+            all_outputs.append(item_outputs)
         try:
-            value = float(function(inputs, held, items.labels))
+            value = float(function(inputs, all_outputs, items.labels))
         except Exception as error:      # whatever the user's code raises
             raise CalibrationError(f"metric {source} failed: {type(error).__name__}: {error}") from error
         if not math.isfinite(value):

@@ -171,12 +171,12 @@ class TargetSearch:
         costs = costs_of(self._subject, recipe)
         self._runs += len(self._evaluation) * len(costs)
         sets.float_type = self._precision(recipe, sets, costs)
-        judged = judge(len(sets.layers) + MOST_GROWING)
-        ranked = sensitivities(self._subject, judged, recipe, sets.layers, costs[sets.float_type], sets.float_type,
+        evaluator = judge(len(sets.layers) + MOST_GROWING)
+        ranked = sensitivities(self._subject, evaluator, recipe, sets.layers, costs[sets.float_type], sets.float_type,
                                lambda done, of, layer: self._progress("ranking", done, of, layer))
         if sets.drop(every) > self._target.max_drop:
             return max((none, every), key=lambda kept: sets.scores[kept]), ranked
-        kept = Selection(sets, judged, ranked, self._target.max_drop, self._selecting).kept()
+        kept = Selection(sets, evaluator, ranked, self._target.max_drop, self._selecting).kept()
         self._stage = None
         return kept, ranked
 
@@ -206,16 +206,16 @@ class TargetSearch:
         evaluation, none, every = self._evaluation, frozenset[Layer](), frozenset(sets.layers)
         met = sets.drop(chosen) <= self._target.max_drop
         kept = [layer.name for layer in sets.in_order(chosen)]
-        said = f"{evaluation.metric.name} {evaluation.reference:.4f} in float, {sets.scores[none]:.4f} in INT8"
+        summary = f"{evaluation.metric.name} {evaluation.reference:.4f} in float, {sets.scores[none]:.4f} in INT8"
         timed = (("int8", none), ("chosen", chosen), ("float", every)) if kept else ()
         us = {name: sets.us(one) for name, one in timed}
         if kept:
-            said += (f", {sets.scores[chosen]:.4f} with {len(kept)} of {len(sets.layers)} layers in {sets.float_type} "
-                     f"({', '.join(kept[:SHOWN])}{', ...' * (len(kept) > SHOWN)})")
+            summary += (f", {sets.scores[chosen]:.4f} with {len(kept)} of {len(sets.layers)} layers in "
+                        f"{sets.float_type} ({', '.join(kept[:SHOWN])}{', ...' * (len(kept) > SHOWN)})")
         if us.get("int8"):
-            said += f", at {us['chosen'] / us['int8']:.2f} times the time of INT8"
+            summary += f", at {us['chosen'] / us['int8']:.2f} times the time of INT8"
         verdict = "met" if met else "NOT met, the closest is taken"
-        self._notify(f"target of a drop of at most {self._target.max_drop:g} {verdict}: {said}; "
+        self._notify(f"target of a drop of at most {self._target.max_drop:g} {verdict}: {summary}; "
                      f"{len(evaluation)} evaluation items")
         report = {"metric": evaluation.metric.name, "max_drop": self._target.max_drop, "met": met,
                   "items": len(evaluation), "float": evaluation.reference, "int8": sets.scores[none],

@@ -1,7 +1,7 @@
 """Selection of the layers to keep in float: grown by measured noise, closed over conversions, and pruned.
 
 1. Growing: layers are added by noise removed per microsecond lost. Noise does not add up, so the most promising layers
-   are measured again beside those that were added before (lazy greedy: Minoux, 1978), until the target is met.
+   are measured again together with those added before (lazy greedy: Minoux, 1978), until the target is met.
 2. Bisection: the shortest beginning of that order that meets the target.
 3. Closing: an INT8 layer between two kept ones is kept too if that takes no more time, as it saves two conversions.
 4. Pruning: kept layers return to INT8, the most time saved for the least noise first, if the target holds without them
@@ -18,7 +18,7 @@ from infer_server.calibration.target.sensitivity import LEAST_US, Sensitivity
 from infer_server.calibration.target.sets import Kept, LayerSets
 from infer_server.calibration.trials.judge import Judge
 
-MOST_GROWING = 64       # trials of layers beside others
+MOST_GROWING = 64       # trials of sets of layers while the greedy order grows
 MOST_PRUNING = 24       # layers that are tried in INT8 again
 MOST_NOISE = 1.26       # noise power after pruning relative to that before: 1 dB
 MOST_CLOSING = 16       # timings of sets with a further layer
@@ -38,7 +38,7 @@ class Selection:
         self._noise = noise = sets.noise(judge, frozenset())
         self._least_us = max(LEAST_US, LEAST_SHARE * sets.us(frozenset()))
         self._us = {one.layer: max(one.us, self._least_us) for one in ranked}
-        # (efficiency, position, number of layers beside which it was measured, noise with it)
+        # (efficiency, position, size of the set to which it was added when measured, noise of that set with it)
         self._heap = [(-one.noise * noise / self._us[one.layer], position, 0, noise * (1.0 - one.noise))
                       for position, one in enumerate(ranked)]
         heapq.heapify(self._heap)
@@ -55,11 +55,11 @@ class Selection:
     def _beginning(self, count: int) -> Kept:
         """Return the first layers of the greedy order, which is continued as far as needed."""
         while len(self._order) < count:
-            _, position, beside, noise = heapq.heappop(self._heap)
+            _, position, size, noise = heapq.heappop(self._heap)
             one = self._ranked[position]
-            if beside == len(self._order) or self._trials >= MOST_GROWING:
+            if size == len(self._order) or self._trials >= MOST_GROWING:
                 self._order.append(one)
-                self._noise = noise if beside == len(self._order) - 1 else self._noise
+                self._noise = noise if size == len(self._order) - 1 else self._noise
                 continue
             self._progress("growing", self._trials, MOST_GROWING, one.layer.name)
             self._trials += 1

@@ -94,16 +94,17 @@ def sensitivities(subject: Subject, judge: Judge, recipe: Recipe, layers: Sequen
     progress : callable
         Called with (done, of, layer).
     """
-    whole = noise_power(judge.errors(recipe).sqnr_db)
-    found = []
+    int8_noise = noise_power(judge.errors(recipe).sqnr_db)
+    results = []
     for number, layer in enumerate(layers):
         progress(number, len(layers), layer.name)
         with keeping(subject.builder, layer.nodes, float_type):
             sqnr = judge.errors(recipe).sqnr_db
         us = sum(costs.get(name, 0.0) for name in layer.nodes)
-        found.append(Sensitivity(layer, sqnr, (whole - noise_power(sqnr)) / whole if whole else 0.0, us))
+        removed = (int8_noise - noise_power(sqnr)) / int8_noise if int8_noise else 0.0
+        results.append(Sensitivity(layer, sqnr, removed, us))
     progress(len(layers), len(layers), "")
-    return sorted(found, key=lambda one: -one.efficiency)
+    return sorted(results, key=lambda one: -one.efficiency)
 
 
 def noise_power(sqnr_db: float) -> float:

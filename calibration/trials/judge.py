@@ -53,13 +53,13 @@ class GraphEngines:
         return self._engines[extents]
 
 
-def watching(subject: Subject, tensors: Iterable[str], factors: Mapping[str, Iterable[float]] = {}      # noqa: B006
-             ) -> GraphEngines:
+def float_engines(subject: Subject, tensors: Iterable[str], factors: Mapping[str, Iterable[float]] = {}      # noqa: B006
+                  ) -> GraphEngines:
     """Compile the float model, smoothed by these factors, to show the tensors, as far as its graphs have them."""
     def plan(graph: Graph) -> Plan:
         able = set(scalable(graph)) if factors else ()
         graph = smoothed(graph, {name: values for name, values in factors.items() if name in able})
-        return subject.builder.watching(graph, [name for name in tensors if name in graph.types])
+        return subject.builder.observable(graph, [name for name in tensors if name in graph.types])
     return GraphEngines(subject, plan)
 
 

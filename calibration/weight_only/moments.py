@@ -16,7 +16,7 @@ import numpy as np
 from infer_server.calibration.data.items import CalibrationData
 from infer_server.calibration.data.padding import Padding
 from infer_server.calibration.histogram import Floats
-from infer_server.calibration.trials.judge import watching
+from infer_server.calibration.trials.judge import float_engines
 from infer_server.engines.compiler.builder import BuildConfig, Builder
 from infer_server.engines.compiler.ranges import Progress
 from infer_server.engines.compiler.subject import Seen, Subject, read_subject
@@ -73,7 +73,7 @@ class ProductMoments:
         try:
             plain = replace(config, precision="fp32", weight_only=None, timing=False, keep_float=())
             self._subject = read_subject(Builder(plain), showing(source, tensors), seen)
-            self._engines = watching(self._subject, ())
+            self._engines = float_engines(self._subject, ())
         except CompilerFault:
             raise
         except EngineError as error:

@@ -223,11 +223,11 @@ class _Build:
         if calibration and is_quantised(subject.graph):
             self.add_notice("the model is quantised already: it is compiled as it is, and not calibrated")
         elif calibration and builder.config.precision == "fp16":
-            doubts = calibration.float16_doubts(builder.stored(subject.graph), subject.inputs,
-                                                builder.config.pixels is not None)
-            for doubt in doubts:
-                self.add_notice(doubt)
-            metadata = {"notices": [*metadata["notices"], *doubts]}
+            warnings = calibration.float16_warnings(builder.stored(subject.graph), subject.inputs,
+                                                    builder.config.pixels is not None)
+            for warning in warnings:
+                self.add_notice(warning)
+            metadata = {"notices": [*metadata["notices"], *warnings]}
         elif calibration and not builder.config.weight_only:
             found = calibration.calibrate(subject, self.add_notice, self.progress)
             recipe = self._usable(found, subject)
@@ -266,8 +266,8 @@ class _Build:
 
         def items(inputs: Sequence[IoTensor]) -> Sequence[Mapping[str, Array]]:
             feeds = calibration.items(inputs, MOST_ITEMS)
-            for doubt in calibration.doubts(inputs, feeds):
-                self.add_notice(doubt)
+            for warning in calibration.warnings(inputs, feeds):
+                self.add_notice(warning)
             return feeds
 
         return Watched(items, plan)

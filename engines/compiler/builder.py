@@ -353,7 +353,7 @@ class Builder:
         return self._compile_here(show_in_float(graph, tensors))
 
     @faults_named()
-    def watching(self, graph: Graph, tensors: Collection[str]) -> Plan:
+    def observable(self, graph: Graph, tensors: Collection[str]) -> Plan:
         """Compile a float graph in float32 with these tensors as further outputs, for calibration."""
         watched = tuple(name for name in tensors if name not in graph.outputs)
         shown = replace(graph, outputs=(*graph.outputs, *watched), watched=watched)

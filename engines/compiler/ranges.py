@@ -63,10 +63,10 @@ class RangeSource(Protocol):
     def items(self, inputs: Sequence[IoTensor], most: int) -> Sequence[Mapping[str, Array]]:
         """Return the first items of the data, at most `most`. Raises EngineErrors about the data."""
 
-    def doubts(self, inputs: Sequence[IoTensor], feeds: Sequence[Mapping[str, Array]]) -> Sequence[str]:
+    def warnings(self, inputs: Sequence[IoTensor], feeds: Sequence[Mapping[str, Array]]) -> Sequence[str]:
         """Return warnings about implausible items, one sentence each."""
 
-    def float16_doubts(self, graph: Graph, inputs: Sequence[IoTensor], pixels: bool) -> Sequence[str]:
+    def float16_warnings(self, graph: Graph, inputs: Sequence[IoTensor], pixels: bool) -> Sequence[str]:
         """Return warnings about tensors of a float16 graph that exceed its range on the data."""
 
     def of(self, feeds: Sequence[Mapping[str, Array]]) -> RangeSource:

@@ -255,7 +255,7 @@ class ImageSource:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.reader.note, *self.reader.doubts)))
+        return tuple(filter(None, (self.reader.note, *self.reader.warnings)))
 
     @staticmethod
     def of(files: Sequence[Path], base: Path, scorer: Scorer, split_items: int) -> ImageSource:

@@ -21,7 +21,7 @@ MODEL = parser.parse_model(
     "{ h = MatMul(x, a) r = Relu(h) y = MatMul(r, b) }")
 
 
-def doubt(items: Iterable[Array], tensors: int = 5) -> str:
+def warning(items: Iterable[Array], tensors: int = 5) -> str:
     """Return the warning if one of the tensors holds the items and the others stay within [-1, 1]."""
     growth, histograms = Growth(), {f"t{i}": Histogram() for i in range(tensors)}
     count = 0
@@ -30,17 +30,18 @@ def doubt(items: Iterable[Array], tensors: int = 5) -> str:
         for name, histogram in histograms.items():
             histogram.observe(item if name == "t0" else np.clip(item, -1.0, 1.0))
         growth.record(count, histograms)
-    return growth.doubt(count, histograms)
+    return growth.warning(count, histograms)
 
 
 def test_a_range_that_grows_at_the_end_is_told() -> None:
     values = np.random.default_rng(0).uniform(-1, 1, (100, 50)).astype(np.float32)
     values[:, 0] = 1.0
-    assert doubt(values) == ""
+    assert warning(values) == ""
     values[90] *= 4.0
-    assert "ranges of 1 of 5 tensors grew by more than 20 % in the last" in doubt(values) and "'t0'" in doubt(values)
-    assert doubt(values, tensors=20) == ""      # one tensor of many is no reason
-    assert doubt(values[::-1]) == ""            # it is an early item
+    assert "ranges of 1 of 5 tensors grew by more than 20 % in the last" in warning(values)
+    assert "'t0'" in warning(values)
+    assert warning(values, tensors=20) == ""      # one tensor of many is no reason
+    assert warning(values[::-1]) == ""            # it is an early item
 
 
 def test_channels_that_are_zero_are_told() -> None:

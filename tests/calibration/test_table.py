@@ -124,7 +124,7 @@ def test_a_cache_of_another_graph_or_calibrator_is_replaced(tmp_path):
     write_table(TABLE, path)
     assert "another model" in load_or_make(path, "def456", lambda: other).note
     assert read_table(path) == other
-    assert "mse was asked for" in load_or_make(path, "def456", lambda: TABLE, calibrator="mse").note
+    assert "mse is requested" in load_or_make(path, "def456", lambda: TABLE, calibrator="mse").note
 
 
 def test_a_cache_without_ranges_for_some_tensors_of_a_shape_is_made_again_and_keeps_what_it_had(tmp_path):

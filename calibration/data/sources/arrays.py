@@ -29,7 +29,7 @@ def from_arrays(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
         if file.suffix == ".npy":
             _only(inputs, file)
     headers = corrupt.readable(files, lambda file: headers_of(file, inputs))
-    counts = {file: count_items(str(file), found, inputs) for file, found in headers}
+    counts = {file: count_items(str(file), arrays, inputs) for file, arrays in headers}
 
     def read() -> Iterator[Feed]:
         for file, arrays in corrupt.readable(list(counts), lambda file: _load(file, inputs)):
@@ -47,12 +47,12 @@ def headers_of(file: Path, inputs: Sequence[IoTensor]) -> dict[str, Header]:
         if file.suffix == ".npy":
             with file.open("rb") as stream:
                 return {_only(inputs, file): _header(stream)}
-        found = {}
+        headers = {}
         with zipfile.ZipFile(file) as archive:
             for member in archive.namelist():
                 with archive.open(member) as stream:
-                    found[member.removesuffix(".npy")] = _header(stream)
-        return found
+                    headers[member.removesuffix(".npy")] = _header(stream)
+        return headers
     except UNREADABLE as error:
         raise CalibrationError(f"{file} cannot be read: {error}") from error
 

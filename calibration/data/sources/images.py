@@ -31,13 +31,13 @@ class PictureReader:
     preprocess      preprocessing with the size and layout that the input takes
     float_scale     factor for pictures of floats; 0: chosen for each picture
     note            default that was chosen, to be shown to the user; "" if none
-    doubts          warnings about the files
+    warnings        warnings about the files
     """
     target: IoTensor
     preprocess: Preprocess
     float_scale: float = 0.0
     note: str = ""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def read(self, file: Path) -> Array:
         """Return the item of a file, with leading extent 1. Raises CalibrationError, naming the file."""
@@ -92,7 +92,7 @@ def picture_reader(source: str, files: Sequence[Path], inputs: Sequence[IoTensor
         notes.append(f"'{target.name}' takes any height and width: images are resized to {height}x{width}; give "
                      "--opt-shapes, or a size in --preprocess, for another size")
     depth = _Depth.of(files)
-    return PictureReader(target, preprocess.fit(shape), depth.float_scale, "; ".join(notes), depth.doubts)
+    return PictureReader(target, preprocess.fit(shape), depth.float_scale, "; ".join(notes), depth.warnings)
 
 
 def from_images(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
@@ -111,7 +111,7 @@ def from_images(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
             yield {reader.target.name: reader.item(picture, str(file))}
 
     return CalibrationData(source, read, len(files), batched_inputs(inputs), reader.preprocess, reader.note,
-                           reader.doubts, corrupt)
+                           reader.warnings, corrupt)
 
 
 def default_preset(target: IoTensor) -> tuple[str, Preprocess]:
@@ -136,10 +136,10 @@ class _Depth:
     """Conversion of pictures of more than 8 bits to 8-bit pixels.
 
     float_scale     factor for all pictures of floats
-    doubts          warnings for the user
+    warnings        warnings for the user
     """
     float_scale: float = 0.0
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @staticmethod
     def of(files: Sequence[Path]) -> _Depth:
@@ -148,19 +148,19 @@ class _Depth:
         modes = {file: _mode(file) for file in files[::step][:LOOKED_AT]}
         floats = [file for file, mode in modes.items() if mode == "F"]
         wide = [file for file, mode in modes.items() if mode.startswith("I")]
-        doubts, scale = [], 0.0
+        warnings, scale = [], 0.0
         if floats:
             ends = np.array([end for file in floats for end in read_picture(file).getextrema()])
             scale = scale_of_floats(ends, f"{floats[0]} and others like it" if len(floats) > 1 else str(floats[0]))
-            doubts.append(f"pictures of floats ({floats[0].name}, ...) are read as {ends.min():g} to {ends.max():g} of "
-                          f"{PIXEL / scale:g}")
+            warnings.append(f"pictures of floats ({floats[0].name}, ...) are read as {ends.min():g} to "
+                            f"{ends.max():g} of {PIXEL / scale:g}")
         if wide:
-            doubts.append(f"pictures of 16 bits ({wide[0].name}, ...) are read as 8 bits, their values divided by 256; "
-                          "give .npz files of what the model takes where it needs more")
+            warnings.append(f"pictures of 16 bits ({wide[0].name}, ...) are read as 8 bits, their values divided "
+                            "by 256; give .npz files of what the model takes where it needs more")
         if turned := [file for file in files[::step][:LOOKED_AT] if _orientation(file) > 1]:
-            doubts.append(f"pictures with an EXIF orientation ({turned[0].name}, ...) are read as they are stored, as "
-                          "Pillow, torchvision and the server read them; turn them if the model's training did")
-        return _Depth(scale, tuple(doubts))
+            warnings.append(f"pictures with an EXIF orientation ({turned[0].name}, ...) are read as they are stored, "
+                            "as Pillow, torchvision and the server read them; turn them if the model's training did")
+        return _Depth(scale, tuple(warnings))
 
 
 def _mode(file: Path) -> str:

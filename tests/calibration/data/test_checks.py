@@ -32,11 +32,11 @@ def images(count: int = 8) -> Array:
     return RNG.uniform(-2, 2, (count, 3, 8, 8)).astype(np.float32)
 
 
-def doubts(*feeds: dict[str, Array], inputs: tuple[IoTensor, ...] = (X,), declared: Preprocess | None = None) -> str:
+def warnings(*feeds: dict[str, Array], inputs: tuple[IoTensor, ...] = (X,), declared: Preprocess | None = None) -> str:
     check = DataCheck(inputs, declared)
     for feed in feeds:
         check.observe(feed)
-    return "\n".join(check.doubts())
+    return "\n".join(check.warnings())
 
 
 # ---- items
@@ -47,21 +47,21 @@ def doubts(*feeds: dict[str, Array], inputs: tuple[IoTensor, ...] = (X,), declar
     (np.repeat(images(1), 8, axis=0), "all 8 calibration items are equal"),
     (images(3), "there are 3 calibration items")])
 def test_data_that_cannot_be_right_are_told(values: Array, complaint: str) -> None:
-    found = doubts({"x": values[:3]}, {"x": values[3:]}) if len(values) > 3 else doubts({"x": values})
+    found = warnings({"x": values[:3]}, {"x": values[3:]}) if len(values) > 3 else warnings({"x": values})
     assert complaint in found
 
 
 def test_usual_data_are_not_doubted() -> None:
     zeros = np.zeros((8, 16), np.float32)
-    assert doubts({"x": images(), "state": zeros}, inputs=(X, STATE)) == ""
+    assert warnings({"x": images(), "state": zeros}, inputs=(X, STATE)) == ""
     mask = IoTensor("mask", "int64", ("batch", 4))
-    assert doubts({"mask": np.ones((8, 4), np.int64), "x": images()}, inputs=(mask, X)) == ""
-    assert doubts({"x": images()}, declared=IMAGENET.fit(X.shape)) == ""
+    assert warnings({"mask": np.ones((8, 4), np.int64), "x": images()}, inputs=(mask, X)) == ""
+    assert warnings({"x": images()}, declared=IMAGENET.fit(X.shape)) == ""
 
 
 @pytest.mark.parametrize("scale, complaint", [(1 / 255, "use little of the range"), (100, "do not come from it")])
 def test_a_declared_preprocessing_that_the_data_contradict_is_told(scale: float, complaint: str) -> None:
-    assert complaint in doubts({"x": images() * np.float32(scale)}, declared=IMAGENET.fit(X.shape))
+    assert complaint in warnings({"x": images() * np.float32(scale)}, declared=IMAGENET.fit(X.shape))
 
 
 @pytest.mark.parametrize("changes, told", [
@@ -69,7 +69,7 @@ def test_a_declared_preprocessing_that_the_data_contradict_is_told(scale: float,
     ({"mean": (123.7, 116.3, 103.5), "std": (58.4, 57.1, 57.4)}, "divide mean and std by 255")])
 def test_a_mean_of_another_scale_is_told(changes: dict[str, Any], told: str) -> None:
     declared = replace(IMAGENET, **changes).fit(X.shape)
-    assert told in doubts({"x": images()}, declared=declared)
+    assert told in warnings({"x": images()}, declared=declared)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -77,13 +77,13 @@ def test_no_preset_is_doubted(preset: str) -> None:
     declared = PRESETS[preset]
     low, high = declared.range
     values = RNG.uniform(low, high, (8, 3, 8, 8)).astype(np.float32)
-    assert doubts({"x": values}, declared=declared) == ""
+    assert warnings({"x": values}, declared=declared) == ""
 
 
 def test_items_of_which_most_are_equal_are_told() -> None:
     few = images(3)
-    assert "only 3 of 9 calibration items are different" in doubts({"x": np.concatenate([few, few, few])})
-    assert doubts({"x": np.concatenate([images(8), few[:1], few[:1]])}) == ""
+    assert "only 3 of 9 calibration items are different" in warnings({"x": np.concatenate([few, few, few])})
+    assert warnings({"x": np.concatenate([images(8), few[:1], few[:1]])}) == ""
 
 
 def test_integers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_pictures_of_floats_are_read_with_their_precision(tmp_path: Path, most: 
     values[:, 0, 0], values[:, 0, 1] = 0, 1
     data = open_calibration_data(pictures(tmp_path, *values * np.float32(most)), [GRAY])
     np.testing.assert_allclose(np.concatenate([item["x"] for item in data])[:, 0], values, atol=1e-5)
-    assert "pictures of floats (0.tif, ...) are read as 0 to" in data.doubts[0]
+    assert "pictures of floats (0.tif, ...) are read as 0 to" in data.warnings[0]
 
 
 def test_dark_pictures_of_floats_are_scaled_as_the_others_are(tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_pictures_of_other_floats_are_refused(tmp_path: Path, low: float, high: 
 def test_pictures_of_16_bits_are_told_and_dark_ones_doubted(tmp_path: Path) -> None:
     arrays = [RNG.integers(0, 4096, (8, 8)).astype(np.uint16) for _ in range(8)]      # 12 bits of a camera
     data = open_calibration_data(pictures(tmp_path, *arrays, suffix="png"), [GRAY])
-    assert "pictures of 16 bits" in data.doubts[0]
-    assert "use little of the range of 0 to 255" in doubts(*data, inputs=(GRAY,), declared=data.preprocess)
+    assert "pictures of 16 bits" in data.warnings[0]
+    assert "use little of the range of 0 to 255" in warnings(*data, inputs=(GRAY,), declared=data.preprocess)
 
 
 def test_pictures_of_more_bits_are_refused(tmp_path: Path) -> None:

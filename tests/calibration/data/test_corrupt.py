@@ -65,7 +65,7 @@ def test_corrupt_arrays_are_told_apart_from_those_of_another_model(arrays: Path)
     with pytest.raises(CalibrationError, match="2 of 6 files"):
         open_calibration_data(arrays, [X])
     data = open_calibration_data(arrays, [X], allow_corrupt=True)
-    assert len(list(data)) == 4 and {file.name for file in data.corrupt.found} == {"2.npz", "4.npz"}
+    assert len(list(data)) == 4 and {file.name for file in data.corrupt.reasons} == {"2.npz", "4.npz"}
     np.savez(arrays / "9.npz", x=np.zeros((1, 3, 9, 9), np.float32))
     with pytest.raises(CalibrationError, match=r"9\.npz: 'x' has shape"):
         open_calibration_data(arrays, [X], allow_corrupt=True)

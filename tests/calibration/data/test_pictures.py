@@ -50,6 +50,6 @@ def test_an_exif_orientation_is_told_and_not_applied(tmp_path: Path, suffix: str
     exif = Image.Exif()
     exif[0x0112] = orientation
     Image.fromarray(PIXELS).save(tmp_path / f"x.{suffix}", exif=exif)
-    found = open_calibration_data(tmp_path, [X]).doubts
+    found = open_calibration_data(tmp_path, [X]).warnings
     assert any("EXIF orientation (x." in doubt for doubt in found) is told
     np.testing.assert_array_equal(read(tmp_path / f"x.{suffix}"), np.asarray(Image.open(tmp_path / f"x.{suffix}")))

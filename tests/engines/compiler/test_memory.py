@@ -92,7 +92,7 @@ def test_a_watched_tensor_is_shown_whole_and_its_memory_serves_others_then(targe
     graph = builder.graph(model)
     tensors = [name for node in graph.nodes for name in node.outputs]
     feeds, shown = {"input": images_for(model, 2, seed=1)}, dict[str, Array]()
-    engine = Specialisation(builder.watching(graph, tensors))
+    engine = Specialisation(builder.observable(graph, tensors))
     engine.show(feeds, lambda name, values: shown.update({name: values.copy()}))
     expected = reference.run(graph, feeds, tensors)
     assert shown.keys() == expected.keys()
