@@ -15,6 +15,7 @@ from infer_server.calibration.run import FEWEST_ITEMS, CalibrationRun, judge_of,
 from infer_server.calibration.table import CalibrationTable, load_or_make
 from infer_server.calibration.target.search import AccuracyTarget, TargetSearch
 from infer_server.calibration.target.sensitivity import layers_of, sensitivities
+from infer_server.calibration.target.split import LabelledItems, Split, for_ranges, split_of
 from infer_server.calibration.weight_only.gptq import GptqRounder
 from infer_server.calibration.weight_only.moments import ProductMoments
 from infer_server.engines.compiler.builder import BuildConfig
@@ -239,7 +240,9 @@ class Calibration:
     def _calibration_items(self, subject: Subject) -> CalibrationData:
         """Open the items that ranges are chosen on."""
         data = self._items_of(self._source, subject)
-        return self.target.without_held_out(data) if self.target else data
+        if self.target is None:
+            return data
+        return for_ranges(data, self._evaluation_source is not None, self._test_source is not None)
 
     def _kept_for_target(self, subject: Subject, table: CalibrationTable, report: dict[str, Any], notify: Notify,
                          progress: Progress) -> tuple[tuple[str, ...], str]:
@@ -249,18 +252,21 @@ class Calibration:
             return (), ""
         if (precision := subject.builder.config.precision) != "int8":
             raise ConfigError(f"an accuracy target is for int8; this build is {precision}")
-        if self._evaluation_source is not None:
-            held_out = self._items_of(self._evaluation_source, subject)
-        elif self.data is None:
-            raise ConfigError("an accuracy target needs items: calibration data or evaluation data")
-        else:
-            held_out = target.held_out(self._items_of(self._source, subject))
-        search = TargetSearch(target, subject, held_out, notify, progress)
-        test = None if self._test_source is None else self._items_of(self._test_source, subject)
-        outcome = search.run(table.recipe, lambda trials: judge_of(
-            subject, held_out if self.data is None else self._calibration_items(subject), trials), test)
-        report["target"] = outcome.report
+        split = self._split(target, subject)
+        outcome = TargetSearch(target, subject, split, notify, progress).run(table.recipe, lambda trials: judge_of(
+            subject, split.evaluation.data if self.data is None else self._calibration_items(subject), trials))
+        report["target"] = {**outcome.report, "calibration_items": table.items}
         return outcome.kept, outcome.float_type
+
+    def _split(self, target: AccuracyTarget, subject: Subject) -> Split:
+        """Return the items for the choice of layers and for the reported score."""
+        if self._evaluation_source is None and self.data is None:
+            raise ConfigError("an accuracy target needs items: calibration data or evaluation data")
+        evaluation = None if self._evaluation_source is None else LabelledItems(
+            self._items_of(self._evaluation_source, subject), target.labels_of())
+        test = None if self._test_source is None else LabelledItems(
+            self._items_of(self._test_source, subject), target.test_labels_of())
+        return split_of(lambda: self._items_of(self._source, subject), evaluation, test)
 
     def _sensitivity(self, subject: Subject, table: CalibrationTable, progress: Progress) -> list[dict[str, Any]]:
         """Return the noise of the outputs with each layer kept in float32, the largest gain first."""

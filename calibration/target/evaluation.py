@@ -1,13 +1,13 @@
 """Scores of a model on evaluation items, in float32 and quantised with some layers kept in float."""
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 
-from infer_server.calibration.data.items import CalibrationData
 from infer_server.calibration.target.metrics import Items, Metric, Outputs, bytes_of, check_bytes, metric_of
+from infer_server.calibration.target.split import LabelledItems
 from infer_server.calibration.trials.judge import GraphEngines, Tick, float_engines
 from infer_server.engines.backends.fallback import to_real
 from infer_server.engines.compiler.builder import Builder
@@ -40,14 +40,11 @@ class Evaluation:
         Score of the float model.
     """
 
-    def __init__(self, subject: Subject, data: CalibrationData, labels: Sequence[int] | None, metric: str,
-                 tick: Tick) -> None:
-        """Run the float model on the items.
-
-        labels: class of each item. tick: called after each item. Raises ConfigError, CalibrationError.
-        """
-        self._subject, self._data, self._tick = subject, data, tick
-        self._items = Items(data, labels)
+    def __init__(self, subject: Subject, items: LabelledItems, metric: str, tick: Tick) -> None:
+        """Run the float model on the items. tick: called after each item. Raises ConfigError, CalibrationError."""
+        self._subject, self._data, self._tick = subject, items.data, tick
+        labels = items.labels
+        self._items = Items(items.data, labels)
         outputs = self._outputs(float_engines(subject, ()))
         first = next(outputs)
         self.metric: Metric = metric_of(metric, first, labels is not None)

@@ -4,7 +4,7 @@
 2. If it drops too far, the fastest float precision that meets the target with all layers in it is taken.
 3. Each layer is kept in float in turn, and the noise of the outputs measured on calibration items.
 4. A set of layers is selected by these measurements (infer_server.calibration.target.selection).
-5. The chosen set is scored on test items, if there are any.
+5. The chosen set is scored on test items, on which nothing was chosen (infer_server.calibration.target.split).
 """
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from infer_server.calibration.data.items import CalibrationData
 from infer_server.calibration.target.evaluation import Evaluation
 from infer_server.calibration.target.labels import FOLDERS, read_labels
 from infer_server.calibration.target.metrics import AGREEMENT, TOP1, check_metric
 from infer_server.calibration.target.selection import MOST_GROWING, Selection
 from infer_server.calibration.target.sensitivity import Layer, Sensitivity, costs_of, layers_of, sensitivities
 from infer_server.calibration.target.sets import Kept, LayerSets, nodes_of
+from infer_server.calibration.target.split import LabelledItems, Split
 from infer_server.calibration.trials.judge import Judge
 from infer_server.engines.compiler.ranges import Notify, Progress
 from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.errors import ConfigError
 from infer_server.engines.ir.recipe import Recipe
 
-HELD_OUT = 4            # without evaluation data, every fourth calibration item is for evaluation
 SHOWN = 5               # layers named in the notice
 
 
@@ -42,11 +41,13 @@ class AccuracyTarget:
         "agreement", "top1", "cosine" or "script.py:function" (infer_server.calibration.target.metrics); "" chooses by
         the outputs and labels.
     data : path, feeds or function
-        Evaluation items, as Calibration.data. None: every fourth calibration item, which ranges then do not see.
+        Items on which layers are chosen, as Calibration.data. None: every fourth calibration item, which ranges then
+        do not see.
     labels : str, path or sequence of int
         Class of each evaluation item, for "top1" and functions (infer_server.calibration.target.labels).
     test : path, feeds or function
-        Items for a last score of the chosen plan; nothing is chosen on them. None: there is none.
+        Items for the reported score; nothing is chosen on them. None: a part of the evaluation or calibration items
+        if there are enough (infer_server.calibration.target.split).
     test_labels : str, path or sequence of int
         Class of each test item. "": `labels`, if these are "folders" or a .csv file.
 
@@ -81,14 +82,6 @@ class AccuracyTarget:
         return {"max_drop": self.max_drop, "metric": self.metric, "labels": labels,
                 "files": [Path(file).read_bytes().hex() for file in (script, *labels)
                           if isinstance(file, str) and Path(file).is_file()]}
-
-    def without_held_out(self, data: CalibrationData) -> CalibrationData:
-        """Return the items for calibration out of all calibration items."""
-        return data if self.data is not None else data.without_every(HELD_OUT, HELD_OUT - 1)
-
-    def held_out(self, data: CalibrationData) -> CalibrationData:
-        """Return the items for evaluation out of all calibration items."""
-        return data.every(HELD_OUT, HELD_OUT - 1)
 
     def labels_of(self) -> list[int] | None:
         """Return the labels of the evaluation items. Raises CalibrationError."""
@@ -127,13 +120,14 @@ class Outcome:
 class TargetSearch:
     """One search for the layers to keep in float."""
 
-    def __init__(self, target: AccuracyTarget, subject: Subject, data: CalibrationData, notify: Notify,
+    def __init__(self, target: AccuracyTarget, subject: Subject, split: Split, notify: Notify,
                  progress: Progress) -> None:
         """Run the float model on the evaluation items. Raises ConfigError, CalibrationError."""
+        self._split = split
         self._target, self._subject, self._notify, self._progress = target, subject, notify, progress
         self._ran, self._runs = 0, 0
         self._stage: tuple[str, int, int, str] | None = None        # of the selection, while it runs
-        self._evaluation = Evaluation(subject, data, target.labels_of(), target.metric, self._tick)
+        self._evaluation = Evaluation(subject, split.evaluation, target.metric, self._tick)
         count = len(self._evaluation)
         self._runs = 2 * count
         least = 1.0 / count
@@ -141,7 +135,7 @@ class TargetSearch:
             notify(f"{count} evaluation items resolve {self._evaluation.metric.name} to {100 * least:.1f} %; a "
                    f"target of {100 * target.max_drop:g} % needs {round(1 / max(target.max_drop, 1e-4))} items or more")
 
-    def run(self, recipe: Recipe, judge: Callable[[int], Judge], test: CalibrationData | None = None) -> Outcome:
+    def run(self, recipe: Recipe, judge: Callable[[int], Judge]) -> Outcome:
         """Return the layers to keep in float.
 
         Parameters
@@ -151,15 +145,13 @@ class TargetSearch:
         judge : callable
             Returns the evaluator of recipes on calibration items for so many trials; called if INT8 alone misses the
             target.
-        test : CalibrationData, optional
-            Items on which the chosen layers are scored at the end.
         """
         graph, config = self._subject.graph, self._subject.builder.config
         sets = LayerSets(self._subject, recipe, layers_of(graph, config.keep_float), self._evaluation)
         kept, ranked = self._selected(sets, recipe, judge)
         outcome = self._outcome(sets, ranked, kept)
-        if test is not None:
-            outcome.report["test"] = self._tested(test, recipe, outcome)
+        if self._split.test is not None:
+            outcome.report["test"] = self._tested(self._split.test, recipe, outcome)
         return outcome
 
     def _selected(self, sets: LayerSets, recipe: Recipe, judge: Callable[[int], Judge]
@@ -216,7 +208,7 @@ class TargetSearch:
             summary += f", at {us['chosen'] / us['int8']:.2f} times the time of INT8"
         verdict = "met" if met else "NOT met, the closest is taken"
         self._notify(f"target of a drop of at most {self._target.max_drop:g} {verdict}: {summary}; "
-                     f"{len(evaluation)} evaluation items")
+                     f"{len(evaluation)} items that the layers are chosen on")
         report = {"metric": evaluation.metric.name, "max_drop": self._target.max_drop, "met": met,
                   "items": len(evaluation), "float": evaluation.reference, "int8": sets.scores[none],
                   "score": sets.scores[chosen], "kept": kept, "float_type": sets.float_type, "us": us,
@@ -225,12 +217,12 @@ class TargetSearch:
                   "layers": [{**asdict(one), "layer": one.layer.name} for one in ranked]}
         return Outcome(nodes_of(sets.in_order(chosen)), sets.float_type if kept else "", report)
 
-    def _tested(self, data: CalibrationData, recipe: Recipe, outcome: Outcome) -> dict[str, Any]:
-        """Score the float model and the chosen layers on the test items; tell the user, and return the scores."""
-        self._ran, self._runs = 0, 2 * (data.count or 0)
-        evaluation = Evaluation(self._subject, data, self._target.test_labels_of(), self._evaluation.metric.name,
-                                self._tick)
+    def _tested(self, items: LabelledItems, recipe: Recipe, outcome: Outcome) -> dict[str, Any]:
+        """Score the float model and the chosen layers on the test items; notify the user, and return the scores."""
+        self._ran, self._runs = 0, 2 * (items.data.count or 0)
+        evaluation = Evaluation(self._subject, items, self._evaluation.metric.name, self._tick)
         score = evaluation.score(recipe, outcome.kept, outcome.float_type or "fp32")
         self._notify(f"test: {evaluation.metric.name} {evaluation.reference:.4f} in float, {score:.4f} as built; "
-                     f"{len(evaluation)} items that nothing was chosen on")
-        return {"items": len(evaluation), "float": evaluation.reference, "score": score}
+                     f"{len(evaluation)} items that nothing was chosen on ({self._split.source})")
+        return {"items": len(evaluation), "float": evaluation.reference, "score": score,
+                "source": self._split.source}

@@ -37,6 +37,7 @@ from infer_server.cli.verifying import (
     add_target,
     add_weight_only,
     calibration_of,
+    target_line,
     verify_build,
     weight_only_of,
 )
@@ -159,7 +160,7 @@ def _command(options: argparse.Namespace) -> int:
     if options.report:
         report_plan(options.report, options.output, build.plan, notify, timing=not options.no_timing,
                     model=options.model, data=options.calib, preprocess=options.preprocess or "", quiet=options.quiet)
-    missed = options.max_drop is not None and not _meets_target(build.plan)
+    missed = options.max_drop is not None and not _meets_target(build.plan, notify)
     if options.verify and not verify_build(options.output, options.model, config, calibration, notify, _print_error):
         return NOT_VERIFIED
     if options.strip:       # last: verifying asks the plan for its graph
@@ -167,11 +168,14 @@ def _command(options: argparse.Namespace) -> int:
     return TARGET_MISSED if missed else 0
 
 
-def _meets_target(plan: Plan) -> bool:
-    """Return True if the plan meets its accuracy target; say so if none was measured."""
-    if "target" not in plan.metadata:
+def _meets_target(plan: Plan, notify: Notify) -> bool:
+    """Return True if the plan meets its accuracy target; print the result, or that none was measured."""
+    target = plan.metadata.get("target")
+    if target is None:
         _print_error("--max-drop: no accuracy was measured, because the model is quantised already")
-    return bool(plan.metadata.get("target", {}).get("met"))
+        return False
+    notify(f"{plan.name}: {target_line(target)}")
+    return bool(target["met"])
 
 
 def _config(options: argparse.Namespace) -> BuildConfig:

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from infer_server.calibration.accuracy.errors import OutputErrors
 from infer_server.calibration.accuracy.verify import Verification, verify
@@ -11,6 +12,7 @@ from infer_server.calibration.calibrators import CALIBRATORS
 from infer_server.calibration.data.items import Feed
 from infer_server.calibration.target.metrics import NAMES as METRICS
 from infer_server.calibration.target.search import AccuracyTarget
+from infer_server.calibration.target.split import FEWEST_ITEMS
 from infer_server.calibration.workflow import Calibration
 from infer_server.cli.common import table
 from infer_server.engines.backends import device_of
@@ -90,6 +92,20 @@ def target_of(options: argparse.Namespace) -> AccuracyTarget | None:
                           options.test, options.test_labels or "")
 
 
+def target_line(target: Mapping[str, Any]) -> str:
+    """Return the result of an accuracy target, from a plan's metadata, with the items of each part."""
+    test, metric = target.get("test"), target["metric"]
+    parts = [f"ranges chosen on {target['calibration_items']} items" if target.get("calibration_items") else
+             "ranges from a cache", f"layers on {target['items']}"]
+    if test is None:
+        measured = f"{metric} {target['score']:.4f}, in float {target['float']:.4f}, on the items that chose the layers"
+    else:
+        parts.append(f"the score on {test['items']} others ({test['source']})")
+        measured = (f"{metric} {test['score']:.4f}, in float {test['float']:.4f}, on test items; {target['score']:.4f} "
+                    "on the items that chose the layers")
+    return f"accuracy target {'met' if target['met'] else 'NOT met'}: {measured}; {', '.join(parts)}"
+
+
 def parse_drop(text: str) -> float:
     """Parse "0.5%" or "0.005" to 0.005, as an argparse type."""
     number = text.removesuffix("%")
@@ -113,13 +129,15 @@ def add_target(parser: argparse.ArgumentParser) -> None:
                         help=f"{', '.join(METRICS)}, or script.py:function(inputs, outputs, labels) (default: top1 "
                              "with labels, agreement of the classes for classifiers without, cosine for others)")
     target.add_argument("--eval", dest="eval_data", metavar="PATH",
-                        help="evaluation data, in the forms of --calib (default: every fourth item of --calib, which "
-                             "is not calibrated on)")
+                        help="items that the layers are chosen on, in the forms of --calib (default: every fourth item "
+                             "of --calib, which ranges are not chosen on)")
     forms = ("an .npy or .txt file with one number an item, a .csv file with lines path,number, or \"folders\" for a "
              "folder of images per class")
     target.add_argument("--labels", metavar="FILE", help=f"classes of the evaluation items: {forms}")
     target.add_argument("--test", metavar="PATH",
-                        help="items for a last score of the plan, in the forms of --calib; nothing is chosen on them")
+                        help="items for the reported score, on which nothing is chosen, in the forms of --calib "
+                             f"(default: every fourth item of --eval, or of --calib without it, of {FEWEST_ITEMS} or "
+                             "more)")
     target.add_argument("--test-labels", metavar="FILE",
                         help="classes of the test items (default: --labels, if it is a .csv file or \"folders\")")
 

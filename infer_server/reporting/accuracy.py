@@ -210,7 +210,9 @@ def target(data: ReportData) -> Element:
     kept = list(record.get("kept", ()))
     rows = facts((("target", f"{metric} at least {number(allowed, 6)}: {'met' if record.get('met') else 'NOT met'}"),
                   ("float", number(reference, 6)), ("all INT8", number(record.get("int8"), 6)),
-                  ("this plan", number(float(record["score"]), 6)), ("evaluation items", str(record.get("items", "–"))),
+                  ("this plan, items that chose the layers",
+                   f"{number(float(record['score']), 6)}, {record.get('items', '–')} items"),
+                  ("this plan, test items", _tested(record.get("test"))),
                   (f"kept in {record.get('float_type') or 'float'}",
                    f"{len(kept)} layers: {listed(kept)}" if kept else "none")))
     points = _points(record)
@@ -219,6 +221,13 @@ def target(data: ReportData) -> Element:
     return section("target-section", "Speed against accuracy", rows, curve,
                    about="Each point is a set of layers in float, scored on the evaluation items. The circle is "
                    "this plan; times are sums of the kernels' times.")
+
+
+def _tested(test: object) -> str:
+    """Return the scores on the items that nothing was chosen on."""
+    if not isinstance(test, Mapping):
+        return "none: too few items, or no --test"
+    return f"{number(float(test['score']), 6)}, in float {number(float(test['float']), 6)}, {test['items']} items"
 
 
 def _points(record: Mapping[str, Any]) -> list[tuple[int, float, float]]:

@@ -6,16 +6,19 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from infer_server.calibration import Calibration
+from infer_server.calibration.open_data import open_calibration_data
 from infer_server.calibration.target import metrics, selection
 from infer_server.calibration.target.labels import read_labels
 from infer_server.calibration.target.metrics import Items, metric_of
 from infer_server.calibration.target.search import AccuracyTarget
 from infer_server.calibration.target.sensitivity import Layer, Sensitivity
 from infer_server.calibration.target.sets import LayerSets
+from infer_server.calibration.target.split import LabelledItems, for_ranges, split_of
 from infer_server.cli.build_engine import main
-from infer_server.cli.verifying import parse_drop
+from infer_server.cli.verifying import parse_drop, target_line
 from infer_server.engines import build_engine
 from infer_server.engines.errors import CalibrationError, ConfigError
+from infer_server.engines.plan.plan import IoTensor
 
 WIDE = ("wide_a", "wide_b")         # layers that meet at a tensor whose channels have unlike ranges
 CLASSES = 5
@@ -249,6 +252,38 @@ def test_the_chosen_layers_are_scored_on_test_items():
     assert any(notice.startswith("test: cosine 1.0000 in float") for notice in notices)
     labelled = AccuracyTarget(1.0, "top1", feeds(8), [0] * 8, feeds(4), [1] * 4)
     assert build(labelled)["target"]["test"]["items"] == 4
+
+
+def test_many_items_are_split_into_three_parts():
+    notices = []
+    found = build(AccuracyTarget(0.002, "cosine"), feeds(128), notify=notices.append)
+    assert found["calibration_items"] == found["target"]["calibration_items"] == 64
+    assert found["target"]["items"] == found["target"]["test"]["items"] == 32
+    assert "64 items, layers on 32, the score on 32 others (every fourth calibration item)" in target_line(
+        found["target"])
+    assert any("32 items that nothing was chosen on (every fourth calibration item)" in notice for notice in notices)
+    few = build(AccuracyTarget(0.002, "cosine"))["target"]
+    assert "on the items that chose the layers; ranges chosen on 24 items, layers on 8" in target_line(few)
+
+
+def test_no_item_is_in_two_parts():
+    rows = [float(feed["x"][0, 0]) for feed in feeds(128)]
+    data = open_calibration_data(lambda: feeds(128), [IoTensor("x", "float32", ("N", 4))])
+
+    def seen(items):
+        return [rows.index(float(item["x"][0, 0])) for item in items]
+
+    split = split_of(lambda: data, None, None)
+    parts = seen(for_ranges(data, False, False)), seen(split.evaluation.data), seen(split.test.data)
+    assert [len(part) for part in parts] == [64, 32, 32] and len(set().union(*parts)) == 128
+    given = split_of(lambda: data, LabelledItems(data, list(range(128))), None)
+    for items, count in ((given.evaluation, 96), (given.test, 32)):
+        assert seen(items.data) == list(items.labels) and len(items.labels) == count
+    assert seen(for_ranges(data, True, False)) == list(range(128))
+    own_test = split_of(lambda: data, None, LabelledItems(data.limit(3)))
+    assert seen(own_test.test.data) == [0, 1, 2] and own_test.source == "--test"
+    assert len(seen(for_ranges(data, False, True))) == 96
+    assert split_of(lambda: data.limit(127), None, None).test is None
 
 
 def test_drops_are_shares_or_per_cent():
