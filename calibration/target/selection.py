@@ -1,9 +1,10 @@
 """Selection of the layers to keep in float: grown by measured noise, closed over conversions, and pruned.
 
 1. Growing: layers are added by noise removed per microsecond lost. Noise does not add up, so the most promising layers
-   are measured again together with those added before (lazy greedy: Minoux, 1978), until the target is met.
+   are measured again together with those added before (lazy greedy: Minoux, 1978), until the target is met. The time is
+   that of the whole set: a layer next to a float one saves conversions, so runs of layers grow.
 2. Bisection: the shortest beginning of that order that meets the target.
-3. Closing: an INT8 layer between two kept ones is kept too if that takes no more time, as it saves two conversions.
+3. Closing: INT8 layers between kept ones are kept too if that takes no more time, as it saves two conversions.
 4. Pruning: kept layers return to INT8, the most time saved for the least noise first, if the target holds without them
    and the noise stays within MOST_NOISE. Of many sets some meet a target by chance: MobileNetV2 with 21 layers, chosen
    by the metric alone, agreed on 98.4 % of the 127 photos that it was chosen on and on 93.8 % of 64 others; with 37
@@ -12,17 +13,20 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
-from infer_server.calibration.target.sensitivity import LEAST_US, Sensitivity
+from infer_server.calibration.target.sensitivity import LEAST_US, Layer, Sensitivity
 from infer_server.calibration.target.sets import Kept, LayerSets
 from infer_server.calibration.trials.judge import Judge
 
 MOST_GROWING = 64       # trials of sets of layers while the greedy order grows
 MOST_PRUNING = 24       # layers that are tried in INT8 again
 MOST_NOISE = 1.26       # noise power after pruning relative to that before: 1 dB
-MOST_CLOSING = 16       # timings of sets with a further layer
+MOST_CLOSING = 16       # timings of sets with further layers
+LONGEST_GAP = 4         # INT8 layers between two kept ones that are tried in float together
 LEAST_SHARE = 2e-3      # share of the INT8 time up to which costs are equal: timings are no more exact than that
+UNTIMED = -1            # size of the set of an entry whose noise or time is of another set
 
 Progress = Callable[[str, int, int, str], None]
 
@@ -35,14 +39,17 @@ class Selection:
         """ranked: the layers by efficiency, each measured alone."""
         self._sets, self._judge, self._most_drop, self._progress = sets, judge, most_drop, progress
         self._ranked = ranked
+        self._positions = {one.layer: position for position, one in enumerate(ranked)}
         self._noise = noise = sets.noise(judge, frozenset())
         self._least_us = max(LEAST_US, LEAST_SHARE * sets.us(frozenset()))
         self._us = {one.layer: max(one.us, self._least_us) for one in ranked}
-        # (efficiency, position, size of the set to which it was added when measured, noise of that set with it)
-        self._heap = [(-one.noise * noise / self._us[one.layer], position, 0, noise * (1.0 - one.noise))
-                      for position, one in enumerate(ranked)]
+        self._removed = {one.layer: one.noise * noise for one in ranked}        # noise power, as measured last
+        # (efficiency, position, size of the set to which it was added when measured, noise of that set with it); the
+        # times of the first entries lack conversions, so that their efficiencies are upper bounds
+        self._heap = [(-self._removed[one.layer] / self._us[one.layer], position, UNTIMED,
+                       noise - self._removed[one.layer]) for position, one in enumerate(ranked)]
         heapq.heapify(self._heap)
-        self._order: list[Sensitivity] = []
+        self._order: list[Layer] = []
         self._trials = 0
 
     def kept(self) -> Kept:
@@ -52,21 +59,45 @@ class Selection:
     def _meets(self, kept: Kept) -> bool:
         return self._sets.drop(kept) <= self._most_drop
 
+    def _lost_us(self, kept: Kept, layer: Layer) -> float:
+        """Return the time that a set loses with a further layer, conversions included."""
+        if not (before := self._sets.us(kept)):
+            return self._us[layer]
+        return max(self._sets.us(kept | {layer}) - before, self._least_us)
+
+    # ---- growing
     def _beginning(self, count: int) -> Kept:
         """Return the first layers of the greedy order, which is continued as far as needed."""
         while len(self._order) < count:
             _, position, size, noise = heapq.heappop(self._heap)
-            one = self._ranked[position]
-            if size == len(self._order) or self._trials >= MOST_GROWING:
-                self._order.append(one)
-                self._noise = noise if size == len(self._order) - 1 else self._noise
+            layer, added = self._ranked[position].layer, len(self._order)
+            if layer in self._order:        # entry of an earlier measurement
                 continue
-            self._progress("growing", self._trials, MOST_GROWING, one.layer.name)
-            self._trials += 1
-            kept = frozenset(known.layer for known in self._order)
-            noise = self._sets.noise(self._judge, kept | {one.layer})
-            heapq.heappush(self._heap, (-(self._noise - noise) / self._us[one.layer], position, len(kept), noise))
-        return frozenset(one.layer for one in self._order[:count])
+            if size == added or self._trials >= MOST_GROWING:
+                self._noise = noise if size == added else self._noise
+                self._order.append(layer)
+                self._push_neighbours(layer)
+                continue
+            if added:
+                self._progress("growing", self._trials, MOST_GROWING, layer.name)
+                self._trials += 1
+                noise = self._sets.noise(self._judge, frozenset((*self._order, layer)))
+                self._removed[layer] = self._noise - noise
+            self._push(layer, added, noise)
+        return frozenset(self._order[:count])
+
+    def _push(self, layer: Layer, size: int, noise: float) -> None:
+        """Add an entry with the time that the layers so far lose with a further one."""
+        lost_us = self._lost_us(frozenset(self._order), layer)
+        heapq.heappush(self._heap, (-self._removed[layer] / lost_us, self._positions[layer], size, noise))
+
+    def _push_neighbours(self, layer: Layer) -> None:
+        """Add entries of a layer's neighbours: next to it, conversions are saved, so that they may lose less time."""
+        layers = self._sets.layers
+        index = layers.index(layer)
+        for neighbour in (*layers[max(index - 1, 0):index], *layers[index + 1:index + 2]):
+            if neighbour not in self._order and neighbour in self._positions:
+                self._push(neighbour, UNTIMED, 0.0)
 
     def _grown(self) -> Kept:
         low, high = 0, 1        # the first `low` layers miss the target
@@ -78,26 +109,35 @@ class Selection:
             low, high = (low, middle) if self._meets(self._beginning(middle)) else (middle, high)
         return self._beginning(high)
 
+    # ---- closing
     def _closed(self, kept: Kept) -> Kept:
-        layers, sets = self._sets.layers, self._sets
-        between = [layers[i] for i in range(1, len(layers) - 1)
-                   if layers[i] not in kept and layers[i - 1] in kept and layers[i + 1] in kept]
-        closed = kept
-        for number, layer in enumerate(between[:MOST_CLOSING]):
-            self._progress("closing", number, min(len(between), MOST_CLOSING), layer.name)
-            if 0.0 < sets.us(closed | {layer}) <= sets.us(closed):
-                closed |= {layer}
+        sets, closed = self._sets, kept
+        gaps = sorted(self._gaps(kept), key=len)[:MOST_CLOSING]
+        for number, gap in enumerate(gaps):
+            self._progress("closing", number, len(gaps), gap[0].name)
+            if 0.0 < sets.us(closed.union(gap)) <= sets.us(closed):
+                closed = closed.union(gap)
         return closed if closed == kept or self._meets(closed) else kept
 
+    def _gaps(self, kept: Kept) -> Iterator[Sequence[Layer]]:
+        """Yield the runs of at most LONGEST_GAP layers that are not kept between two that are."""
+        layers = self._sets.layers
+        indices = [index for index, layer in enumerate(layers) if layer in kept]
+        for before, after in pairwise(indices):
+            if 1 < after - before <= LONGEST_GAP + 1:
+                yield layers[before + 1:after]
+
+    # ---- pruning
     def _pruned(self, kept: Kept) -> Kept:
         sets, judge = self._sets, self._judge
-        noise = sets.noise(judge, kept)
-        waiting = sorted(sets.in_order(kept), key=lambda layer: -self._us[layer])[:MOST_PRUNING]
+        noise, us = sets.noise(judge, kept), sets.us(kept)
+        saved = {layer: max(us - sets.us(kept - {layer}), self._least_us) if us else self._us[layer] for layer in kept}
+        waiting = sorted(sets.in_order(kept), key=lambda layer: -saved[layer])[:MOST_PRUNING]
         added = {}
         for number, layer in enumerate(waiting):
             self._progress("pruning", number, 2 * len(waiting), layer.name)
             added[layer] = sets.noise(judge, kept - {layer}) - noise
-        for number, layer in enumerate(sorted(waiting, key=lambda layer: added[layer] / self._us[layer])):
+        for number, layer in enumerate(sorted(waiting, key=lambda layer: added[layer] / saved[layer])):
             self._progress("pruning", len(waiting) + number, 2 * len(waiting), layer.name)
             less = kept - {layer}
             saves = sets.us(less) < sets.us(kept) or not sets.us(kept)

@@ -105,15 +105,21 @@ def test_a_layer_that_the_target_does_not_need_returns_to_int8():
         assert sets.key(chosen.kept()) == expected
 
 
-def test_an_int8_layer_between_two_float_ones_moves_if_that_takes_no_more_time():
-    every = [Layer(name, (name,)) for name in "abcd"]
-    ranked = [Sensitivity(layer, 0.0, noise, 1.0) for layer, noise in zip(every, (0.5, 0.0, 0.4, 0.0), strict=True)]
+@pytest.mark.parametrize(("noises", "most_drop", "expected"), [
+    ({"a": 0.5, "b": 0.0, "c": 0.4, "d": 0.0}, 0.15, "abc"),            # an INT8 layer between two float ones
+    ({"a": 0.5, "b": 0.0, "c": 0.0, "d": 0.4, "e": 0.0}, 0.15, "abcd"),     # two of them
+    ({"a": 0.5, "b": 0.0, "c": 0.0, "d": 0.0, "e": 0.0, "f": 0.0, "g": 0.0, "h": 0.4}, 0.15, "ah"),     # too many
+    ({"a": 0.3, "b": 0.27, "c": 0.0, "d": 0.0, "e": 0.0, "f": 0.0, "g": 0.28}, 0.45, "ab")])    # a run, no conversion
+def test_layers_that_save_conversions_move_together(noises, most_drop, expected):
+    """Each layer in float takes 1 us more, each conversion 3 us."""
+    every = [Layer(name, (name,)) for name in noises]
+    ranked = sorted((Sensitivity(layer, 0.0, noises[layer.name], 1.0) for layer in every), key=lambda one: -one.noise)
 
     class Sets:
         layers, in_order = every, LayerSets.in_order
 
         def noise(self, judge, kept):
-            return 1.0 - sum(one.noise for one in ranked if one.layer in kept)
+            return 1.0 - sum(noises[layer.name] for layer in kept)
 
         drop = partialmethod(noise, None)
 
@@ -121,8 +127,8 @@ def test_an_int8_layer_between_two_float_ones_moves_if_that_takes_no_more_time()
             conversions = sum((a in kept) != (b in kept) for a, b in zip(every, every[1:], strict=False))
             return 100.0 + len(kept) + 3.0 * conversions
 
-    chosen = selection.Selection(Sets(), None, ranked, 0.15, lambda *step: None)
-    assert "".join(layer.name for layer in Sets().in_order(chosen.kept())) == "abc"
+    chosen = selection.Selection(Sets(), None, ranked, most_drop, lambda *step: None)
+    assert "".join(layer.name for layer in Sets().in_order(chosen.kept())) == expected
 
 
 def test_nothing_stays_in_float_if_int8_is_within_the_target():
