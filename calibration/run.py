@@ -48,6 +48,8 @@ Factors = dict[str, tuple[float, ...]]       # by tensor, one for each channel
 T = TypeVar("T")
 OBSERVED_BYTES = 2 << 30    # maximum bytes of the observed tensors of a batch
 
+Observe = Callable[[str, str, CalibrationTable, Errors], None]
+
 
 def model_hash(subject: Subject) -> str:
     """Return a hash of the model and its pixel normalisation, independent of shapes.
@@ -128,8 +130,14 @@ class CalibrationRun:
     """Run of one calibration: observes the float model on the data, then chooses biases and ranges by error."""
 
     def __init__(self, subject: Subject, data: CalibrationData, calibrator: str, check: DataCheck | None,
-                 notify: Notify, progress: Progress) -> None:
-        """Prepare a run. calibrator: "" chooses by measured error. check: checks the items, if they can be checked."""
+                 notify: Notify, progress: Progress,
+                 observe: Observe = lambda stage, label, table, errors: None) -> None:
+        """Prepare a run.
+
+        calibrator: "" chooses by measured error. check: checks the items, if they can be checked. observe: called with
+        stage, label, table and errors of each trial.
+        """
+        self._observe = observe
         self._subject, self._data, self._calibrator, self._check = subject, data, calibrator, check
         self._notify, self._progress = notify, progress
         self._edges, self._smoothable = subject.builder.edges(subject.graph), smoothable(subject.graph)
@@ -206,6 +214,7 @@ class CalibrationRun:
         self._spent += 1
         self._tick()
         self._record.add(stage, label, self._known[key])
+        self._observe(stage, label, table, self._known[key])
         return self._known[key]
 
     def _searched(self, judge: Judge, trials: int, statistics: _Statistics,
