@@ -9,8 +9,12 @@ final range from the start, and do not depend on the order of values or the batc
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import cast
+import base64
+import binascii
+import math
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +25,8 @@ from infer_server.engines.ir.graph import Array
 BINS_PER_SIDE = 1 << 14         # 256 KiB a tensor; at least 4 bins for each of the 2048 of NVIDIA's talk S7310
 PIECE = 1 << 18                 # values counted at once, so that temporaries stay in the caches
 SMALLEST_EXPONENT = -100        # minimum of e, which keeps bins / range finite in float32
+LARGEST_EXPONENT = 128          # float32 values are below 2**128
+BYTES = 2 * BINS_PER_SIDE * 8   # of the counts
 
 Floats = NDArray[np.float64]
 Range = tuple[float, float]     # (low, high) of a tensor's real values, low <= 0 <= high
@@ -75,6 +81,32 @@ class Histogram:
             merged[quarter:3 * quarter] = self.counts.reshape(-1, 2).sum(axis=1)
             self.counts, self.exponent = merged, self.exponent + 1
 
+    @staticmethod
+    def of(counts: NDArray[np.int64], exponent: int, low: float, high: float) -> Histogram:
+        """Return the histogram with these counts, exponent and extremes of the values."""
+        histogram = Histogram()
+        histogram.counts, histogram.exponent, histogram.count = counts, exponent, int(counts.sum())
+        histogram._min, histogram._max = low, high
+        return histogram
+
+    @property
+    def extremes(self) -> Range:
+        """Smallest and largest value."""
+        return self._min, self._max
+
+    def merged(self, other: Histogram) -> Histogram:
+        """Return the histogram of the values of both: equal to one that observed all of them."""
+        exponent = max(self.exponent, other.exponent)
+        return Histogram.of(self._counts_at(exponent) + other._counts_at(exponent), exponent,
+                            min(self._min, other._min), max(self._max, other._max))
+
+    def _counts_at(self, exponent: int) -> NDArray[np.int64]:
+        """Return the counts with the bins of a range that is at least as large."""
+        copy = Histogram()
+        copy.counts, copy.exponent = self.counts, self.exponent
+        copy._widen(exponent)
+        return copy.counts
+
     @property
     def _width(self) -> float:
         return float(2.0 ** self.exponent) / BINS_PER_SIDE
@@ -122,3 +154,27 @@ class Histogram:
         share = np.interp(edges, grid, below)
         share[-1] = self.count          # the largest value is inside the last bin, not at its end
         return np.diff(share)
+
+
+# ---- JSON
+def histogram_to_json(histogram: Histogram) -> dict[str, Any]:
+    """Return a histogram as JSON: the counts of the bins as little-endian int64, by zlib, in base64."""
+    counts = zlib.compress(histogram.counts.astype("<i8").tobytes(), 9)
+    return {"exponent": histogram.exponent, "extremes": list(histogram.extremes) if histogram.count else [],
+            "counts": base64.b64encode(counts).decode()}
+
+
+def histogram_of(document: Mapping[str, Any]) -> Histogram:
+    """Return the histogram of its JSON. Raises ValueError if it is not one."""
+    try:
+        inflate = zlib.decompressobj()
+        data = inflate.decompress(base64.b64decode(document["counts"], validate=True), BYTES + 1)
+        exponent, extremes = int(document["exponent"]), [float(value) for value in document["extremes"]]
+    except (KeyError, TypeError, binascii.Error, zlib.error) as error:
+        raise ValueError(f"a histogram needs exponent, extremes and counts ({error})") from error
+    counts = np.frombuffer(data, "<i8").astype(np.int64) if len(data) == BYTES else np.zeros(0, np.int64)
+    limit = 2.0 ** exponent if SMALLEST_EXPONENT <= exponent <= LARGEST_EXPONENT else 0.0
+    if not len(counts) or (counts < 0).any() or len(extremes) != 2 * counts.any() or (
+            extremes and not -limit <= extremes[0] <= extremes[1] < limit):
+        raise ValueError("counts, exponent and extremes of a histogram do not fit")
+    return Histogram.of(counts, exponent, *(extremes or (math.inf, -math.inf)))

@@ -168,6 +168,7 @@ class CalibrationRun:
             table = make_table(self._calibrator, model_hash(self._subject), statistics.items,
                                statistics.histograms)
             errors = self._errors(judge, table)
+            table = replace(table, histograms=statistics.histograms)
         else:
             statistics, table, errors = self._searched(judge, trials, statistics, report)
         report |= {"search": self._record.as_json(), "histograms": histograms_json(statistics.histograms, table.ranges)}

@@ -11,14 +11,15 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from infer_server.calibration.calibrators import Range, make_calibrator
-from infer_server.calibration.histogram import Histogram
+from infer_server.calibration.histogram import Histogram, histogram_of, histogram_to_json
 from infer_server.engines.errors import CalibrationError
 from infer_server.engines.ir.recipe import Recipe
 
@@ -41,6 +42,7 @@ class CalibrationTable:
     items       number of calibration items; 0 from a TensorRT cache
     notes       warnings about the data
     fault       why the quantised model is too inexact; "" if it is not, or if this is unknown
+    histograms  histogram of each tensor, to merge partial calibrations (merging.py); {} from a search
     """
     calibrator: str
     model_hash: str
@@ -53,6 +55,7 @@ class CalibrationTable:
     scaled_rows: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     fault: str = ""
+    histograms: Mapping[str, Histogram] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         for tensor, (low, high) in (*self.ranges.items(), *self.unsmoothed.items()):
@@ -83,6 +86,8 @@ def write_table(table: CalibrationTable, path: str | Path) -> None:
                 "unsmoothed": {tensor: list(range_) for tensor, range_ in table.unsmoothed.items()},
                 "rounding": dict(table.rounding), "scaled_rows": list(table.scaled_rows),
                 "notes": list(table.notes), "fault": table.fault}
+    if table.histograms:
+        document["histograms"] = {tensor: histogram_to_json(one) for tensor, one in table.histograms.items()}
     try:
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -140,7 +145,7 @@ def _parse_ours(text: str) -> CalibrationTable:
                                f"{FORMAT!r} version {VERSION}; delete it to calibrate again")
     expected = {"format", "version", "calibrator", "model_hash", "items", "ranges", "means", "smoothing", "unsmoothed",
               "rounding"}
-    if document.keys() - {"scaled_rows", "notes", "fault"} != expected:
+    if document.keys() - {"scaled_rows", "notes", "fault", "histograms"} != expected:
         raise CalibrationError(f"its fields are {sorted(document)}, expected {sorted(expected)}")
     try:
         ranges, unsmoothed = ({str(tensor): (float(low), float(high)) for tensor, (low, high) in document[key].items()}
@@ -151,7 +156,9 @@ def _parse_ours(text: str) -> CalibrationTable:
                                 ranges, means, smoothing, unsmoothed,
                                 {str(output): str(steps) for output, steps in document["rounding"].items()},
                                 tuple(map(str, document.get("scaled_rows", ()))),
-                                tuple(map(str, document.get("notes", ()))), str(document.get("fault", "")))
+                                tuple(map(str, document.get("notes", ()))), str(document.get("fault", "")),
+                                {str(tensor): histogram_of(histogram)
+                                 for tensor, histogram in document.get("histograms", {}).items()})
     except (AttributeError, TypeError, ValueError) as error:
         raise CalibrationError(f"a field of the wrong type: {error}") from error
 
@@ -169,6 +176,47 @@ def _parse_tensorrt(text: str) -> CalibrationTable:
             raise CalibrationError(f"line {number}: expected 'tensor: eight hex digits', found {line!r}") from error
         ranges[tensor] = (-scale * TENSORRT_LEVEL, scale * TENSORRT_LEVEL)
     return CalibrationTable(header, "", 0, ranges)
+
+
+# ---- partial calibrations
+def merged_table(files: Sequence[str | Path], model_hash: str, calibrator: str = "") -> CalibrationTable:
+    """Return the table of all data from the caches of its parts.
+
+    Parameters
+    ----------
+    files : sequence of path
+        Caches that a named calibrator wrote.
+    model_hash : str
+        Hash of the model.
+    calibrator : str
+        Name of the calibrator; "" takes that of the caches.
+
+    Raises
+    ------
+    CalibrationError
+        A file is no such cache, is of another model, or the calibrators differ and none is named.
+    """
+    tables = [_readable(file, model_hash) for file in files]
+    names = tuple(dict.fromkeys(table.calibrator for table in tables))
+    if not calibrator and len(names) > 1:
+        raise CalibrationError(f"the calibration caches are of {' and '.join(names)}: name one, --calibrator")
+    histograms: dict[str, Histogram] = {}
+    for tensor in dict.fromkeys(name for table in tables for name in table.histograms):
+        parts = [table.histograms[tensor] for table in tables if tensor in table.histograms]
+        histograms[tensor] = reduce(Histogram.merged, parts)
+    merged = make_table(calibrator or names[0], model_hash, sum(table.items for table in tables), histograms)
+    notes = tuple(dict.fromkeys(note for table in tables for note in table.notes))
+    return replace(merged, histograms=histograms, notes=notes)
+
+
+def _readable(file: str | Path, model_hash: str) -> CalibrationTable:
+    table = read_table(file)
+    if table.model_hash != model_hash:
+        raise CalibrationError(f"calibration cache {file} is of another model")
+    if not table.histograms:
+        raise CalibrationError(f"calibration cache {file} has no histograms, so it cannot be merged: write it with "
+                               "--calibrator NAME (a search keeps none, and neither does TensorRT)")
+    return table
 
 
 # ---- --calib-cache FILE

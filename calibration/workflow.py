@@ -1,6 +1,7 @@
 """Calibration as a build's source of ranges: data or a cache, a calibrator, and perhaps an accuracy to keep."""
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from infer_server.calibration.calibrators import make_calibrator
 from infer_server.calibration.data.checks import DataCheck
 from infer_server.calibration.open_data import CalibrationData, Feed, Source, digest_of_data, open_calibration_data
 from infer_server.calibration.run import FEWEST_ITEMS, CalibrationRun, judge_of, model_hash
-from infer_server.calibration.table import CalibrationTable, load_or_make
+from infer_server.calibration.table import CalibrationTable, load_or_make, merged_table, write_table
 from infer_server.calibration.target.search import AccuracyTarget, TargetSearch
 from infer_server.calibration.target.sensitivity import layers_of, sensitivities
 from infer_server.calibration.target.split import LabelledItems, Split, for_ranges, split_of
@@ -44,6 +45,8 @@ class Calibration:
         "entropy", "percentile", "minmax" or "mse"; "" chooses by measured error.
     cache
         A file of ranges: read if it exists and fits, else written.
+    parts
+        Caches that a named calibrator wrote for parts of the data: their histograms are merged to the ranges of all.
     preprocess
         How images become inputs: a preset's name, a TOML file, or a Preprocess; "" chooses a preset by the input.
     target
@@ -65,10 +68,13 @@ class Calibration:
     target: AccuracyTarget | None = None
     allow_corrupt: bool = False
     sensitivity: bool = False
+    parts: Sequence[str | Path] = ()
 
     def __post_init__(self) -> None:
-        if self.data is None and not self.cache:
+        if self.data is None and not self.cache and not self.parts:
             raise ConfigError("calibration needs data, or a cache that exists")
+        if self.data is not None and self.parts:
+            raise ConfigError("partial calibrations are merged instead of a calibration on data: give one of them")
         if not (self.data is None or callable(self.data) or isinstance(self.data, str | Path | Iterable)):
             raise ConfigError(f"calibration data are a path, feeds {{input: array}}, or a function that yields feeds; "
                               f"this is a {type(self.data).__name__}")
@@ -119,6 +125,8 @@ class Calibration:
                 "allow_corrupt": self.allow_corrupt,
                 "data": None if self.data is None else digest_of_data(self._source),
                 "target": self._facts_of_target(), "sensitivity": self.sensitivity,
+                "parts": [hashlib.sha256(Path(part).read_bytes()).hexdigest() for part in self.parts
+                          if Path(part).is_file()],
                 "code": sources_digest(Path(__file__).parent)}
 
     def _facts_of_target(self) -> Mapping[str, Any] | None:
@@ -198,6 +206,9 @@ class Calibration:
         report: dict[str, Any] = {}
 
         def make() -> CalibrationTable:
+            if self.parts:
+                notify(f"ranges of {len(self.parts)} partial calibrations merged")
+                return merged_table(self.parts, model_hash(subject), self.calibrator)
             if self.data is None:
                 state = "is of another model or calibrator" if Path(self.cache).exists() else "does not exist"
                 raise ConfigError(f"the calibration cache {self.cache} {state}; give --calib to calibrate")
@@ -207,13 +218,15 @@ class Calibration:
             report.update(fields)
             return table
 
-        if self.cache:
+        if self.cache and not self.parts:
             required = builder.edges(graph) if self.data is not None else ()
             cached = load_or_make(self.cache, model_hash(subject), make, self.calibrator or None, required)
             table = cached.table
             notify(cached.note)
         else:
             table = make()
+            if self.cache:
+                write_table(table, self.cache)
         missing = [name for name in builder.edges(graph) if name not in table.ranges]
         if missing:
             notify(f"no ranges for {len(missing)} tensors ({', '.join(missing[:3])}, ...): what reads them stays in "

@@ -144,11 +144,12 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 def calibration_of(options: argparse.Namespace) -> Calibration | None:
     """Return the calibration of the options, or None."""
-    if not options.calib and not options.calib_cache:
+    if not options.calib and not options.calib_cache and not options.calib_part:
         return None
     return Calibration(options.calib, options.calibrator or "", options.calib_cache or "", options.preprocess or "",
                        target_of(options), options.allow_corrupt,
-                       sensitivity=bool(options.report) and options.precision == "int8")
+                       sensitivity=bool(options.report) and options.precision == "int8",
+                       parts=tuple(options.calib_part or ()))
 
 
 def weight_only_of(options: argparse.Namespace) -> WeightOnly | None:
@@ -189,6 +190,9 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
                                                              "with the least error on the calibration data)")
     parser.add_argument("--calib-cache", metavar="FILE", help="calibration cache: read if the file exists and matches "
                                                               "the model, else written")
+    parser.add_argument("--calib-part", action="append", metavar="FILE",
+                        help="calibration cache of a part of the data, written with --calibrator; can be repeated: the "
+                             "ranges are those of all parts together")
     parser.add_argument("--tensorrt-cache", nargs=2, metavar=("FILE", "VERSION"),
                         help="also write the ranges as a calibration cache of TensorRT, up to version 10, for its own "
                              "tools (trtexec --calib) with the same ONNX model")

@@ -83,3 +83,19 @@ def test_values_that_are_not_finite_are_refused(bad):
 
 def test_an_empty_array_changes_nothing():
     assert observed(np.zeros((0, 4))).count == 0
+
+
+def test_merged_histograms_equal_one_of_all_values():
+    random = np.random.default_rng(5)
+    parts = [random.standard_normal(1000).astype(np.float32) * scale for scale in (0.1, 30.0)]
+    whole, halves = Histogram(), [Histogram(), Histogram()]
+    for part, half in zip(parts, halves, strict=True):
+        whole.observe(part)
+        half.observe(part)
+    for merged in (halves[0].merged(halves[1]), halves[1].merged(halves[0])):
+        np.testing.assert_array_equal(merged.counts, whole.counts)
+        assert (merged.exponent, merged.count, merged.low, merged.high) == (
+            whole.exponent, whole.count, whole.low, whole.high)
+    empty = halves[0].merged(Histogram())
+    np.testing.assert_array_equal(empty.counts, halves[0].counts)
+    assert halves[0].count == 1000 and empty.exponent == halves[0].exponent

@@ -1,4 +1,6 @@
+import base64
 import json
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +11,7 @@ from infer_server.calibration.table import (
     CalibrationTable,
     load_or_make,
     make_table,
+    merged_table,
     read_table,
     write_table,
     write_tensorrt,
@@ -142,3 +145,51 @@ def test_a_tensorrt_cache_is_taken_for_any_graph(tmp_path):
     path.write_text("TRT-8510-EntropyCalibration2\nlayer: 1/relu: 3d418306\n")
     found = load_or_make(path, "def456", make=lambda: pytest.fail("calibrated again"))
     assert found.table.ranges["layer: 1/relu"] == pytest.approx((-6.0, 6.0))
+
+
+# ---- partial calibrations
+def partial(path, values, calibrator="percentile", model_hash="abc123"):
+    """Write the cache of a calibration on these values; return its histogram."""
+    histogram = Histogram()
+    histogram.observe(values)
+    table = make_table(calibrator, model_hash, len(values), {"x": histogram})
+    write_table(replace(table, histograms={"x": histogram}), path)
+    return histogram
+
+
+def test_partial_calibrations_give_the_ranges_of_the_whole(tmp_path):
+    values = np.random.default_rng(0).standard_normal((300, 50)).astype(np.float32) * np.float32(3)
+    values[200:] *= 40
+    for name, part in {"a": values[:100], "b": values[100:200], "c": values[200:]}.items():
+        partial(tmp_path / f"{name}.json", part)
+    whole = Histogram()
+    whole.observe(values)
+    for names in ("abc", "cab"):
+        merged = merged_table([tmp_path / f"{name}.json" for name in names], "abc123")
+        assert merged == make_table("percentile", "abc123", 300, {"x": whole})
+        np.testing.assert_array_equal(merged.histograms["x"].counts, whole.counts)
+    assert merged_table([tmp_path / "a.json"], "abc123", "mse").calibrator == "mse"
+    assert (tmp_path / "a.json").stat().st_size < 100_000
+
+
+def test_partial_calibrations_that_do_not_fit_are_refused(tmp_path):
+    partial(tmp_path / "a.json", np.ones((4, 2), np.float32))
+    partial(tmp_path / "mse.json", np.ones((4, 2), np.float32), "mse")
+    write_table(TABLE, tmp_path / "search.json")
+    for files, model_hash, fault in ((("a", "mse"), "abc123", "of percentile and mse: name one"),
+                                     (("a", "search"), "abc123", "search.json has no histograms"),
+                                     (("a", "mse"), "def456", "a.json is of another model")):
+        with pytest.raises(CalibrationError, match=fault):
+            merged_table([tmp_path / f"{file}.json" for file in files], model_hash)
+
+
+@pytest.mark.parametrize("damage", [
+    {"counts": "!"}, {"counts": base64.b64encode(zlib.compress(bytes(1 << 24))).decode()}, {"exponent": 4000},
+    {"extremes": [0.0]}, {"extremes": [-1e30, 1.0]}, {"counts": None}])
+def test_damaged_histograms_are_refused(tmp_path, damage):
+    partial(tmp_path / "a.json", np.ones((4, 2), np.float32))
+    document = json.loads((tmp_path / "a.json").read_text())
+    document["histograms"]["x"] |= damage
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    with pytest.raises(CalibrationError, match="histogram"):
+        read_table(tmp_path / "a.json")
