@@ -162,27 +162,31 @@ class TargetSearch:
             return none, ()
         costs = costs_of(self._subject, recipe)
         self._runs += len(self._evaluation) * len(costs)
-        sets.float_type = self._precision(recipe, sets, costs)
+        precisions = self._precisions(sets, costs)
+        sets.float_type = precisions[-1]
         evaluator = judge(len(sets.layers) + MOST_GROWING)
         ranked = sensitivities(self._subject, evaluator, recipe, sets.layers, costs[sets.float_type], sets.float_type,
                                lambda done, of, layer: self._progress("ranking", done, of, layer))
         if sets.drop(every) > self._target.max_drop:
-            return max((none, every), key=lambda kept: sets.scores[kept]), ranked
-        kept = Selection(sets, evaluator, ranked, self._target.max_drop, self._selecting).kept()
+            return max((none, every), key=sets.score), ranked
+        kept = Selection(sets, evaluator, ranked, self._target.max_drop, self._selecting, precisions[:-1]).kept()
         self._stage = None
         return kept, ranked
 
-    def _precision(self, recipe: Recipe, sets: LayerSets, costs: Mapping[str, Mapping[str, float]]) -> str:
-        """Return the fastest float precision that meets the target with all layers in it, or the most accurate."""
-        every = nodes_of(sets.layers)
+    def _precisions(self, sets: LayerSets, costs: Mapping[str, Mapping[str, float]]) -> list[str]:
+        """Return the float precisions up to the fastest that meets the target with all layers in it, the fastest first.
+
+        If none does, the most accurate is the last.
+        """
+        every = frozenset(sets.layers)
         scores: dict[str, float] = {}
         for precision in sorted(costs, key=lambda name: sum(costs[name].values())):
-            scores[precision] = self._evaluation.score(recipe, every, precision)
-            if self._evaluation.reference - scores[precision] <= self._target.max_drop:
-                break
+            sets.float_type = precision
+            scores[precision] = sets.score(every)
+            if sets.drop(every) <= self._target.max_drop:
+                return list(scores)
         best = max(scores, key=lambda name: scores[name])
-        sets.scores[frozenset(sets.layers)] = scores[best]
-        return best
+        return [*(name for name in scores if name != best), best]
 
     def _tick(self) -> None:
         """Report an evaluated item, or again the stage of the selection for which it was evaluated."""
@@ -198,11 +202,11 @@ class TargetSearch:
         evaluation, none, every = self._evaluation, frozenset[Layer](), frozenset(sets.layers)
         met = sets.drop(chosen) <= self._target.max_drop
         kept = [layer.name for layer in sets.in_order(chosen)]
-        summary = f"{evaluation.metric.name} {evaluation.reference:.4f} in float, {sets.scores[none]:.4f} in INT8"
+        summary = f"{evaluation.metric.name} {evaluation.reference:.4f} in float, {sets.score(none):.4f} in INT8"
         timed = (("int8", none), ("chosen", chosen), ("float", every)) if kept else ()
         us = {name: sets.us(one) for name, one in timed}
         if kept:
-            summary += (f", {sets.scores[chosen]:.4f} with {len(kept)} of {len(sets.layers)} layers in "
+            summary += (f", {sets.score(chosen):.4f} with {len(kept)} of {len(sets.layers)} layers in "
                         f"{sets.float_type} ({', '.join(kept[:SHOWN])}{', ...' * (len(kept) > SHOWN)})")
         if us.get("int8"):
             summary += f", at {us['chosen'] / us['int8']:.2f} times the time of INT8"
@@ -210,10 +214,9 @@ class TargetSearch:
         self._notify(f"target of a drop of at most {self._target.max_drop:g} {verdict}: {summary}; "
                      f"{len(evaluation)} items that the layers are chosen on")
         report = {"metric": evaluation.metric.name, "max_drop": self._target.max_drop, "met": met,
-                  "items": len(evaluation), "float": evaluation.reference, "int8": sets.scores[none],
-                  "score": sets.scores[chosen], "kept": kept, "float_type": sets.float_type, "us": us,
-                  "tried": [{"kept": len(one), "score": score, "us": sets.known_us(one)}
-                            for one, score in sets.scores.items()],
+                  "items": len(evaluation), "float": evaluation.reference, "int8": sets.score(none),
+                  "score": sets.score(chosen), "kept": kept, "float_type": sets.float_type, "us": us,
+                  "tried": sets.scored(),
                   "layers": [{**asdict(one), "layer": one.layer.name} for one in ranked]}
         return Outcome(nodes_of(sets.in_order(chosen)), sets.float_type if kept else "", report)
 
@@ -222,7 +225,9 @@ class TargetSearch:
         self._ran, self._runs = 0, 2 * (items.data.count or 0)
         evaluation = Evaluation(self._subject, items, self._evaluation.metric.name, self._tick)
         score = evaluation.score(recipe, outcome.kept, outcome.float_type or "fp32")
+        missed = "; this drop exceeds the target, so the items that choose layers are too few, --eval" * (
+            round(evaluation.reference - score, 9) > self._target.max_drop)
         self._notify(f"test: {evaluation.metric.name} {evaluation.reference:.4f} in float, {score:.4f} as built; "
-                     f"{len(evaluation)} items that nothing was chosen on ({self._split.source})")
+                     f"{len(evaluation)} items that nothing was chosen on ({self._split.source}){missed}")
         return {"items": len(evaluation), "float": evaluation.reference, "score": score,
                 "source": self._split.source}
