@@ -57,7 +57,7 @@ def main() -> None:
     text = table(leave_one_out(runs, CONSTANTS))
     print(text)
     if options.write:
-        write_runs(runs, PAGES / "results" / "search.json")
+        write_runs(runs, PAGES / "trials" / "search.json")
         write_section(SECTION, f"`python -m benchmarks.search --results search.json --write`\n\n{text}")
 
 
