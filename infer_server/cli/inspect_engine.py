@@ -22,8 +22,12 @@ from infer_server.engines.plan.file import read_plan
 from infer_server.engines.plan.plan import IoTensor, OpenPart, Plan, Step
 from infer_server.engines.plan.program import Region
 from infer_server.engines.plan.roofline import expected, expected_us
+from infer_server.engines.plan.symbolic.conditions import conditions
+from infer_server.engines.plan.symbolic.encoding import decode
 from infer_server.engines.plan.weights import weights_text
 from infer_server.reporting.command import add_report, check_report, report_plan
+
+MOST_CONDITIONS = 4     # conditions of a symbolic plan that are printed; --json has all
 
 
 def describe(plan: Plan) -> dict[str, Any]:
@@ -60,7 +64,20 @@ def _open(plan: Plan, part: OpenPart) -> dict[str, Any]:
     return {"inputs": [_tensor(t) for t in part.inputs], "outputs": [_tensor(t) for t in part.outputs],
             "deciding": list(part.deciding),
             "profiles": [{name: list(bounds) for name, bounds in profile.items()} for profile in part.profiles],
-            "specialisations": [dict(one.extents) for one in (plan, *part.others)], "stripped": not part.model}
+            "specialisations": [dict(one.extents) for one in (plan, *part.others)],
+            "symbolic_plans": [{"traced_at": one.of_shape, "conditions": conditions(one)}
+                               for one in decode(part.symbolic, plan)], "stripped": not part.model}
+
+
+def symbolic_plans(plan: Plan) -> str:
+    """Return the symbolic plans of a plan as text, one on each line; "" if there are none."""
+    part = plan.open_part
+    lines = [f"  {', '.join(conditions(one)[:MOST_CONDITIONS])}"
+             f"{f', and {more} more conditions' if (more := len(conditions(one)) - MOST_CONDITIONS) > 0 else ''}"
+             f" (traced at {text(one.of_shape)})" for one in decode(part.symbolic, plan)]
+    if part.symbolic and not lines:
+        return "symbolic plans: of another version of the compiler, so they are traced again"
+    return "\n".join(["symbolic plans, which run other shapes where", *lines]) if lines else ""
 
 
 def _tensor(tensor: IoTensor) -> dict[str, Any]:
@@ -86,6 +103,8 @@ def program(plan: Plan) -> str:
                 plans = [one for plan in part.segments[instruction.segment].plans for one in plan.within()]
                 met = "; ".join(f"{kernels(one)} for {text(one.extents) or 'its only shapes'}" for one in plans)
                 yield f"{indent}segment {instruction.name}: {met or 'compiled at first use'}"
+                for plan in part.segments[instruction.segment].plans:
+                    yield from (f"{indent}    {line}" for line in symbolic_plans(plan).splitlines())
             for inner in instruction.regions:
                 yield from lines(inner, indent + "    ")
 
@@ -148,7 +167,8 @@ def _command(options: argparse.Namespace) -> int:
         print(f"open     {shapes(plan.open.inputs)}")
         if plan.open.deciding:
             print(f"decided  by the values of {', '.join(plan.open.deciding)}")
-        print(f"specialised for {specialised}; what follows is the first of them")
+        print(*filter(None, (f"specialised for {specialised}", symbolic_plans(plan))), sep="\n")
+        print("what follows is the first specialisation")
     print(f"inputs   {shapes(plan.inputs)}\noutputs  {shapes(plan.outputs)}\n")
     print(layers(plan))
     for run in machine.item_major:

@@ -10,6 +10,7 @@ import pytest
 from infer_server.cli import inspect_engine, run_engine
 from infer_server.engines import load_engine
 from infer_server.engines.plan.file import read_plan
+from infer_server.engines.plan.symbolic.encoding import decode
 from tests.engines.compiler.open_models import attention_net, picture_net, random
 from tests.infer_server.cli.commands import Workshop
 
@@ -29,8 +30,12 @@ def test_a_profile_is_built_shown_run_and_verified(workshop: Workshop) -> None:
     assert part is not None and part.profiles == ({"batch": (1, 1, 4), "T": (2, 8, 16)},)
     assert inspect_engine.main([plan]) == 0
     assert "x float32['batch', 'T', 16]" in (shown := workshop.capture.readouterr().out) and "T=8" in shown
+    assert "symbolic plans, which run other shapes where\n  " in shown and " <= T <= " in shown
     assert inspect_engine.main([plan, "--json"]) == 0
-    assert json.loads(workshop.capture.readouterr().out)["open"]["specialisations"] == [{"T": 8}]
+    described = json.loads(workshop.capture.readouterr().out)["open"]
+    assert described["specialisations"] == [{"T": 8}]
+    assert len(described["symbolic_plans"]) == len(decode(part.symbolic, read_plan(plan)))
+    assert all(one["conditions"] and one["traced_at"]["T"] for one in described["symbolic_plans"])
     assert run_engine.main([plan, "--seconds", "0", "--shapes", "x:1x5x16,mask:1x5"]) == 0
     np.savez(workshop.path("feeds.npz"), x=random(3, 11, 16), mask=random(3, 11))
     assert run_engine.main([plan, "--seconds", "0", "--batch", "3", "--data", workshop.path("feeds.npz")]) == 0
