@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, Protocol
 from infer_server.engines.backends.device import GpuInfo
 from infer_server.engines.ir.graph import Graph
 from infer_server.engines.machine.timing_cache import TimingCache
-from infer_server.engines.plan.plan import DynamicKernel, MachinePart, Plan
+from infer_server.engines.plan.plan import MachinePart, Plan
 from infer_server.engines.plan.roofline import Peaks
+from infer_server.engines.plan.symbolic.plans import CompiledKernel
 
 Progress = Callable[[int, int, str], None]      # (done, total, label), called as kernels are compiled and timed
 
@@ -65,21 +66,11 @@ class Session(Protocol):
             Kernel choices, of the backend's own class.
         """
 
-    def choose_dynamic(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
-                       usual: Callable[[], Graph] | None = None) -> Any | None:
-        """Choose dynamic kernels, which read sizes at run time, and kernels of the plan of `take_over`.
-
-        Only missing kernels are compiled. Their run-time parameters are the numbers in which this graph differs from
-        those lowered before, or from the graph that `usual` returns.
-
-        Returns
-        -------
-        Chosen or None
-            None if the backend has no dynamic kernels.
-        """
-
     def choose_symbolic(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> Any | None:
-        """Choose dynamic kernels for a graph with symbolic sizes (infer_server.engines.ir.symbolic).
+        """Choose dynamic kernels, which read symbolic sizes (infer_server.engines.ir.symbolic) at run time.
+
+        Kernels of the plan of `take_over` are reused, and only missing ones are compiled. Without symbolic sizes the
+        graph is for one shape.
 
         Returns
         -------
@@ -93,8 +84,8 @@ class Session(Protocol):
         """
 
     @property
-    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
-        """Dynamic kernels compiled so far, and their object code."""
+    def dynamic_kernels(self) -> Sequence[CompiledKernel] | None:
+        """Dynamic kernels of `take_over` and those compiled since; None if the backend has none."""
 
     def settle(self, chosen: Any, progress: Progress | None = None) -> Any:
         """Decide between close tactics by timing them inside the network.
@@ -109,8 +100,8 @@ class Session(Protocol):
     def timed(self) -> Mapping[str, Mapping[str, float]]:
         """Measured times for sessions that start from a plan of this one, under keys private to the backend."""
 
-    def take_over(self, plan: Plan) -> None:
-        """Reuse the constants, code and timings of a plan of the same model.
+    def take_over(self, plan: Plan, dynamic: Sequence[CompiledKernel] = ()) -> None:
+        """Reuse the constants, code and timings of a plan of the same model, and dynamic kernels of its symbolic plans.
 
         Plans that are assembled later are for other shapes, and are loaded next to this plan.
         """

@@ -10,7 +10,7 @@ A Builder keeps its kernels and their times: a second build with other ranges on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -39,7 +39,8 @@ from infer_server.engines.passes.quantization.quantize import (
     set_float_precision,
 )
 from infer_server.engines.plan.extents import Bounds
-from infer_server.engines.plan.plan import DynamicKernel, IoTensor, Plan
+from infer_server.engines.plan.plan import IoTensor, Plan
+from infer_server.engines.plan.symbolic.plans import CompiledKernel
 from infer_server.engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
@@ -242,9 +243,9 @@ class Builder:
                                    packed=self.config.weight_only is not None)
 
     # ---- plans
-    def take_over(self, plan: Plan) -> None:
+    def take_over(self, plan: Plan, kernels: Sequence[CompiledKernel] = ()) -> None:
         """Prepare to build the plan's model for other shapes: see Session.take_over."""
-        self._session.take_over(plan)
+        self._session.take_over(plan, kernels)
 
     @property
     def timed(self) -> Mapping[str, Mapping[str, float]]:
@@ -265,20 +266,8 @@ class Builder:
             self.cache.save()       # even if the build is interrupted, to keep minutes of timing
 
     @faults_named()
-    def dynamic_plan(self, graph: Graph, ranges: Ranges | None = None,
-                     usual: Callable[[], Graph] | None = None) -> Plan | None:
-        """Return a plan with dynamic kernels for a graph of other shapes than the plan taken over.
-
-        usual: returns the graph for that plan's shapes, if it is not the one built before. None if the backend has no
-        dynamic kernels.
-        """
-        chosen = self._session.choose_dynamic(self.stored(graph, ranges), *self._batches(graph),
-                                              usual and (lambda: self.stored(usual(), ranges)))
-        return self._plan(self._session, chosen, bare=True) if chosen else None
-
-    @faults_named()
     def symbolic_plan(self, graph: Graph, ranges: Ranges | None = None) -> Plan | None:
-        """Return the symbolic plan of a graph with symbolic extents (engines/ir/symbolic.py).
+        """Return the plan with dynamic kernels of a graph whose extents may be symbolic (engines/ir/symbolic.py).
 
         None if the backend has no dynamic kernels. Raises NotSymbolic.
         """
@@ -286,8 +275,8 @@ class Builder:
         return self._plan(self._session, chosen, bare=True) if chosen else None
 
     @property
-    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
-        """Dynamic-shape kernels and their code: see Session.dynamic_kernels."""
+    def dynamic_kernels(self) -> Sequence[CompiledKernel] | None:
+        """Dynamic kernels compiled so far: see Session.dynamic_kernels."""
         return self._session.dynamic_kernels
 
     def _candidates(self, graph: Graph, ranges: Ranges | None) -> list[Chosen]:

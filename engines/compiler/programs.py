@@ -27,7 +27,7 @@ from infer_server.engines.ir.graph import Array, TensorType
 from infer_server.engines.passes.quantization.kept import check_names
 from infer_server.engines.plan.extents import extents_of
 from infer_server.engines.plan.plan import IoTensor, MachinePart, OpenOptions, Plan, ProgramPart, SegmentPart
-from infer_server.engines.runtime.load.create import engine_of, program_of
+from infer_server.engines.runtime.load.create import program_of
 from infer_server.engines.runtime.load.options import ON_TRIAL
 from infer_server.engines.runtime.program import NO_TENSORS, Program
 from infer_server.engines.version import COMPILER_VERSION
@@ -96,15 +96,16 @@ def _tried(builder: Builder, source: OnnxModel, seen: Seen, notify: Notify, part
     if not tried:
         notify(f"the program could not be tried, so its segments are compiled when they are met: "
                f"{reason or 'there are no likely inputs for it'}")
-    segments = _segments_of(program.whole_plan())
     if watched and fed:
-        segments = calibrated(segments, SegmentMaker(part, config.timing, config.precision), fed, watched, notify)
-    if tried:
-        segments = _with_dynamic_kernels(replace(plan, program=replace(part, segments=segments)), tried, notify)
+        segments = calibrated(_segments_of(program), SegmentMaker(part, config.timing, config.precision), fed, watched,
+                              notify)
+        program = program_of(replace(plan, program=replace(part, segments=segments)), ON_TRIAL)
+    if tried and config.symbolic_plans:
+        _run_at_other_extents(program, tried, notify)
     tensors = [io for io in inputs if io.name in tried and io.dtype not in NO_TENSORS]
     usual = extents_of(plan.name, tensors, {io.name: tried[io.name].shape for io in tensors})
     outputs = tuple(_met(io, made[io.name]) if made else io for io in plan.outputs)
-    return replace(plan, outputs=outputs, program=replace(part, segments=segments), extents=usual)
+    return replace(plan, outputs=outputs, program=replace(part, segments=_segments_of(program)), extents=usual)
 
 
 def _declared(builder: Builder, source: OnnxModel, partition: Partition) -> Plan:
@@ -146,28 +147,27 @@ def _run(program: Program, feeds: Iterable[Mapping[str, Array]], all_of_them: bo
     return tried, first, reason
 
 
-def _with_dynamic_kernels(plan: Plan, tried: Mapping[str, Array], notify: Notify) -> tuple[SegmentPart, ...]:
-    """Return the segments with dynamic kernels, made by running the program on inputs of other extents.
+def _run_at_other_extents(program: Program, tried: Mapping[str, Array], notify: Notify) -> None:
+    """Run the program on inputs of other extents, at which its segments get symbolic plans.
 
-    They are unchanged if the program does not run on such inputs.
+    Their plans at the first extents verify these. A notice says so if the program does not run on such inputs.
     """
-    engine = engine_of(plan, replace(ON_TRIAL, specialise="off"))
-    open_inputs = [io for io in plan.inputs if any(isinstance(extent, str) for extent in io.shape)]
+    open_inputs = [io for io in program.inputs if any(isinstance(extent, str) for extent in io.shape)]
     reason: EngineError | None = None
     for length in OTHER_LENGTHS if open_inputs else ():
         try:
-            engine.run({io.name: _other(io, tried[io.name], length) for io in plan.inputs if io.name in tried})
-            break
+            program.run({io.name: _other(io, tried[io.name], length) for io in program.inputs if io.name in tried})
+            return
         except EngineError as error:
             reason = error
-    else:
-        if reason:
-            notify(f"the program ran at no other lengths, so kernels for these are made when they are met: {reason}")
-    return _segments_of(engine.whole_plan())
+    if reason:
+        notify(f"the program ran at no other lengths, so symbolic plans for these are made when they are met: {reason}")
 
 
-def _segments_of(plan: Plan) -> tuple[SegmentPart, ...]:
-    return plan.program.segments if plan.program else ()
+def _segments_of(program: Program) -> tuple[SegmentPart, ...]:
+    part = program.whole_plan().program
+    assert part is not None
+    return part.segments
 
 
 def _other(io: IoTensor, value: Array, change: int) -> Array:

@@ -3,13 +3,13 @@
     plan = compiled(subject, recipe, metadata)      # has plan.open if the model has open extents
     specialiser = Specialiser(plan)
     specialiser.plan({"T": 77})                     # as a build with --shape would make it, without timing
-    specialiser.symbolic({"T": 77})                 # the symbolic plan for these numbers, with dynamic kernels
+    specialiser.symbolic({"T": 77})                 # the plan that a symbolic plan makes, with dynamic kernels
 """
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -19,26 +19,33 @@ from infer_server.engines.backends import backend_of, device_of
 from infer_server.engines.backends.base import Progress
 from infer_server.engines.capacity import trim
 from infer_server.engines.compiler.agreement import agree
-from infer_server.engines.compiler.builder import BuildConfig, Builder, io_tensors
+from infer_server.engines.compiler.builder import BuildConfig, Builder
 from infer_server.engines.compiler.engine_cache import EngineCache
-from infer_server.engines.compiler.guesses import foreseen, stepped
-from infer_server.engines.compiler.subject import Subject
-from infer_server.engines.compiler.symbolic import CACHING, ORDINARY, SymbolicPlans, encoded, symbolic_plans_of
+from infer_server.engines.compiler.guesses import foreseen
+from infer_server.engines.compiler.subject import Subject, open_outputs
+from infer_server.engines.compiler.symbolic import (
+    CACHING,
+    ORDINARY,
+    SymbolicPlans,
+    built_kernels,
+    encoded,
+    symbolic_plans_of,
+)
 from infer_server.engines.compiler.weight_only.scheme import WeightOnly
 from infer_server.engines.errors import ConfigError, EngineError, PlanTargetError
 from infer_server.engines.faults import faults_named
 from infer_server.engines.frontend.onnx_file import OnnxModel
 from infer_server.engines.ir.dtypes import dtype_named
-from infer_server.engines.ir.graph import Dim, Graph, TensorType
+from infer_server.engines.ir.graph import Graph, TensorType
 from infer_server.engines.ir.recipe import Pixels, Recipe
-from infer_server.engines.ir.symbolic import ShapeEnv
 from infer_server.engines.machine import object_cache
 from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.passes.caches import Cache, caches_of
 from infer_server.engines.passes.quantization.recipe import prepared
 from infer_server.engines.plan.extents import CACHE_CAPACITY, CACHES, Extents, open_extents, text, value_name
-from infer_server.engines.plan.plan import DynamicKernel, IoTensor, OpenOptions, OpenPart, Plan, graph_of
+from infer_server.engines.plan.plan import IoTensor, OpenOptions, OpenPart, Plan, graph_of
+from infer_server.engines.plan.symbolic.plans import CompiledKernel
 from infer_server.engines.runtime.specialisation import Specialisation
 
 log = logging.getLogger(__name__)
@@ -71,10 +78,9 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
     caches = [cache.document() for cache in caches_of(subject.source)]
     usual = [{name: bounds[name][1] if name in bounds else value for name, value in subject.usual.items()}
              for bounds in subject.profiles]
-    outputs = _outputs(subject.source, subject.graph)
+    outputs = open_outputs(subject.source, subject.graph)
     subject.graphs.clear()          # a graph has all weights in float: one at a time
     trim()
-    kernels, code = _dynamic_kernels(subject, recipe)
     others = tuple(_plan(subject, recipe, extents)
                    for index, extents in enumerate(usual) if extents != subject.usual and extents not in usual[:index])
     config, source = subject.builder.config, subject.source
@@ -82,27 +88,14 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
                           vars(config.pixels) if config.pixels else None, config.threads, config.float_type)
     declared = tuple(IoTensor(name, kind.dtype.name, kind.shape) for name, kind in subject.types.items())
     part = OpenPart(subject.inputs, outputs, declared, options, recipe, subject.profiles,
-                    subject.deciding, subject.builder.timed, source.document(), source.weights, others, general=kernels)
-    return replace(plan, machine=replace(plan.machine, code=(*plan.machine.code, *code)), open=part,
-                   metadata={**plan.metadata, **({CACHES: caches} if caches else {})})
-
-
-def _dynamic_kernels(subject: Subject, recipe: Recipe | None) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
-    """Return the model's dynamic kernels and their code, made by lowering it at other than the usual extents."""
-    decided = {extent for name in subject.deciding for extent in subject.types[name].shape}
-    for extents in stepped(subject.usual, decided):
-        try:
-            subject.builder.dynamic_plan(_graph(subject, recipe, extents), recipe.ranges if recipe else None)
-            break
-        except EngineError:
-            continue
-    return subject.builder.dynamic_kernels
+                    subject.deciding, subject.builder.timed, source.document(), source.weights, others)
+    return replace(plan, open=part, metadata={**plan.metadata, **({CACHES: caches} if caches else {})})
 
 
 class Specialiser:
     """Compiler of specialisations of a plan with open extents, from the model in it.
 
-    One thread at a time may call `plan`, and another one `general` at the same time.
+    One thread at a time may call `plan`, and another one `symbolic` at the same time.
     """
 
     def __init__(self, plan: Plan, target: str | None = None, cache: EngineCache | None = None,
@@ -133,24 +126,37 @@ class Specialiser:
         self._target = part.options.target if target is None else target
         self._plan, self._timing = plan, timing
         self._cache, self._fingerprint = cache, plan.fingerprint
-        self._subjects: dict[tuple[str, bool, int | None], Subject] = {}
-        # Shared with the symbolic plan, which may be made at the same time, so that a graph is imported once.
-        self._graphs: dict[tuple[Any, ...], Graph] = {}
+        self._subjects: dict[tuple[str, int | None], Subject] = {}
+        self._graphs: dict[tuple[Any, ...], Graph] = {}         # shared by these subjects
         self._importing = threading.Lock()
         self._caches = tuple(Cache(**document) for document in plan.metadata.get(CACHES, ()))
         self.first: Specialisation | None = None        # loaded plan, if there is one
 
     @cached_property
     def _symbolic_plans(self) -> SymbolicPlans:
-        return symbolic_plans_of(self._plan, self._cache, ORDINARY, self._symbolic_plan, self._is_right)
+        return symbolic_plans_of(self._plan, self._cache, ORDINARY, self._traced, self._is_right)
 
     @cached_property
     def _caching(self) -> SymbolicPlans:
-        return symbolic_plans_of(self._plan, self._cache, CACHING, self._symbolic_plan, self._is_right)
+        return symbolic_plans_of(self._plan, self._cache, CACHING, self._traced, self._is_right)
 
     def symbolic_plans(self, extents: Extents) -> SymbolicPlans:
         """Return the set of symbolic plans for extents like these: CACHE_CAPACITY is among them or not."""
         return self._caching if CACHE_CAPACITY in extents else self._symbolic_plans
+
+    @property
+    def has_dynamic_kernels(self) -> bool:
+        """True if the target of the plan has dynamic kernels, which symbolic plans need."""
+        return self._tracing.builder.dynamic_kernels is not None
+
+    def encoded(self) -> bytes:
+        """Return the verified symbolic plans for a plan file; b"" if there are none."""
+        kernels = self._tracing.builder.dynamic_kernels
+        if kernels is None:
+            return b""
+        for extents in (self._plan.extents, *(one.extents for one in self._part.others)):
+            self._symbolic_plans.verify(extents)
+        return encoded([*self._symbolic_plans.proven, *self._caching.proven], kernels, self._plan)
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
         """Return the specialisation for numbers of the open extents. Raises EngineError.
@@ -164,42 +170,30 @@ class Specialiser:
                                                       "cpu": detect().model, "max_batch": max_batch})
         return cache.kept(key, lambda: self._compiled(self._target, extents, max_batch))
 
-    def symbolic(self, extents: Extents) -> Plan:
-        """Return the symbolic plan for numbers of the open extents: a plan with dynamic kernels.
+    def symbolic(self, extents: Extents) -> Plan | None:
+        """Return the plan with dynamic kernels for numbers of the open extents; None if the target has no such kernels.
 
-        Without such kernels for the target the plan is for the NumPy backend, which is slow. With CACHE_CAPACITY among
-        the extents, the plan appends to caches in place. Raises EngineError.
+        A symbolic plan makes it, or a trace of these numbers if none can be traced. With CACHE_CAPACITY among the
+        extents, the plan appends to caches in place. If the compiler is not installed, the plan is for the NumPy
+        backend, which is slow. Raises EngineError.
         """
         try:
             with object_cache.using(self._cache.objects if self._cache else None):
-                plan = self.symbolic_plans(extents).plan(extents) or self._alone(extents)
+                plan = self.symbolic_plans(extents).plan(extents)
+                if plan is None and (plan := self._traced(extents)):
+                    plan = replace(plan, extents=dict(extents))
+                return plan
         except ImportError as error:
+            if CACHE_CAPACITY in extents:
+                return None
             log.warning("%s: NumPy computes %s, slowly, for the compiler is not installed (%s)", self._plan.name,
                         dict(extents), error)
-            plan = None
-        if not plan and CACHE_CAPACITY in extents:
-            raise PlanTargetError(f"{self._plan.name}: there are no kernels for caches in place on this target")
-        return plan or self._compiled("numpy", extents)
-
-    def _alone(self, extents: Extents) -> Plan | None:
-        """Return a plan with dynamic kernels for these extents only, without a trace; None if the backend has none."""
-        recipe = self._part.recipe
-        if CACHE_CAPACITY in extents:
-            with self._importing:
-                subject = self._subject(self._target, apart=True)
-                graph = subject.import_graph(extents, self._caches)
-            graph = prepared(graph, recipe, subject.builder.config.keep_float) if recipe else graph
-        else:
-            subject = self._imported(self._target, extents, apart=True)
-            graph = _graph(subject, recipe, extents)
-        plan = subject.builder.dynamic_plan(graph, recipe.ranges if recipe else None,
-                                            lambda: _graph(subject, recipe, self._plan.extents))
-        return replace(plan, extents=dict(extents)) if plan else None
+            return self._compiled("numpy", extents)
 
     def _is_right(self, plan: Plan, extents: Extents) -> bool:
         """Return True if what a symbolic plan made agrees with one made for these extents only."""
         specialised = next((one for one in (self._plan, *self._part.others) if one.extents == extents), None)
-        alone = specialised or self._alone(extents)
+        alone = specialised or self._traced(extents)
         with self._importing:       # the symbolic plan needs no graphs, which have all weights in float
             self._graphs.clear()
         trim()
@@ -212,22 +206,19 @@ class Specialiser:
                     self._plan.name, dict(extents))
         return False
 
-    def _symbolic_plan(self, env: ShapeEnv, extents: Extents) -> Plan | None:
-        """Return the symbolic plan for symbolic extents (engines/ir/symbolic.py), or None if the target has none."""
+    def _traced(self, extents: Extents) -> Plan | None:
+        """Return the plan with dynamic kernels for extents, which may be symbolic (engines/ir/symbolic.py).
+
+        None if the target has no dynamic kernels, or is another one than the plan's.
+        """
+        subject, recipe = self._tracing, self._part.recipe
+        if subject.builder.target != self._plan.machine.target or subject.builder.dynamic_kernels is None:
+            return None
         with self._importing:
-            subject, recipe = self._subject(self._target, apart=True), self._part.recipe
-            if subject.builder.target != self._plan.machine.target:
-                return None
             graph = subject.import_graph(extents, self._caches if CACHE_CAPACITY in extents else ())
         if recipe:
             graph = prepared(graph, recipe, subject.builder.config.keep_float)
         return subject.builder.symbolic_plan(graph, recipe.ranges if recipe else None)
-
-    @property
-    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
-        """Dynamic-shape kernels, those of the plan included, and their code."""
-        key = self._target, True, None
-        return self._subjects[key].builder.dynamic_kernels if key in self._subjects else (self._part.general, ())
 
     def graph(self, extents: Extents) -> Graph:
         """Return the graph that a specialisation is lowered from, with stored dtypes decided."""
@@ -239,33 +230,37 @@ class Specialiser:
         return self._subject(self._target).at(extents)
 
     def _compiled(self, target: str, extents: Extents, max_batch: int | None = None) -> Plan:
-        return _plan(self._imported(target, extents, max_batch=max_batch), self._part.recipe, extents)
-
-    def _imported(self, target: str, extents: Extents, apart: bool = False, max_batch: int | None = None) -> Subject:
-        """Return the subject, with the graph for these numbers imported."""
         with self._importing:
-            subject = self._subject(target, apart, max_batch)
+            subject = self._subject(target, max_batch)
             subject.at(extents)
-        return subject
+        return _plan(subject, self._part.recipe, extents)
 
-    def _subject(self, target: str, apart: bool = False, max_batch: int | None = None) -> Subject:
-        """Return the subject of a target. apart: with a builder of its own, for the thread that calls `general`."""
-        key = target, apart, max_batch
+    def _subject(self, target: str, max_batch: int | None = None) -> Subject:
+        """Return the subject of specialisations for a target."""
+        key = target, max_batch
         if key not in self._subjects:
-            options = self._part.options
-            config = BuildConfig(
-                options.precision, max_batch or options.max_batch, options.opt_batch, target,
-                keep_float=options.keep_float, pixels=Pixels(**options.pixels) if options.pixels else None,
-                timing=self._timing, threads=options.threads, float_type=options.float_type,
-                weight_only=WeightOnly.of(self._plan.metadata))
-            types = {io.name: TensorType(dtype_named(io.dtype), io.shape) for io in self._part.declared}
-            usual = dict.fromkeys((*open_extents(self._part.declared), *map(value_name, self._part.deciding)), 0)
-            builder = Builder(config, fewer=max_batch is None)
-            if builder.target == self._plan.machine.target:
-                builder.take_over(self._plan)
-            self._subjects[key] = Subject(builder, self._source, types, usual, (), self._part.deciding,
-                                             self._graphs, kept=1, dependence=self._plan.dependence)
+            self._subjects[key] = self._new_subject(target, max_batch)
         return self._subjects[key]
+
+    @cached_property
+    def _tracing(self) -> Subject:
+        """Subject of traces, with a builder of its own: they run beside specialisations on another thread."""
+        return self._new_subject(self._target, None, built_kernels(self._plan))
+
+    def _new_subject(self, target: str, max_batch: int | None, kernels: Sequence[CompiledKernel] = ()) -> Subject:
+        options = self._part.options
+        config = BuildConfig(
+            options.precision, max_batch or options.max_batch, options.opt_batch, target,
+            keep_float=options.keep_float, pixels=Pixels(**options.pixels) if options.pixels else None,
+            timing=self._timing, threads=options.threads, float_type=options.float_type,
+            weight_only=WeightOnly.of(self._plan.metadata))
+        types = {io.name: TensorType(dtype_named(io.dtype), io.shape) for io in self._part.declared}
+        usual = dict.fromkeys((*open_extents(self._part.declared), *map(value_name, self._part.deciding)), 0)
+        builder = Builder(config, fewer=max_batch is None)
+        if builder.target == self._plan.machine.target:
+            builder.take_over(self._plan, kernels)
+        return Subject(builder, self._source, types, usual, (), self._part.deciding, self._graphs, kept=1,
+                       dependence=self._plan.dependence)
 
 
 def with_symbolic_plans(plan: Plan, progress: Progress | None = None) -> Plan:
@@ -275,13 +270,12 @@ def with_symbolic_plans(plan: Plan, progress: Progress | None = None) -> Plan:
     it has no open extents or no dynamic kernels, or if this machine cannot run it.
     """
     part = plan.open
-    if part is None or not part.general or device_of(plan.machine.backend).mismatch(plan):
+    if part is None or device_of(plan.machine.backend).mismatch(plan):
         return plan
-    specialiser, kinds = Specialiser(plan), foreseen(plan)
-    sets = dict[SymbolicPlans, None]()          # an ordered set
+    specialiser = Specialiser(plan)
+    kinds = foreseen(plan) if specialiser.has_dynamic_kernels else []
     for done, kind in enumerate(kinds, 1):
         symbolics = specialiser.symbolic_plans(kind[0])
-        sets[symbolics] = None
         for extents in kind:
             with suppress(EngineError):     # these extents cannot be compiled
                 symbolics.plan(extents)
@@ -289,7 +283,7 @@ def with_symbolic_plans(plan: Plan, progress: Progress | None = None) -> Plan:
                 break
         if progress:
             progress(done, len(kinds), text(kind[1]))
-    content = encoded([one for symbolics in sets for one in symbolics.proven], plan)
+    content = specialiser.encoded()
     return replace(plan, open=replace(part, symbolic=content), fingerprint="") if content else plan
 
 
@@ -375,20 +369,3 @@ def _graph(subject: Subject, recipe: Recipe | None, extents: Extents) -> Graph:
 def _plan(subject: Subject, recipe: Recipe | None, extents: Extents, metadata: Mapping[str, Any] | None = None) -> Plan:
     plan = subject.builder.plan(_graph(subject, recipe, extents), recipe.ranges if recipe else None, metadata)
     return replace(plan, extents=dict(extents)).bare() if extents else plan
-
-
-def _outputs(source: OnnxModel, graph: Graph) -> tuple[IoTensor, ...]:
-    """Return the declarations of the outputs, with names for extents that may vary.
-
-    The ONNX file's shapes are hints only, because they may be wrong.
-    """
-    declared = source.output_shapes()
-    return tuple(replace(io, shape=_open_shape(io, declared.get(io.name))) for io in io_tensors(graph, graph.outputs))
-
-
-def _open_shape(io: IoTensor, declared: tuple[Dim | None, ...] | None) -> tuple[Dim, ...]:
-    if declared is None or len(declared) != len(io.shape):
-        declared = (None,) * len(io.shape)
-    return tuple(extent if isinstance(extent, str) or extent == declared_extent else
-                 declared_extent if isinstance(declared_extent, str) else f"{io.name}.{axis}"
-                 for axis, (extent, declared_extent) in enumerate(zip(io.shape, declared, strict=True)))

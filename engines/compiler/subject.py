@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from infer_server.engines.compiler.builder import Builder
+from infer_server.engines.compiler.builder import Builder, io_tensors
 from infer_server.engines.compiler.guesses import guesses
 from infer_server.engines.errors import CompilerFault, ConfigError, EngineError, ModelError, UnknownValueError
 from infer_server.engines.frontend.cutting.deciding import filled, likely_values, may_decide
 from infer_server.engines.frontend.extents import open_types, shapes_for, without_batch
 from infer_server.engines.frontend.onnx_file import Model, OnnxModel, read_model
-from infer_server.engines.ir.graph import BATCH, Array, Graph, TensorType
+from infer_server.engines.ir.graph import BATCH, Array, Dim, Graph, TensorType
 from infer_server.engines.ir.recipe import Pixels
 from infer_server.engines.passes.caches import Cache, shapes_with_capacity, with_caches_in_place
 from infer_server.engines.passes.pixels import types_of_pixels
@@ -129,6 +129,23 @@ def fed(types: Mapping[str, TensorType], pixels: Pixels | None) -> tuple[IoTenso
     if pixels:
         types = types_of_pixels(types, pixels)
     return tuple(IoTensor(name, kind.dtype.name, kind.shape) for name, kind in types.items())
+
+
+def open_outputs(source: OnnxModel, graph: Graph) -> tuple[IoTensor, ...]:
+    """Return the declarations of the outputs, with names for extents that may vary.
+
+    The ONNX file's shapes are hints only, because they may be wrong.
+    """
+    declared = source.output_shapes()
+    return tuple(replace(io, shape=_open_shape(io, declared.get(io.name))) for io in io_tensors(graph, graph.outputs))
+
+
+def _open_shape(io: IoTensor, declared: tuple[Dim | None, ...] | None) -> tuple[Dim, ...]:
+    if declared is None or len(declared) != len(io.shape):
+        declared = (None,) * len(io.shape)
+    return tuple(extent if isinstance(extent, str) or extent == declared_extent else
+                 declared_extent if isinstance(declared_extent, str) else f"{io.name}.{axis}"
+                 for axis, (extent, declared_extent) in enumerate(zip(io.shape, declared, strict=True)))
 
 
 def read_subject(builder: Builder, model: Model, seen: Seen = lambda inputs: None) -> Subject:

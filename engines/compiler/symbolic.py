@@ -1,12 +1,13 @@
 """Set of symbolic plans of a model, traced once and reused for other extents.
 
     symbolics = SymbolicPlans(trace)            # trace: returns the plan for symbolic extents
-    symbolics.plan({"T": 77})               # the plan for this extent; None if no symbolic plan holds for it
+    symbolics.plan({"T": 77})                   # the plan for this extent; None if no symbolic plan holds for it
 """
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from infer_server.engines.capacity import too_large
 from infer_server.engines.compiler.engine_cache import EngineCache
@@ -18,8 +19,8 @@ from infer_server.engines.machine.object_cache import ObjectCache
 from infer_server.engines.plan.arena import check_memory
 from infer_server.engines.plan.extents import CACHE_CAPACITY, Extents
 from infer_server.engines.plan.plan import Plan
-from infer_server.engines.plan.symbolic.encoding import decode, encode
-from infer_server.engines.plan.symbolic.plans import LateMachine, SymbolicPlan
+from infer_server.engines.plan.symbolic.encoding import decode, decode_kernels, encode
+from infer_server.engines.plan.symbolic.plans import CompiledKernel, LateMachine, SymbolicPlan
 
 MOST = 16           # maximum number of symbolic plans of a model; the last used are kept
 SMALLEST_LIMIT = 1 << 20        # bytes that the symbolic plans of a plan file may take in any case, and
@@ -64,7 +65,7 @@ class StoredSymbolicPlans:
 class SymbolicPlans:
     """Symbolic plans of one model. Not thread-safe."""
 
-    def __init__(self, trace: Callable[[ShapeEnv, Extents], Plan | None],
+    def __init__(self, trace: Callable[[Extents], Plan | None],
                  right: Callable[[Plan, Extents], bool] | None = lambda plan, extents: True,
                  stored: StoredSymbolicPlans | None = None, built: Sequence[SymbolicPlan] = ()) -> None:
         """Create a set of symbolic plans.
@@ -91,6 +92,13 @@ class SymbolicPlans:
     def proven(self) -> list[SymbolicPlan]:
         """Symbolic plans that are correct for other shapes than the traced one."""
         return [one for one in self._known if id(one) not in self._first]
+
+    def verify(self, extents: Extents) -> None:
+        """Verify at these extents the symbolic plans that hold for them and served only their traced shape."""
+        for symbolic in [one for one in self._known if id(one) in self._first]:
+            plan = symbolic.plan(extents)
+            if plan and symbolic in self._known and not _is_too_large(plan):
+                self._proven(symbolic, plan, extents)
 
     def plan(self, extents: Extents) -> Plan | None:
         """Return the plan for these extents; None if no symbolic plan holds for them and none can be traced.
@@ -149,20 +157,23 @@ class SymbolicPlans:
         fixed = {name: extent for name, extent in extents.items() if not isinstance(extent, int) or extent < 1}
         symbols = {name: env.extent(name, extent) for name, extent in extents.items() if name not in fixed}
         try:
-            plan = self._trace(env, {name: symbols.get(name, extent) for name, extent in extents.items()})
+            plan = self._trace({name: symbols.get(name, extent) for name, extent in extents.items()})
             return SymbolicPlan(plan, env, extents, tuple(symbols), fixed) if plan else None
         except (NotSymbolic, Exception) as reason:       # a real fault recurs when the plan is made for the shape only
             log.info("there is no symbolic plan for %s: %s: %s", dict(extents), type(reason).__name__, reason)
             return None
 
 
-def encoded(symbolics: Sequence[SymbolicPlan], plan: Plan) -> bytes:
-    """Return symbolic plans for a plan file, without those that cannot be encoded or exceed the limits."""
+def encoded(symbolics: Sequence[SymbolicPlan], kernels: Sequence[CompiledKernel], plan: Plan) -> bytes:
+    """Return symbolic plans for a plan file, without those that cannot be encoded or exceed the limits.
+
+    kernels: dynamic kernels, of which those that the symbolic plans use are encoded, too.
+    """
     limit, content = max(SMALLEST_LIMIT, int(len(plan.machine.constants) * LIMIT_SHARE)), b""
     kept: list[SymbolicPlan] = []
     for one in symbolics:
         try:
-            more = encode([*kept, one], plan)
+            more = encode([*kept, one], plan, kernels)
         except PlanError as error:
             log.info("%s: the symbolic plan of %s is not stored: %s", plan.name, one.of_shape, error)
             continue
@@ -171,8 +182,15 @@ def encoded(symbolics: Sequence[SymbolicPlan], plan: Plan) -> bytes:
     return content
 
 
+def built_kernels(plan: Plan) -> list[CompiledKernel]:
+    """Return the dynamic kernels of the symbolic plans in a plan file; [] if they cannot be read."""
+    with suppress(PlanError):       # symbolic_plans_of reports it
+        return decode_kernels(plan.open_part.symbolic, plan)
+    return []
+
+
 def symbolic_plans_of(plan: Plan, cache: EngineCache | None, kind: str,
-                      trace: Callable[[ShapeEnv, Extents], Plan | None],
+                      trace: Callable[[Extents], Plan | None],
                       right: Callable[[Plan, Extents], bool] | None) -> SymbolicPlans:
     """Return the set of symbolic plans of a plan: those in its file, in a cache, and those that are traced.
 

@@ -59,7 +59,7 @@ from infer_server.engines.plan.sections import (
 from infer_server.engines.plan.verification import verify
 
 MAGIC = b"\x93INFPLAN"      # the first byte is not ASCII: no text file begins like this
-VERSION = 12
+VERSION = 13
 ALIGNMENT = 64          # alignment of sections and of the arrays in the weights
 _HEADER = struct.Struct("<8sIIQQ16sQQ")      # magic, version, 0, manifest offset, size, checksum, file size, 0
 _ELSEWHERE = ("code", "constants", "graph", "weights", "model")     # fields that are sections

@@ -253,21 +253,6 @@ class OpenOptions:
 
 
 @dataclass(frozen=True)
-class DynamicKernel:
-    """Dynamic-shape kernel in the code of the plan: it reads numbers of its problem at run time.
-
-    It solves every problem with the same `words` and `numbers` (None matches any) for which each guard holds: a term
-    over all numbers and its required value. The kernel reads the terms of its table (engines/codegen/extents.py).
-    """
-    symbol: str
-    words: str                              # the problem's spec without its numbers
-    tactic: str
-    numbers: tuple[int | None, ...]         # None: read at run time
-    guards: tuple[tuple[Any, int], ...]     # (term, required value)
-    table: tuple[Any, ...]                  # terms whose values the kernel loads
-
-
-@dataclass(frozen=True)
 class OpenPart:
     """Part of a plan with open extents from which specialisations, plans for other numbers, are made."""
     inputs: tuple[IoTensor, ...]            # as they are fed; open extents and the batch have names
@@ -281,7 +266,6 @@ class OpenPart:
     model: bytes = b""                      # the ONNX model without its weights
     weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # the model's weights
     others: tuple[Plan, ...] = ()           # specialisations except the plan itself
-    general: tuple[DynamicKernel, ...] = ()     # kernels that plans for other numbers reuse without compiling
     symbolic: bytes | memoryview = b""      # symbolic plans, as plan/symbolic/encoding.py writes them; b"": none
 
 

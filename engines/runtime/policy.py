@@ -12,7 +12,6 @@ from infer_server.engines.errors import ConfigError, did_you_mean
 WAYS = ("wait", "background", "off")
 MOST = 64                   # default maximum number of specialisations in memory
 MEMORY_SHARE = 0.25         # share of this machine's memory that they may take together
-PATIENCE = 0.2              # seconds; the first run of a symbolic plan takes about as long, for it imports the model
 USES = 100                  # runs of a shape after which it is specialised in the background: about its cost
 ONCE = 4                    # after so many shapes in a row that came once, the next is expected to come once, too
 IDLE_BYTES = 64 << 20       # limit of the memory of contexts whose shapes are not in use
@@ -24,17 +23,13 @@ class Policy:
     """Rules of when specialisations are compiled and how many are kept.
 
     In the background, a shape is specialised after USES runs: the symbolic plan is seldom more than a tenth slower,
-    and most lengths of a text or of a growing cache recur only a few times. If the symbolic plan is not compiled, or
-    a caller waits, a shape is specialised at once; if each of the last shapes came only once, when it recurs.
-
-    segment: for a segment of a program. Its batch may be 0, and its extents often depend on data, so that most shapes
-    come once: in the background they are specialised at the second run.
+    and most lengths of a text or of a growing cache recur only a few times. If a caller waits, or the target has no
+    symbolic plans, a shape is specialised at once; a caller does not wait for a new shape if each of the last ones came
+    only once.
     """
     specialise: str = "wait"
     most: int = MOST
     memory: int | None = None       # bytes; None: MEMORY_SHARE of the machine's memory
-    patience: float = PATIENCE      # seconds to wait for a specialisation while there is no symbolic plan
-    segment: bool = False
     uses: int = USES                # runs of a shape before it is specialised in the background
 
     def __post_init__(self) -> None:

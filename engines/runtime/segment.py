@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,11 +42,10 @@ from infer_server.engines.runtime.rerun import LastRun, no_rerun
 from infer_server.engines.runtime.specialisation import Specialisation, SpecialisationMaker, on_host
 
 if TYPE_CHECKING:       # background work alone needs it, and it takes milliseconds to import
-    from concurrent.futures import Future, ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor
 
 MOST_WAITING = 16           # maximum number of specialisations queued in the background
 Key = tuple[Any, ...]       # numbers of the open extents, and values of the deciding inputs
-Ordered = tuple["Future[None]", float]      # a queued specialisation and the time when it was queued
 
 
 class Segment:
@@ -87,7 +85,7 @@ class Segment:
         self._keys: dict[tuple[Any, ...], Key] = {}         # shapes of inputs, values of deciding ones -> extents
         self._lock = threading.RLock()                      # guards the tables; the other locks are held for seconds
         self._making, self._making_symbolic = threading.Lock(), threading.Lock()
-        self._waiting, self._refused = dict[Key, Ordered](), dict[Key, str]()
+        self._waiting, self._refused = set[Key](), set[Key]()
         self._demand = Demand(policy.most)
         self._specialiser: SpecialisationMaker | None = None
         self._worker: ThreadPoolExecutor | None = None
@@ -144,7 +142,10 @@ class Segment:
     def caching(self, extents: Extents) -> Specialisation:
         """Load the plan that appends to caches in place, for extents with CACHE_CAPACITY. Raises EngineError."""
         with self._making_symbolic:
-            return self._loaded(self._specialisers().symbolic(extents), self._first)
+            plan = self._specialisers().symbolic(extents)
+            if plan is None:
+                raise PlanTargetError(f"{self.name}: there are no kernels for caches in place on this target")
+            return self._loaded(plan, self._first)
 
     def close(self) -> None:
         """Stop the background thread and the helper threads of pooled contexts."""
@@ -182,7 +183,7 @@ class Segment:
         """
         extents: dict[str, Any] = extents_of(self.name, self.inputs, shapes)
         check_bounds(self.name, self.part.profiles, extents)
-        if extents.get(BATCH) == 0 and not self.policy.segment:
+        if extents.get(BATCH) == 0:
             raise InputError(f"{self.name}: nothing is computed of no items ({text(extents)})")
         return {**extents, **{value_name(name): self._value(name, values) for name in self.deciding}}
 
@@ -223,15 +224,14 @@ class Segment:
         return self.at({name: array.shape for name, array in feeds.items()}, feeds) if self._names else self._first
 
     def whole_plan(self) -> Plan:
-        """Return the plan with all current specialisations and dynamic kernels."""
+        """Return the plan with all current specialisations and symbolic plans."""
         if not self._names:
             return self.plan
         with self._lock:
             others = tuple(engine.plan for engine in self._ready.values() if engine.plan.extents != self.plan.extents)
-            general, objects = self._specialiser.dynamic_kernels if self._specialiser else (self.part.general, ())
-        code = tuple(dict.fromkeys((*self.plan.machine.code, *objects)))
-        return replace(self.plan.with_machine(code=code), fingerprint="",
-                       open=replace(self.part, others=others, general=general))
+        with self._making_symbolic:
+            symbolic = self._specialiser.encoded() if self._specialiser else self.part.symbolic
+        return replace(self.plan, fingerprint="", open=replace(self.part, others=others, symbolic=symbolic))
 
     def at(self, shapes: Shapes, values: Mapping[str, Array] = {}) -> Specialisation:       # noqa: B006
         """Return the specialisation that runs inputs of these shapes.
@@ -270,31 +270,12 @@ class Segment:
         with self._lock:
             once = self._demand.comes_once
             new = self._demand.is_new(key)
-        if way == "off" or new and (once or self.policy.segment):
-            return self._symbolic_plan_for(key)
-        if way == "wait":
+            often = self._demand.count_run(key) >= self.policy.uses
+        if way == "wait" and not (new and once):
             return self._specialised(key)
-        if self.part.general and not self.policy.segment:
-            with self._lock:
-                frequent = self._demand.count_run(key) >= self.policy.uses
-            if frequent:
-                self._order(key)
-            return self._symbolic_plan_for(key)
-        return self._specialised_soon(key) or self._symbolic_plan_for(key)
-
-    def _specialised_soon(self, key: Key) -> Specialisation | None:
-        """Queue a specialisation in the background; return it if it is ready within the patience of the policy.
-
-        Does not wait if there is a symbolic plan.
-        """
-        ordered = self._order(key)
-        if ordered is None or key in self._symbolic:
-            return None
-        from concurrent.futures import wait
-        future, since = ordered
-        wait([future], max(since + self.policy.patience - time.monotonic(), 0))
-        with self._lock:
-            return self._ready.get(key)
+        if way == "background" and often:
+            self._order(key)
+        return self._symbolic_plan_for(key)
 
     def _specialised(self, key: Key) -> Specialisation:
         """Return the specialisation, compiled on this thread unless another thread has just done so."""
@@ -311,6 +292,7 @@ class Segment:
             return engine
 
     def _symbolic_plan_for(self, key: Key) -> Specialisation:
+        """Return the plan of a symbolic plan, or the specialisation if the target has no symbolic plans."""
         with self._making_symbolic:
             with self._lock:
                 if found := self._ready.get(key) or self._symbolic.get(key):
@@ -319,21 +301,23 @@ class Segment:
                 plan = self._specialisers().symbolic(self._extents(key))
             except ImportError as error:
                 raise self._cannot(key, error) from error
-            engine = self._loaded(plan, self._first) if plan.machine.shared else Specialisation(plan, self.threads)
-            with self._lock:
-                self._symbolic.keep(key, engine)
-            return engine
+            if plan:
+                engine = self._loaded(plan, self._first) if plan.machine.shared else Specialisation(plan, self.threads)
+                with self._lock:
+                    self._symbolic.keep(key, engine)
+                return engine
+        return self._specialised(key)
 
-    def _order(self, key: Key) -> Ordered | None:
-        """Queue a specialisation in the background, once; return None if it failed before or the queue is full."""
+    def _order(self, key: Key) -> None:
+        """Queue a specialisation in the background, unless it is queued, failed before or the queue is full."""
         with self._lock:
             if key in self._waiting or key in self._refused or len(self._waiting) >= MOST_WAITING:
-                return self._waiting.get(key)
+                return
             if self._worker is None:
                 from concurrent.futures import ThreadPoolExecutor
                 self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"specialise {self.name}")
-            self._waiting[key] = self._worker.submit(self._make_in_background, key), time.monotonic()
-            return self._waiting[key]
+            self._waiting.add(key)
+            self._worker.submit(self._make_in_background, key)
 
     def _make_in_background(self, key: Key) -> None:
         try:
@@ -344,12 +328,12 @@ class Segment:
             log = logging.getLogger(__name__)
             if not isinstance(error, EngineError | OSError):
                 log.exception("%s: making a specialisation failed", self.name)
-            self._refused[key] = str(error)
+            self._refused.add(key)
             log.warning("%s: no specialisation for %s, the symbolic plan serves: %s", self.name,
                         text(self._extents(key)), error)
         finally:
             with self._lock:
-                self._waiting.pop(key, None)
+                self._waiting.discard(key)
                 self._symbolic.pop(key, None)
 
     def _is_ending(self) -> bool:

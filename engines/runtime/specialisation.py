@@ -16,7 +16,7 @@ from infer_server.engines.errors import ConfigError, InputError
 from infer_server.engines.ir.dtypes import as_in_memory, memory_dtype
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.extents import Extents
-from infer_server.engines.plan.plan import DynamicKernel, IoTensor, Plan
+from infer_server.engines.plan.plan import IoTensor, Plan
 from infer_server.engines.plan.symbolic.plans import LateMachine, SymbolicPlan
 from infer_server.engines.runtime.context import ExecutionContext, names_of
 
@@ -40,10 +40,8 @@ class SpecialisationMaker(Protocol):
     first: Specialisation | None
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan: ...
-    def symbolic(self, extents: Extents) -> Plan: ...
-
-    @property
-    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]: ...
+    def symbolic(self, extents: Extents) -> Plan | None: ...
+    def encoded(self) -> bytes | memoryview: ...
 
 
 class PooledContext:

@@ -1,7 +1,7 @@
 """Compiles graphs for one GPU architecture: chooses tactics, emits kernels and assembles the machine part of a plan."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,8 @@ from infer_server.engines.lowering.steps import io_views, step_of
 from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.plan.arena import check_memory
-from infer_server.engines.plan.plan import DynamicKernel, Launch, MachinePart, Operand, Plan, Step
+from infer_server.engines.plan.plan import Launch, MachinePart, Operand, Plan, Step
+from infer_server.engines.plan.symbolic.plans import CompiledKernel
 
 GROUP_COUTS = 32        # groups of a convolution are merged up to this width, the smallest tile's
 
@@ -75,23 +76,19 @@ class CudaSession:
     """Session for one architecture. Tactics are timed on a GPU of that kind, or ranked by the cost model."""
     arithmetic = ("fp32", "int8", "fp16", "bf16")
     timed: Mapping[str, Mapping[str, float]] = {}
-    dynamic_kernels: tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]] = (), ()
+    dynamic_kernels: Sequence[CompiledKernel] | None = None
 
     def __init__(self, target: str, cache: TimingCache, device: GpuDriver | None = None) -> None:
         """Create a session that times tactics on `device`, or nothing if it is None."""
         self.gpu = gpu_named(target)
         self.tuner = GpuTuner(device, self.gpu, cache) if device else None
 
-    def take_over(self, plan: Plan) -> None:
+    def take_over(self, plan: Plan, dynamic: Sequence[CompiledKernel] = ()) -> None:
         """Do nothing: each plan has its own constants."""
 
     @property
     def target(self) -> str:
         return self.gpu.name
-
-    def choose_dynamic(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
-                       usual: Callable[[], Graph] | None = None) -> None:
-        """Return None: there are no dynamic kernels for GPUs."""
 
     def choose_symbolic(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
         """Return None: there are no dynamic kernels for GPUs."""

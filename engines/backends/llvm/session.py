@@ -1,7 +1,7 @@
 """Session of the CPU backend: builds the machine part of a plan from a graph with storage types."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,7 +33,8 @@ from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.passes.quantization.weights import with_rounded_rows
 from infer_server.engines.plan.arena import check_memory
-from infer_server.engines.plan.plan import DynamicKernel, Footprint, MachinePart, Operand, Plan, Step
+from infer_server.engines.plan.plan import Footprint, MachinePart, Operand, Plan, Step
+from infer_server.engines.plan.symbolic.plans import CompiledKernel
 
 USUAL_BATCH = 32            # batch that fills tiles of any shape
 
@@ -58,7 +59,7 @@ class CpuChosen:
 
 @dataclass(frozen=True)
 class SymbolicCalls:
-    """Lowered graph with symbolic extents, and the kernel of each of its calls that solve problems."""
+    """Lowered graph whose extents may be symbolic, and the kernel of each of its calls that solve problems."""
     lowered: Lowered
     choices: Sequence[Choice]
     expanders: Mapping[Problem, Choice]
@@ -94,7 +95,6 @@ class LlvmSession:
         self._timed: dict[str, dict[str, float]] = {}
         self._sharing_plan: Plan | None = None
         self._shared: SharedConstants | None = None
-        self._usual_is_met = False
 
     @property
     def target(self) -> str:
@@ -125,33 +125,16 @@ class LlvmSession:
             check_memory(graph.name, buffers, max_batch)
         return write_borders(lowered, max_batch), batches
 
-    def choose_dynamic(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
-                       usual: Callable[[], Graph] | None = None) -> CpuChosen:
-        """Lower a graph and choose kernels whose code exists, for these shapes or symbolic ones; see Tuner.dynamic."""
-        lowered, batches = self._lowered(graph, max_batch, opt_batch)
-
-        def others() -> Iterable[Problem]:
-            if usual is None or self._usual_is_met:
-                return ()
-            self._usual_is_met = True
-            # Without check_memory: nothing of this graph is run.
-            lowered = lower(with_rounded_rows(usual()), self.isa.narrow.lanes)
-            return (call.problem for call in write_borders(lowered, max_batch).compiled)
-
-        choices = self.tuner.dynamic((call.problem for call in lowered.compiled), batches, others)
-        return CpuChosen(lowered, choices, self._expanders(choices.values()), max_batch, batches[0])
-
     def choose_symbolic(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> SymbolicCalls:
-        """Lower a graph with symbolic extents and choose kernels that take these at run time."""
+        """Lower a graph and choose kernels that take its symbolic extents at run time; see Tuner.symbolic."""
         lowered, batches = self._lowered(graph, max_batch, opt_batch)
         choices = self.tuner.symbolic([call.problem for call in lowered.compiled], batches)
         return SymbolicCalls(lowered, choices, self._expanders(choices), max_batch)
 
     @property
-    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
-        """Return the dynamic kernels compiled so far, and their code."""
-        kernels = self.tuner.dynamic_kernels
-        return kernels.known, tuple(kernels.code.values())
+    def dynamic_kernels(self) -> Sequence[CompiledKernel]:
+        """Return the dynamic kernels known so far, and their code."""
+        return self.tuner.dynamic_kernels.known
 
     def settle(self, chosen: CpuChosen, progress: Progress | None = None) -> CpuChosen:
         """Choose the fastest inside this network among tactics whose times are close."""
@@ -179,12 +162,12 @@ class LlvmSession:
         """Return the corrections of all kernels that were timed; see Tuner.corrections."""
         return self._timed
 
-    def take_over(self, plan: Plan) -> None:
-        """Reuse the constants, code and times of a plan. Plans made from now on share its constants."""
+    def take_over(self, plan: Plan, dynamic: Sequence[CompiledKernel] = ()) -> None:
+        """Reuse the constants, code, times and dynamic kernels of a plan. Later plans share its constants."""
         self._sharing_plan, self._shared = plan, SharedConstants(plan.machine)
         if part := plan.open:
             code = [code for one in (plan, *part.others) for code in one.machine.code]
-            self.tuner.take_over(part.timed, code, part.general)
+            self.tuner.take_over(part.timed, code, dynamic)
 
     def _trial(self, chosen: CpuChosen, candidates: Mapping[Problem, Sequence[Choice]]) -> Trial:
         """Return a plan with the steps of all close candidates, with memory for as many items as are timed."""

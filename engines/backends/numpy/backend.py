@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,8 +17,9 @@ from infer_server.engines.lowering.steps import io_views, step_of
 from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.plan.arena import check_memory
-from infer_server.engines.plan.plan import DynamicKernel, MachinePart, Plan
+from infer_server.engines.plan.plan import MachinePart, Plan
 from infer_server.engines.plan.roofline import Level, Peaks
+from infer_server.engines.plan.symbolic.plans import CompiledKernel
 
 SIDE, BYTES = 512, 1 << 26      # matrix rows and array bytes of the peak measurement
 
@@ -56,13 +57,13 @@ class NumpySession:
     arithmetic = ("fp32", "int8")
 
     timed: Mapping[str, Mapping[str, float]] = {}
-    dynamic_kernels: tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]] = (), ()
+    dynamic_kernels: Sequence[CompiledKernel] | None = None
 
     @property
     def processor(self) -> str:
         return detect().model
 
-    def take_over(self, plan: Plan) -> None:
+    def take_over(self, plan: Plan, dynamic: Sequence[CompiledKernel] = ()) -> None:
         """Do nothing: constants are read from the graph."""
 
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
@@ -70,10 +71,6 @@ class NumpySession:
         lowered = lowered_for_numpy(graph, max_batch)
         check_memory(graph.name, buffers_of(lowered, max_batch), max_batch)
         return NumpyChosen(lowered, max_batch)
-
-    def choose_dynamic(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
-                       usual: Callable[[], Graph] | None = None) -> None:
-        """Return None: NumPy needs no dynamic kernels."""
 
     def choose_symbolic(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
         """Return None: NumPy needs no dynamic kernels."""

@@ -6,7 +6,7 @@ The plan stores the engine as its code, and the layers of the engine as its step
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ from infer_server.engines.errors import ConfigError
 from infer_server.engines.ir.graph import BATCH, Graph
 from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
-from infer_server.engines.plan.plan import Buffer, DynamicKernel, MachinePart, Plan, Step, TensorView
+from infer_server.engines.plan.plan import Buffer, MachinePart, Plan, Step, TensorView
 from infer_server.engines.plan.roofline import Peaks
+from infer_server.engines.plan.symbolic.plans import CompiledKernel
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class TensorRtSession:
     """Session that builds engines with one of NVIDIA's libraries."""
     arithmetic = ("fp32", "int8", "fp16")
     timed: Mapping[str, Mapping[str, float]] = {}
-    dynamic_kernels: tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]] = (), ()
+    dynamic_kernels: Sequence[CompiledKernel] | None = None
 
     def __init__(self, target: str, module: Any) -> None:
         self.target, self.module = target, module
@@ -46,7 +47,7 @@ class TensorRtSession:
     def processor(self) -> str:
         return detect().model
 
-    def take_over(self, plan: Plan) -> None:
+    def take_over(self, plan: Plan, dynamic: Sequence[CompiledKernel] = ()) -> None:
         """Do nothing: each engine has its own weights."""
 
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
@@ -65,10 +66,6 @@ class TensorRtSession:
         if wrong := too_large(size := sum(_bytes(view, max_batch) for view in views)):
             raise ConfigError(f"{graph.name}: inputs and outputs take {gigabytes(size)}, {wrong}; lower --max-batch")
         return TensorRtChosen(graph, max_batch, opt_batch or max(max_batch, 1))
-
-    def choose_dynamic(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
-                       usual: Callable[[], Graph] | None = None) -> None:
-        """Return None: an engine is limited to the shapes of its profile."""
 
     def choose_symbolic(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
         """Return None: an engine is limited to the shapes of its profile."""

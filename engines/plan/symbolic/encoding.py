@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,17 +25,19 @@ from infer_server.engines.ir.graph import Array
 from infer_server.engines.ir.shapes import SymbolicDim
 from infer_server.engines.ir.symbolic import ShapeEnv, SymbolicInt
 from infer_server.engines.plan.plan import Plan
+from infer_server.engines.plan.records import read_record, to_plain
 from infer_server.engines.plan.sections import deflate, inflate
-from infer_server.engines.plan.symbolic.plans import SymbolicPlan
+from infer_server.engines.plan.symbolic.plans import CompiledKernel, DynamicKernel, SymbolicPlan
 from infer_server.engines.version import COMPILER_VERSION
 
-VERSION = 1
+VERSION = 2
 _SHARED_BYTES = 1 << 10         # smallest array that is looked for among the constants of the base
 _PACKAGE = "infer_server.engines."
 _LIBRARIES = ("numpy", "operator", "_operator")
 _PLAIN = (int, float, bool, str, type(None))        # values that JSON holds
 _WHAT = "a symbolic plan"
 
+T = TypeVar("T")
 _Reference = Any        # a plain value, or [index of an earlier value]
 
 
@@ -43,17 +45,35 @@ class NotEncodable(PlanError):
     """A symbolic plan holds a value that has no encoding."""
 
 
-def encode(symbolics: Sequence[SymbolicPlan], base: Plan) -> bytes:
-    """Return the encoding of symbolic plans of `base`, which needs it to decode them. Raises NotEncodable."""
+def encode(symbolics: Sequence[SymbolicPlan], base: Plan, kernels: Sequence[CompiledKernel] = ()) -> bytes:
+    """Return the encoding of symbolic plans of `base`, which needs it to decode them. Raises NotEncodable.
+
+    kernels: dynamic kernels; of those that the symbolic plans use, the guards are encoded, too, for later traces.
+    """
     writer = _Writer(base)
     plans = [writer.plan(one) for one in symbolics]
-    document = json.dumps({"version": VERSION, "compiler": COMPILER_VERSION, "plans": plans}, separators=(",", ":"))
-    text = document.encode()
+    used = {step.symbol for one in symbolics for step in one.traced.machine.steps}
+    document = {"version": VERSION, "compiler": COMPILER_VERSION, "plans": plans,
+                "kernels": [writer.kernel(one) for one in kernels if one.kernel.symbol in used]}
+    text = json.dumps(document, separators=(",", ":")).encode()
     return deflate(b"".join([len(text).to_bytes(8, "little"), text, *writer.blob]), _WHAT)
 
 
 def decode(content: bytes | memoryview, base: Plan) -> list[SymbolicPlan]:
     """Return encoded symbolic plans; [] if another version of the compiler made them. Raises PlanCorruptError."""
+    return _decoded(content, base, lambda document, blob: [
+        _Reader(base, blob, one).plan() for one in document["plans"]])
+
+
+def decode_kernels(content: bytes | memoryview, base: Plan) -> list[CompiledKernel]:
+    """Return the dynamic kernels of encoded symbolic plans, as `decode` returns these. Raises PlanCorruptError."""
+    return _decoded(content, base, lambda document, blob: [
+        CompiledKernel(read_record(DynamicKernel, record), bytes(blob[offset:offset + size]))
+        for record, offset, size in document["kernels"]])
+
+
+def _decoded(content: bytes | memoryview, base: Plan,
+             read: Callable[[Mapping[str, Any], memoryview], list[T]]) -> list[T]:
     if not content:
         return []
     data = memoryview(inflate(content, _WHAT))
@@ -62,7 +82,7 @@ def decode(content: bytes | memoryview, base: Plan) -> list[SymbolicPlan]:
         document = json.loads(bytes(data[8:8 + size]))
         if (document["version"], document["compiler"]) != (VERSION, COMPILER_VERSION):
             return []
-        return [_Reader(base, data[8 + size:], one).plan() for one in document["plans"]]
+        return read(document, data[8 + size:])
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError) as error:
         raise PlanCorruptError(f"{base.name}: its symbolic plans cannot be read ({error!r})") from error
 
@@ -90,6 +110,10 @@ class _Writer:
             "hints": env.hints, "least": env.least, "extents": self.reference(symbolic.of_shape),
             "names": self.reference(symbolic.names), "fixed": self.reference(symbolic.fixed)}
         return {**document, "values": self._values}
+
+    def kernel(self, one: CompiledKernel) -> tuple[Any, int, int]:
+        """Return the record of a dynamic kernel, and the offset and size of its code."""
+        return to_plain(one.kernel), self._blob(one.code), len(one.code)
 
     def reference(self, value: Any) -> _Reference:
         """Return a plain value, or the reference to another one, which is written first."""

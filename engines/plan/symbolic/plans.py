@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,27 @@ from infer_server.engines.plan.plan import MachinePart, Plan
 from infer_server.engines.plan.symbolic.functions import function_of, guards_of
 
 _LATE = ("steps", "buffers", "fills")       # fields of MachinePart
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicKernel:
+    """Kernel of symbolic plans, which reads numbers of its problem at run time.
+
+    It solves every problem with the same `words` and `numbers` (None matches any) for which each guard holds: a term
+    over all numbers and its required value. The kernel reads the terms of its table (engines/codegen/extents.py).
+    """
+    symbol: str
+    words: str                              # the problem's spec without its numbers
+    tactic: str
+    numbers: tuple[int | None, ...]         # None: read at run time
+    guards: tuple[tuple[Any, int], ...]     # (term, required value)
+    table: tuple[Any, ...]                  # terms whose values the kernel loads
+
+
+class CompiledKernel(NamedTuple):
+    """Dynamic kernel and its object code."""
+    kernel: DynamicKernel
+    code: bytes
 
 
 class SymbolicPlan:

@@ -42,17 +42,17 @@ def program_of(plan: Plan, options: LoadOptions, maker: Callable[[], SegmentMake
         Called with all that segments are fed.
     """
     from infer_server.engines.runtime.program import Program  # imported here because most plans do not need it
-    return Program(plan, lambda part: _segment(part, options, part.name, is_part=True),
+    return Program(plan, lambda part: _segment(part, options, part.name),
                    maker or (lambda: segment_maker(plan)), watch)
 
 
-def _segment(plan: Plan, options: LoadOptions, name: str, is_part: bool = False) -> Segment:
-    """Load a plan that is not a program. is_part: the plan is a segment of one (see Policy)."""
+def _segment(plan: Plan, options: LoadOptions, name: str) -> Segment:
+    """Load a plan that is not a program."""
     plan = _for_this_machine(plan, options, name)
     is_final = plan.stripped and plan.open is None      # nothing can be compiled for it
     return Segment(plan, options.threads, options.cpus, options.gpu,
                    None if is_final else lambda: LateSpecialiser(plan, options.cache),
-                   Policy(options.specialise, options.specialisations, segment=is_part))
+                   Policy(options.specialise, options.specialisations))
 
 
 def _for_this_machine(plan: Plan, options: LoadOptions, name: str) -> Plan:

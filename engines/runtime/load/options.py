@@ -30,4 +30,4 @@ class LoadOptions:
             raise ConfigError(f"on_target_mismatch='{self.on_target_mismatch}': choose 'relower' or 'refuse'")
 
 
-ON_TRIAL = LoadOptions(specialise="wait", trial=True)
+ON_TRIAL = LoadOptions(specialise="off", trial=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer_server.engines.errors import EngineError, InputError, PlanError, PlanTargetError
 from infer_server.engines.plan.extents import CACHE_CAPACITY
-from infer_server.engines.plan.plan import DynamicKernel, Plan
+from infer_server.engines.plan.plan import Plan
 
 if TYPE_CHECKING:
     from infer_server.engines.plan.extents import Extents
@@ -91,12 +91,9 @@ class LateSpecialiser:
         self._plan = plan
         self._compiler: SpecialisationMaker | None = None
         self._importing = threading.Lock()
-        if plan.open:
-            from infer_server.engines.compiler.symbolic import CACHING, ORDINARY, symbolic_plans_of
-            self._cache = _engine_cache(cache)
-            # Of plans with caches in place, and of others.
-            self._stored = {kind == CACHING: symbolic_plans_of(plan, self._cache, kind, lambda env, extents: None, None)
-                            for kind in (CACHING, ORDINARY)}
+        self._cache = _engine_cache(cache) if plan.open else None
+        # Built and stored symbolic plans, of caches in place (True) and of others; None: they do not suffice.
+        self._stored: dict[bool, Any] = {}
 
     def _specialiser(self) -> SpecialisationMaker:
         """Return the compiler. Raises PlanTargetError if the plan is stripped or the compiler is not installed."""
@@ -114,14 +111,19 @@ class LateSpecialiser:
             return with_max_batch(self._plan, max_batch)
         return self._specialiser().plan(extents, max_batch)
 
-    def symbolic(self, extents: Extents) -> Plan:
-        stored = self._stored.get(CACHE_CAPACITY in extents)
-        if stored and (plan := stored.plan(extents)):
+    def symbolic(self, extents: Extents) -> Plan | None:
+        in_place = CACHE_CAPACITY in extents
+        if in_place not in self._stored:
+            from infer_server.engines.compiler.symbolic import CACHING, ORDINARY, symbolic_plans_of
+            self._stored[in_place] = symbolic_plans_of(self._plan, self._cache, CACHING if in_place else ORDINARY,
+                                                       lambda extents: None, None)
+        stored = self._stored[in_place]
+        plan: Plan | None = stored.plan(extents) if stored else None
+        if plan:
             return plan
-        self._stored.pop(CACHE_CAPACITY in extents, None)       # the compiler reads them, too
+        self._stored[in_place] = None       # the compiler reads them, too
         return self._specialiser().symbolic(extents)
 
-    @property
-    def dynamic_kernels(self) -> tuple[tuple[DynamicKernel, ...], tuple[bytes, ...]]:
-        """Dynamic kernels, and their code: the compiler's, or the plan's before it is needed."""
-        return self._compiler.dynamic_kernels if self._compiler else (self._plan.open_part.general, ())
+    def encoded(self) -> bytes | memoryview:
+        """Return the symbolic plans for a plan file: the plan's, and those that the compiler has made."""
+        return self._compiler.encoded() if self._compiler else self._plan.open_part.symbolic

@@ -19,10 +19,13 @@ from infer_server.engines.compiler.guesses import foreseen, stepped
 from infer_server.engines.compiler.specialise import Specialiser, relower
 from infer_server.engines.errors import PlanCorruptError, PlanTargetError
 from infer_server.engines.ir.graph import Array
+from infer_server.engines.ir.symbolic import ShapeEnv
 from infer_server.engines.plan.file import read_plan, write_plan
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.plan.symbolic import encoding
-from infer_server.engines.plan.symbolic.encoding import NotEncodable, decode, encode
+from infer_server.engines.plan.symbolic.conditions import conditions
+from infer_server.engines.plan.symbolic.encoding import NotEncodable, decode, decode_kernels, encode
+from infer_server.engines.plan.symbolic.plans import SymbolicPlan
 from tests.engines.compiler.open_models import attention_net, node, pairs_net, random
 from tests.engines.compiler.small_models import small_model
 from tests.engines.compiler.test_symbolic_plans import MODELS, differences, feeds, grouped_queries
@@ -158,11 +161,12 @@ def test_symbolic_plans_beyond_the_limit_are_left_out(monkeypatch: pytest.Monkey
     plan = built(attention_net())
     assert plan.open is not None
     known = decode(plan.open.symbolic, plan)
-    sizes = [len(encode([one], plan)) for one in known]
+    kernels = decode_kernels(plan.open.symbolic, plan)
+    sizes = [len(encode([one], plan, kernels)) for one in known]
     monkeypatch.setattr(symbolic, "LIMIT_SHARE", 0)
     for limit, kept in ((1 << 20, known), (sizes[0], known[:1]), (min(sizes) - 1, [])):
         monkeypatch.setattr(symbolic, "SMALLEST_LIMIT", limit)
-        content = symbolic.encoded(known, plan)
+        content = symbolic.encoded(known, kernels, plan)
         assert [one.of_shape for one in decode(content, plan)] == [one.of_shape for one in kept]
 
 
@@ -186,3 +190,14 @@ def test_foreseen_shapes_are_of_profiles_or_about_the_usual_ones() -> None:
     assert foreseen(replace(plan, open=part))[1:] == [[{"T": 38}, {"T": 8}], [{"T": 416}, {"T": 512}]]
     assert next(stepped({"rows": 64, "columns": 32, "value of n": (3.0,)}, {"columns"})) == {
         "rows": 37, "columns": 32, "value of n": (3.0,)}
+
+
+def test_conditions_are_bounds_of_extents_and_relations_between_them() -> None:
+    env = ShapeEnv()
+    rows, columns = env.extent("rows", 20), env.extent("columns", 40)
+    assert 2 * rows < 101 and rows >= 8 and rows != 60 and columns != 3
+    assert 2 * rows == columns and columns // 16 == 2
+    symbolic = SymbolicPlan(built(attention_net(), symbolic_plans=False), env, {"rows": 20, "columns": 40},
+                            ("rows", "columns"), {"value of n": (3.0,)})
+    assert conditions(symbolic) == ["value of n == (3.0,)", "8 <= rows <= 50", "columns >= 1", "columns != 3",
+                                    "columns == 2*rows", "(columns)//(16) == 2"]

@@ -350,38 +350,18 @@ def test_a_shape_that_comes_often_is_specialised_in_the_background() -> None:
     assert {"rows": 3, "columns": 4} in engine.executor.specialised
 
 
-def test_no_symbolic_plan_is_made_where_it_would_not_be_compiled_and_the_specialisation_is_soon_there() -> None:
+def test_without_symbolic_plans_a_shape_is_specialised_at_once() -> None:
     plan = built(pairs_net()).plan
-    assert plan.open
-    plan = replace(plan, open=replace(plan.open, general=()))
 
-    class Quick(Specialiser):
+    class WithoutKernels(Specialiser):
         def symbolic(self, extents: Any) -> Any:
-            raise AssertionError("it was not waited for")
+            return None
 
-    engine = Engine(plan, specialiser=lambda: Quick(plan), policy=Policy("background", patience=600))
-    assert_right(engine, pairs_net(), rows(3, 4))
-    assert {"rows": 3, "columns": 4} in engine.executor.specialised
-    engine.close()
-
-
-def test_a_segment_of_a_program_is_specialised_for_what_comes_a_second_time() -> None:
-    plan, begun = built(pairs_net()).plan, threading.Event()
-
-    class Noted(Specialiser):
-        def plan(self, extents: Any, max_batch: int | None = None) -> Any:
-            begun.set()
-            return super().plan(extents)
-
-    engine = Engine(plan, specialiser=lambda: Noted(plan), policy=Policy("background", segment=True))
-    for at, times in ((3, 1), (5, 2)):
-        for _ in range(times):
-            assert_right(engine, pairs_net(), rows(at, at + 1))
-    symbolic = engine.executor._symbolic_plan_for(engine.executor._key({"rows": 3, "columns": 4}))
-    assert begun.wait(60)
-    engine.close()
-    assert engine.executor.specialised == [plan.extents, {"rows": 5, "columns": 6}]
-    assert engine.executor.keeps(engine.at(engine.usual_shapes())) and not engine.executor.keeps(symbolic)
+    for way in ("background", "off"):
+        engine = Engine(plan, specialiser=lambda: WithoutKernels(plan), policy=Policy(way))
+        assert_right(engine, pairs_net(), rows(3, 4))
+        assert engine.executor.specialised[-1] == {"rows": 3, "columns": 4}
+        assert engine.executor.keeps(engine.at({"a": (3, 6), "b": (4, 6)}))
 
 
 ENDING = """
@@ -401,7 +381,7 @@ class Slow(Specialiser):
             time.sleep(0.01)
         return super().plan(extents, max_batch)
 
-engine = Engine(plan, specialiser=lambda: Slow(plan), policy=Policy("background", patience=0))
+engine = Engine(plan, specialiser=lambda: Slow(plan), policy=Policy("background", uses=1))
 for at in (3, 5, 7):
     engine.run(rows(at, at + 1))
 """
@@ -526,7 +506,7 @@ def test_of_a_cache_that_grows_no_specialisation_is_made_before_a_length_comes_a
 
     for length in range(20, 32):
         np.testing.assert_allclose(engine.run(step(length))["y"], exact.run(step(length))["y"], atol=TOLERANCE)
-    quick = Engine(build.plan, specialiser=lambda: Specialiser(build.plan), policy=Policy("background", patience=60))
+    quick = Engine(build.plan, specialiser=lambda: Specialiser(build.plan), policy=Policy("background"))
     for length in range(20, 26):
         quick.run(step(length))
     assert not [extents["P"] for extents in quick.executor.specialised if extents["P"] < 100]

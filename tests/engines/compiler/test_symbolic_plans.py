@@ -24,7 +24,6 @@ from infer_server.engines.compiler.specialise import Specialiser
 from infer_server.engines.compiler.symbolic import SymbolicPlans, stored_symbolic_plans
 from infer_server.engines.errors import ConfigError, ModelError
 from infer_server.engines.ir.graph import Array
-from infer_server.engines.ir.symbolic import ShapeEnv
 from infer_server.engines.machine import object_cache
 from infer_server.engines.plan import arena
 from infer_server.engines.plan.file import read_plan
@@ -85,8 +84,15 @@ def built(model: onnx.ModelProto) -> Plan:
 
 def without_symbolic_plans(plan: Plan) -> Specialiser:
     specialiser = Specialiser(plan)
-    specialiser._symbolic_plans = SymbolicPlans(lambda env, extents: None)
+    specialiser._symbolic_plans = SymbolicPlans(lambda extents: None)
     return specialiser
+
+
+def traced_alone(specialiser: Specialiser, extents: dict[str, int]) -> Plan:
+    """Return the plan of a trace without symbolic extents, with the dynamic kernels compiled so far."""
+    plan = specialiser._traced(extents)
+    assert plan is not None
+    return dataclasses.replace(plan, extents=extents)
 
 
 def feeds(plan: Plan, extents: dict[str, int]) -> dict[str, Array]:
@@ -112,11 +118,11 @@ def differences(a: Any, b: Any, path: str = "plan") -> list[str]:
 def test_the_plan_of_a_symbolic_plan_is_the_one_that_is_made_for_its_shape_alone(case: str) -> None:
     model, shapes = MODELS[case]
     plan = built(model)
-    first, symbolics, alone = Specialisation(plan, 1), Specialiser(plan), without_symbolic_plans(plan)
+    first, symbolics = Specialisation(plan, 1), Specialiser(plan)
     traces = 0
     for extents in shapes:
         before = symbolics._symbolic_plans._credit
-        ours, theirs = symbolics.symbolic(extents), alone.symbolic(extents)
+        ours, theirs = symbolics.symbolic(extents), traced_alone(symbolics, extents)
         traces += symbolics._symbolic_plans._credit < before
         assert not differences(ours, theirs)
         made, expected = (Specialisation(one, 1, None, first).run(feeds(plan, extents)) for one in (ours, theirs))
@@ -250,7 +256,7 @@ def test_the_symbolic_plan_of_least_use_goes_first() -> None:
     plan = built(mixer())
     made: list[Any] = []
 
-    def trace(env: ShapeEnv, extents: Any) -> Plan:
+    def trace(extents: Any) -> Plan:
         made.append(extents["T"])
         assert extents["T"] == int(str(made[-1].hint))         # a guard that holds for one number only
         return plan
@@ -333,9 +339,9 @@ def test_a_model_with_a_symbolic_plan_that_is_wrong_has_none(monkeypatch: pytest
         return False
 
     monkeypatch.setattr(specialise, "agree", agreed)
-    symbolics, alone = Specialiser(plan), without_symbolic_plans(plan)
+    symbolics = Specialiser(plan)
     for length in (40, 40, 41, 100, 42):
-        assert not differences(symbolics.symbolic({"T": length}), alone.symbolic({"T": length}))
+        assert not differences(symbolics.symbolic({"T": length}), traced_alone(symbolics, {"T": length}))
     assert asked == [{"T": 41}] and not symbolics._symbolic_plans._known
     assert "what was found for other extents does not hold for {'T': 41}" in caplog.text
 
@@ -370,14 +376,13 @@ def test_symbolic_plans_are_stored_for_later_processes(
 
     plans(8)
     assert [is_first for _, is_first in stored.load()] == [True]
-    alone = SymbolicPlans(lambda env, extents: None, None, stored)
+    alone = SymbolicPlans(lambda extents: None, None, stored)
     for past in (8, 9):         # 9 would have to be compared with a plan for this shape alone
         assert bool(alone.plan({"S": 1, "P": past, "T": past + 1})) == (past == 8)
     expected = plans(9, 10, 33)
     assert [is_first for _, is_first in stored.load()] == [False]
     with monkeypatch.context() as patched:
-        for name in ("_symbolic_plan", "_alone"):
-            patched.setattr(Specialiser, name, fail)
+        patched.setattr(Specialiser, "_traced", fail)
         for made, other in zip(plans(9, 10, 33), expected, strict=True):
             assert made.of_symbolic and not differences(made, other)
             assert bytes(made.machine.constants) == bytes(other.machine.constants)

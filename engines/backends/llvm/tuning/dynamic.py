@@ -4,8 +4,7 @@ The layers of a model at 77 tokens and at 78 are equal problems except for a few
 kernel is written with KernelInts in their place (engines/codegen/extents.py): it reads them from a table, the last of
 its operands, and its guards tell for which numbers it is valid. So plans for other shapes need no compilation.
 
-Nothing declares which numbers differ: they are those in which two problems differ that are spelled with equal words. A
-build spells the model's problems at two shapes.
+Numbers that a kernel takes at run time are those that are symbolic in its problem.
 """
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from infer_server.engines.codegen.extents import KernelInt, Trace, leaf, value_o
 from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.ir.symbolic import NotSymbolic, is_symbolic
 from infer_server.engines.lowering.problems.problem import Problem
-from infer_server.engines.plan.plan import DynamicKernel
+from infer_server.engines.plan.symbolic.plans import CompiledKernel, DynamicKernel
 from infer_server.engines.version import COMPILER_VERSION
 
 Numbers = tuple[int, ...]
@@ -41,7 +40,7 @@ class KernelMatch(NamedTuple):
     tactic: the one it was compiled for.
     parameters: the values of its run-time parameters for this problem.
     """
-    compiled: DynamicKernel
+    compiled: CompiledKernel
     tactic: Any
     parameters: Numbers
 
@@ -51,30 +50,17 @@ class DynamicKernels:
 
     def __init__(self, isa: Isa) -> None:
         self._isa = isa
-        self._kernels: dict[str, list[DynamicKernel]] = {}
-        self._met: dict[str, dict[Numbers, set[int]]] = {}      # words -> numbers of a problem -> graphs that have it
-        self._graphs = 0
-        self.code: dict[str, bytes] = {}                    # symbol -> code
+        self._kernels: dict[str, list[CompiledKernel]] = {}
+        self.by_symbol: dict[str, CompiledKernel] = {}
 
     @property
-    def known(self) -> tuple[DynamicKernel, ...]:
-        return tuple(one for some in self._kernels.values() for one in some)
+    def known(self) -> tuple[CompiledKernel, ...]:
+        return tuple(self.by_symbol.values())
 
-    def get(self, symbol: str) -> DynamicKernel:
-        return next(one for one in self.known if one.symbol == symbol)
-
-    def add(self, kernels: Iterable[DynamicKernel], code: Mapping[str, bytes]) -> None:
-        """Add the dynamic kernels of a plan; code: symbol -> code."""
+    def add(self, kernels: Iterable[CompiledKernel]) -> None:
         for one in kernels:
-            if one.symbol in code:
-                self._kernels.setdefault(one.words, []).append(one)
-                self.code[one.symbol] = code[one.symbol]
-
-    def meet(self, kernels: Iterable[Kernel[Any]]) -> None:
-        """Record the problems of a graph, given the kernels that may solve them."""
-        self._graphs += 1
-        for words, numbers in map(spelling, kernels):
-            self._met.setdefault(words, {}).setdefault(numbers, set()).add(self._graphs)
+            self._kernels.setdefault(one.kernel.words, []).append(one)
+            self.by_symbol[one.kernel.symbol] = one
 
     def find(self, kernel: Kernel[Any], tactics: Iterable[Any], dynamic: Set[int] = frozenset()) -> list[KernelMatch]:
         """Return the dynamic kernels that are valid for a problem, with tactics of the classes of `tactics`.
@@ -82,69 +68,45 @@ class DynamicKernels:
         dynamic: positions of the numbers that the kernel must take at run time.
         """
         words, numbers = spelling(kernel)
-        fitting = [one for one in self._kernels.get(words, ()) if _fits(one, numbers)
-                   and all(one.numbers[position] is None for position in dynamic)]
+        fitting = [one for one in self._kernels.get(words, ()) if _fits(one.kernel, numbers)
+                   and all(one.kernel.numbers[position] is None for position in dynamic)]
         if not fitting:
             return []
         by_text = {repr(tactic): tactic for tactic in tactics}
         classes = {type(tactic).__name__: type(tactic) for tactic in by_text.values()}
-        return [KernelMatch(one, tactic, _parameters(one, numbers)) for one in fitting
-                if (tactic := by_text.get(one.tactic) or _tactic(one.tactic, classes)) is not None]
+        return [KernelMatch(one, tactic, _parameters(one.kernel, numbers)) for one in fitting
+                if (tactic := by_text.get(one.kernel.tactic) or _tactic(one.kernel.tactic, classes)) is not None]
 
     def make(self, candidates: Sequence[tuple[Kernel[Any], Any]], pool: CompilerPool,
-             done: Callable[[], None] = lambda: None, open_numbers: Sequence[Set[int]] = ()) -> list[KernelMatch]:
+             dynamic_numbers: Sequence[Set[int]]) -> list[KernelMatch]:
         """Compile a dynamic kernel for each kernel and tactic.
 
-        Numbers that differ between the problems met so far are taken at run time.
-
-        Parameters
-        ----------
-        candidates : kernels and tactics.
-        open_numbers : for each of them, positions of further numbers that it must take at run time.
+        dynamic_numbers: for each of them, positions of the numbers that it takes at run time.
         """
         traces: list[Trace] = []
         symbols: list[str] = []
-        leaves = [self._leaves(spelling(kernel)) for kernel, _ in candidates]
-        leaves = [a | b for a, b in zip(leaves, open_numbers or [frozenset[int]()] * len(leaves), strict=True)]
         made: list[KernelMatch] = []
-        for (kernel, tactic), dynamic, code in zip(candidates, leaves, pool.compile(
-                self._texts(candidates, leaves, traces, symbols), done), strict=True):
+        for (kernel, tactic), dynamic, code in zip(candidates, dynamic_numbers, pool.compile(
+                self._texts(candidates, dynamic_numbers, traces, symbols)), strict=True):
             words, numbers = spelling(kernel)
             trace, symbol = traces[len(made)], symbols[len(made)]
-            compiled = DynamicKernel(
+            one = DynamicKernel(
                 symbol, words, repr(tactic), tuple(None if i in dynamic else n for i, n in enumerate(numbers)),
                 tuple(trace.guards.values()), tuple(trace.table))
-            self._kernels.setdefault(words, []).append(compiled)
-            self.code[symbol] = code
-            made.append(KernelMatch(compiled, tactic, _parameters(compiled, numbers)))
+            made.append(KernelMatch(CompiledKernel(one, code), tactic, _parameters(one, numbers)))
+        self.add(match.compiled for match in made)
         return made
 
-    def _texts(self, candidates: Iterable[tuple[Kernel[Any], Any]], leaves: Sequence[frozenset[int]],
+    def _texts(self, candidates: Iterable[tuple[Kernel[Any], Any]], dynamic_numbers: Sequence[Set[int]],
                traces: list[Trace], symbols: list[str]) -> Iterator[str]:
         """Yield the module of each kernel, and append its trace and symbol to the lists."""
-        for (kernel, tactic), dynamic in zip(candidates, leaves, strict=True):
+        for (kernel, tactic), dynamic in zip(candidates, dynamic_numbers, strict=True):
             key = repr((COMPILER_VERSION, self._isa.name, kernel, tactic, sorted(dynamic)))
             symbols.append(f"{kernel.problem.family}_general_{hashlib.sha256(key.encode()).hexdigest()[:16]}")
             traces.append(Trace())
             module = Module(trace=traces[-1])
             dynamic_kernel(kernel, traces[-1], dynamic).emit(module, symbols[-1], self._isa, tactic)
             yield module.text()
-
-    def _leaves(self, one: Spelling) -> frozenset[int]:
-        """Return the positions of the numbers that a kernel should take at run time.
-
-        They are those in which the nearest problem of another graph differs (one of the same graph is another layer),
-        and those that an existing dynamic kernel with these words takes.
-        """
-        met = self._met.get(one.words, {})
-        here = met.get(one.numbers, set())
-        others = [_differences(one.numbers, numbers) for numbers, graphs in met.items() if not graphs & here]
-        nearest = min(others, key=len, default=frozenset[int]())
-        known = min((frozenset(i for i, n in enumerate(other.numbers) if n is None)
-                     for other in self._kernels.get(one.words, ())
-                     if all(n in (None, m) for n, m in zip(other.numbers, one.numbers, strict=True))), key=len,
-                    default=frozenset[int]())
-        return nearest | known
 
 
 def _fits(one: DynamicKernel, numbers: Numbers) -> bool:
@@ -187,11 +149,7 @@ def _tactic(text: str, classes: Mapping[str, type]) -> Any:
     return kind and kind(**fields)
 
 
-def _differences(numbers: Numbers, others: Numbers) -> frozenset[int]:
-    return frozenset(i for i, (a, b) in enumerate(zip(numbers, others, strict=True)) if a != b)
-
-
-def dynamic_kernel(kernel: Kernel[Any], trace: Trace, leaves: frozenset[int]) -> Kernel[Any]:
+def dynamic_kernel(kernel: Kernel[Any], trace: Trace, leaves: Set[int]) -> Kernel[Any]:
     """Return the kernel with KernelInts in place of some of its problem's numbers; it can only be emitted."""
     numbers = iter([KernelInt(trace, number, leaf(i)) if i in leaves else number
                     for i, number in enumerate(spelling(kernel).numbers)])

@@ -6,7 +6,7 @@ a graph are timed together (candidate_times.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from infer_server.engines.codegen.compiler_pool import CompilerPool
 from infer_server.engines.ir.symbolic import NotSymbolic, plain, structure
 from infer_server.engines.lowering.problems.problem import Problem
 from infer_server.engines.machine.timing_cache import TimingCache
-from infer_server.engines.plan.plan import DynamicKernel
+from infer_server.engines.plan.symbolic.plans import CompiledKernel
 
 MAX_COST_RATIO = 1.3        # tactics above this multiple of the least cost are not timed
 NEAR = 1.1                  # times within this multiple of the least are close: noise, and inputs from outer caches
@@ -91,18 +91,18 @@ class Tuner:
         return self.code.digest(one)
 
     def take_over(self, corrections: Mapping[str, Mapping[str, float]], objects: Iterable[bytes],
-                  dynamic: Iterable[DynamicKernel] = ()) -> None:
+                  dynamic: Iterable[CompiledKernel] = ()) -> None:
         """Reuse results of sessions that compiled the model for other shapes.
 
         Parameters
         ----------
         corrections : their `corrections`.
         objects : their compiled code.
-        dynamic : the dynamic kernels in that code.
+        dynamic : their dynamic kernels.
         """
         self._timed = Timed(corrections)
         self.code.take_over(objects)
-        self.dynamic_kernels.add(dynamic, self.code.reused)
+        self.dynamic_kernels.add(dynamic)
 
     def choose(self, problems: Mapping[Problem, Constants], progress: Progress | None = None,
                batches: Sequence[int] = (1,), sharing: Iterable[tuple[Problem, ...]] = ()) -> dict[Problem, Choice]:
@@ -133,32 +133,12 @@ class Tuner:
             self._choices[problem] = self._choice(candidate, found, code[candidate])
         return {problem: self._choices[problem] for problem in problems}
 
-    def dynamic(self, problems: Iterable[Problem], batches: Sequence[int] = (1,),
-                others: Callable[[], Iterable[Problem]] = lambda: ()) -> dict[Problem, Choice]:
-        """Return a kernel for each problem, compiling only what is missing.
-
-        A kernel is used if its code exists, either for the problem's own numbers or as a dynamic kernel. A missing one
-        is compiled as a dynamic kernel, so that later shapes can use it too.
-
-        Parameters
-        ----------
-        problems : problems.
-        batches : batch sizes that tactics are chosen for.
-        others : return the model's problems at other shapes, which show the numbers to take at run time.
-        """
-        self._times.batches, problems = tuple(batches), list(problems)
-        found = {problem: self._without_compiling(problem) for problem in dict.fromkeys((*self._choices, *problems))}
-        missing = [self._usual(problem) for problem, choice in found.items() if choice is None]
-        if missing:
-            for graph in (problems, self._choices or others()):
-                self.dynamic_kernels.meet(kernel for problem in graph for kernel in kernels_for(problem, batches[-1]))
-        with compiler_pool(self.isa) as pool:
-            made = self.dynamic_kernels.make([(one.kernel, one.tactic) for one in missing], pool)
-        return {problem: choice for problem, choice in found.items() if choice} | {
-            one.kernel.problem: self._dynamic(one.kernel, match) for one, match in zip(missing, made, strict=True)}
-
     def symbolic(self, problems: Sequence[Problem], batches: Sequence[int] = (1,)) -> list[Choice]:
-        """Return a kernel for each problem with symbolic numbers, which takes those at run time."""
+        """Return a kernel for each problem, which takes the symbolic ones of its numbers at run time.
+
+        Kernels whose code exists are reused; a missing one is compiled as a dynamic kernel, so that later shapes can
+        use it, too.
+        """
         self._times.batches = tuple(batches)
         known = {structure(problem): problem for problem in problems}
         positions = {key: symbolic_numbers(problem) for key, problem in known.items()}
@@ -168,7 +148,7 @@ class Tuner:
         usual = [self._usual(values[key]) for key in missing]
         with compiler_pool(self.isa) as pool:
             made = self.dynamic_kernels.make([(one.kernel, one.tactic) for one in usual], pool,
-                                      open_numbers=[positions[key] for key in missing])
+                                             [positions[key] for key in missing])
         found |= {key: self._dynamic(one.kernel, match) for key, one, match in zip(missing, usual, made, strict=True)}
         symbolic = {key: self._symbolic(choice, known[key]) for key, choice in found.items() if choice}
         return [symbolic[structure(problem)] for problem in problems]
@@ -180,7 +160,8 @@ class Tuner:
         kernel = type(choice.kernel)(problem, choice.kernel.items)
         if not kernel.applies(self.isa):    # not an assert: the comparisons record guards, which python -O would drop
             raise NotSymbolic("the kernel does not solve what its problem is now")
-        return replace(choice, kernel=kernel, parameters=parameters_of(self.dynamic_kernels.get(choice.symbol), kernel))
+        one = self.dynamic_kernels.by_symbol[choice.symbol].kernel
+        return replace(choice, kernel=kernel, parameters=parameters_of(one, kernel))
 
     def _without_compiling(self, problem: Problem, open_numbers: Set[int] = frozenset()) -> Choice | None:
         """Return the best choice whose code exists, or None.
@@ -205,8 +186,8 @@ class Tuner:
         return Choice(best.kernel, best.tactic, symbol := self.code.symbol(best), self.code.reused[symbol], 0.0, 1.0)
 
     def _dynamic(self, kernel: Kernel[Any], match: KernelMatch) -> Choice:
-        symbol = match.compiled.symbol
-        return Choice(kernel, match.tactic, symbol, self.dynamic_kernels.code[symbol], 0.0, 1.0, match.parameters)
+        return Choice(kernel, match.tactic, match.compiled.kernel.symbol, match.compiled.code, 0.0, 1.0,
+                      match.parameters)
 
     def survey(self, problems: Mapping[Problem, Constants]) -> dict[Problem, dict[Candidate, float]]:
         """Return the microseconds of every candidate for each problem, hopeless ones too, to compare costs with."""

@@ -9,7 +9,7 @@ import pytest
 from infer_server.engines.backends.llvm.codegen.compile import compiler_pool
 from infer_server.engines.backends.llvm.codegen.isa import PORTABLE
 from infer_server.engines.backends.llvm.kernels.kernel import kernels_for
-from infer_server.engines.backends.llvm.tuning.dynamic import DynamicKernels
+from infer_server.engines.backends.llvm.tuning.dynamic import DynamicKernels, spelling
 from infer_server.engines.codegen.extents import KernelInt, Trace, leaf, value_of
 from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.codegen.types import I64, PTR
@@ -78,11 +78,12 @@ def pool(height: int, width: int) -> Pool:
 def test_a_general_kernel_is_found_for_the_numbers_that_its_guards_allow() -> None:
     kernels = DynamicKernels(PORTABLE)
     (small,), (large,) = kernels_for(pool(8, 10)), kernels_for(pool(16, 30))
-    kernels.meet([large])
     tactics = small.tactics(PORTABLE)
+    pairs = zip(spelling(small).numbers, spelling(large).numbers, strict=True)
+    dynamic = {position for position, (a, b) in enumerate(pairs) if a != b}
     with compiler_pool(PORTABLE) as workers:
-        (made,) = kernels.make([(small, tactics[0])], workers)
-    assert made.compiled.symbol in kernels.code
+        (made,) = kernels.make([(small, tactics[0])], workers, [dynamic])
+    assert kernels.known == (made.compiled,)
     for height, width in ((16, 30), (8, 10), (32, 12)):
         (kernel,) = kernels_for(pool(height, width))
         (found,) = kernels.find(kernel, tactics)
@@ -91,5 +92,5 @@ def test_a_general_kernel_is_found_for_the_numbers_that_its_guards_allow() -> No
                                 EpilogueProgram(()), "max", (2, 2), (2, 2)))
     assert not kernels.find(other, tactics)         # different channel counts
     guarded = DynamicKernels(PORTABLE)
-    guarded.add([replace(made.compiled, guards=((leaf(0), 8),))], kernels.code)
+    guarded.add([made.compiled._replace(kernel=replace(made.compiled.kernel, guards=((leaf(0), 8),)))])
     assert guarded.find(small, tactics) and not guarded.find(large, tactics)
