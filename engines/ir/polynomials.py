@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 Monomial = tuple[int, ...]
 Polynomial = tuple[tuple[Monomial, int], ...]
@@ -65,6 +66,11 @@ def quotient(p: Polynomial, q: Polynomial) -> tuple[Polynomial, Polynomial]:
         else:
             whole[left], rest[monomial] = divmod(coefficient, by)
     return _canonical(whole), _canonical(rest)
+
+
+def value(p: Polynomial, atoms: Sequence[Any]) -> Any:
+    """Return the number of a polynomial for the numbers of its atoms."""
+    return sum(coefficient * math.prod(atoms[index] for index in monomial) for monomial, coefficient in p)
 
 
 def least(p: Polynomial, bounds: Sequence[int | None]) -> int | None:

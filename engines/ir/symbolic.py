@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from infer_server.engines.ir import polynomials
 from infer_server.engines.ir.polynomials import Polynomial
 from infer_server.engines.ir.symint import SymInt
 
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod}
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})       # types that contain no symbolic number
 Guard = tuple[str, Polynomial]          # the relation ("==" or "<") of a polynomial to 0
 
@@ -65,8 +68,10 @@ class ByteSize:
 class ShapeEnv:
     """Trace: its open extents, the guards, and checks that polynomials cannot express.
 
-    `atoms` are names of extents, quotients and sizes of arrays, which polynomials refer to by index.
+    `atoms` are names of extents, quotients and sizes of arrays, which polynomials refer to by index. `pins`: code that
+    needs a number itself gets it, and a guard says that it is this one; else such code raises NotSymbolic.
     """
+    pins: ClassVar[bool] = False
     atoms: list[str | Quotient | ByteSize] = field(default_factory=list)
     guards: dict[Guard, bool] = field(default_factory=dict)
     checks: dict[Hashable, Late] = field(default_factory=dict)  # computations that raise an error for invalid extents
@@ -116,12 +121,7 @@ class ShapeEnv:
         number = polynomials.number_of(polynomial)
         if number is not None:
             return number
-        value = 0
-        for monomial, term in polynomial:
-            for index in monomial:
-                term *= self._values[index]
-            value += term
-        return SymbolicInt(self, value, polynomial)
+        return SymbolicInt(self, polynomials.value(polynomial, self._values), polynomial)
 
     def floor(self, over: Polynomial, by: Polynomial) -> Any:
         """Return over // by, simplified by terms that divide exactly."""
@@ -199,10 +199,10 @@ class SymbolicInt(SymInt):
     # ---- arithmetic
     def _expression(self, other: Any) -> Polynomial | None:
         """Return the polynomial of a number, or None for what is none."""
-        if type(other) is SymbolicInt:
-            if other.env is not self.env:
-                raise NotSymbolic("two traces have numbers in common")
+        if type(other) is SymbolicInt and other.env is self.env:
             return other.expr
+        if type(other) is SymbolicInt and not self.env.pins:
+            raise NotSymbolic("two traces have numbers in common")
         if isinstance(other, int | np.integer):
             return polynomials.constant(int(other))
         if isinstance(other, float | np.floating):
@@ -210,6 +210,8 @@ class SymbolicInt(SymInt):
         return None
 
     def _arithmetic(self, word: str, a: Any, b: Any) -> Any:
+        if self.env.pins and isinstance(b if a is self else a, float):
+            return _OPERATORS[word](*(int(one) if one is self else one for one in (a, b)))
         p, q = self._expression(a), self._expression(b)
         if p is None or q is None:
             return NotImplemented
@@ -238,23 +240,41 @@ class SymbolicInt(SymInt):
         return self.env.compare(word, polynomials.plus(p, q, -1))
 
     def __hash__(self) -> int:
+        if self.env.pins:
+            return hash(self.hint)      # a table then asks whether numbers are equal
         raise NotSymbolic(f"{self} is looked up in a table")
 
     # ---- operations that need a known number
-    def _pinned(self, *_: Any) -> Any:
+    def __index__(self) -> int:
+        if not self.env.pins:
+            raise NotSymbolic(f"{self} is taken for {self.hint}")
+        self.env.compare("==", polynomials.plus(self.expr, polynomials.constant(-self.hint)))
+        return self.hint
+
+    __int__ = __index__
+
+    def __float__(self) -> float:
+        return float(int(self))
+
+    def __truediv__(self, other: Any) -> float:
+        return int(self) / float(other)
+
+    def __rtruediv__(self, other: Any) -> float:
+        return float(other) / int(self)
+
+    def _refuse(self, *_: Any) -> Any:
         raise NotSymbolic(f"{self} is taken for {self.hint}")
 
-    __index__ = __int__ = __float__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _pinned
-    __lshift__ = __rshift__ = __and__ = __or__ = __xor__ = __rlshift__ = __rrshift__ = __rand__ = __ror__ = _pinned
-    __rxor__ = _pinned
+    __pow__ = __rpow__ = __lshift__ = __rshift__ = __and__ = __or__ = __xor__ = _refuse
+    __rlshift__ = __rrshift__ = __rand__ = __ror__ = __rxor__ = _refuse
 
     def __repr__(self) -> str:
-        return f"<{text(self.expr, self.env.atoms)}>"
+        return str(int(self)) if self.env.pins else f"<{text(self.expr, self.env.atoms)}>"
 
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        return repr(self)
+        return format(int(self), spec) if self.env.pins else repr(self)
 
 
 def text(polynomial: Polynomial, atoms: Sequence[str | Quotient | ByteSize]) -> str:

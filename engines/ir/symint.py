@@ -3,16 +3,14 @@
 The words are PyTorch's: the *expression* says how a number follows from others, the *hint* is its value at the shapes
 at hand, and a *guard* is a condition on expressions under which all that was made from them is valid. Code written for
 ints runs on SymInts unchanged. Arithmetic makes SymInts, or ints where the unknowns cancel; what a question about the
-value does is the difference between three subclasses, each of which defines `_arithmetic` and `_compare`:
+value does is the difference between two subclasses, each of which defines `_arithmetic` and `_compare`:
 
     class                   expression                      n == 3                      int(n)
-    symbolic.SymbolicInt    polynomial of open extents      guard                       NotSymbolic
-    extents.KernelInt       tree over a kernel's numbers    guard                       guard
+    symbolic.SymbolicInt    polynomial of extents           guard                       NotSymbolic; a guard in kernels
     shapes.BatchInt         coefficient * batch + constant  decided, or Undecided       TypeError
 
-They are three because their expressions serve three ends. Polynomials are canonical, so that equality for all extents
-is decided and each guard is checked once; a tree is what the kernel's loader evaluates, and is stored in plans as
-written; one plan serves all batches, so no guard on the batch may become part of it, and it has no hint.
+Polynomials are canonical, so that equality for all extents is decided and each guard is checked once. One plan serves
+all batches, so no guard on the batch may become part of it, and a BatchInt has no hint.
 
 References
 ----------

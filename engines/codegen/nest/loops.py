@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Value
 from infer_server.engines.codegen.loops import repeat
 from infer_server.engines.codegen.nest.order import NONE, Loops
@@ -40,6 +39,7 @@ from infer_server.engines.codegen.nest.values import (
 )
 from infer_server.engines.codegen.types import I1, I64, vector
 from infer_server.engines.codegen.words import Primitives
+from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.lowering.nest.program import FLOATING
 
 Copy = tuple[int, int]          # (number of the unrolled neighbour, number of the vector)
@@ -156,7 +156,7 @@ class Code:
             tail = extent % step
             for start in self.f.range(f"loop {loop}", bounds[0], bounds[1].at_most(extent - tail), step):
                 yield start, step
-            if isinstance(tail, KernelInt) or tail:
+            if isinstance(tail, SymbolicInt) or tail:
                 with self.f.when(bounds[1].compare("uge", extent)):
                     yield from self.f.tail(extent, step)
 

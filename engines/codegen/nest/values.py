@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Value
 from infer_server.engines.codegen.types import (
     DOUBLE,
@@ -24,6 +23,7 @@ from infer_server.engines.codegen.types import (
     vector,
 )
 from infer_server.engines.codegen.words import Primitives
+from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.lowering.epilogue.functions import FUNCTIONS
 from infer_server.engines.lowering.nest.program import COMPARISONS, FLOATING, KINDS, Operation
 from infer_server.engines.lowering.problems.view import SIZES
@@ -73,7 +73,7 @@ def number(machine: Primitives, one: Operation, of: Value) -> Value:
     what = one.what or 0
     if one.kind in FLOATING:
         return of.f.constant(float(what), machine.of(TYPES[one.kind]))
-    if isinstance(what, KernelInt):
+    if isinstance(what, SymbolicInt):
         return of.f.constant(what, TYPES[one.kind])
     whole = int(what)
     return of.f.constant(whole - (1 << 64) * (whole >= 1 << 63), TYPES[one.kind])

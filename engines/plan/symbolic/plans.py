@@ -29,15 +29,16 @@ _LATE = ("steps", "buffers", "fills")       # fields of MachinePart
 class DynamicKernel:
     """Kernel of symbolic plans, which reads numbers of its problem at run time.
 
-    It solves every problem with the same `words` and `numbers` (None matches any) for which each guard holds: a term
-    over all numbers and its required value. The kernel reads the terms of its table (engines/codegen/extents.py).
+    It solves every problem with the same `words` and `numbers` (None matches any) for which each guard has its answer.
+    The kernel loads the numbers of its table, polynomials as its guards are (engines/codegen/extents.py).
     """
     symbol: str
     words: str                              # the problem's spec without its numbers
     tactic: str
     numbers: tuple[int | None, ...]         # None: read at run time
-    guards: tuple[tuple[Any, int], ...]     # (term, required value)
-    table: tuple[Any, ...]                  # terms whose values the kernel loads
+    operands: tuple[Any, ...]               # of polynomials: a position in numbers, or (dividend, divisor)
+    guards: tuple[tuple[str, Any, bool], ...]       # (relation to 0, polynomial, answer)
+    table: tuple[Any, ...]
 
 
 class CompiledKernel(NamedTuple):

@@ -1,7 +1,7 @@
 """Dynamic kernels: compiled once for problems that differ in some numbers only, which they take at run time.
 
 The layers of a model at 77 tokens and at 78 are equal problems except for a few extents and strides. A dynamic
-kernel is written with KernelInts in their place (engines/codegen/extents.py): it reads them from a table, the last of
+kernel is written with SymbolicInts in their place (engines/codegen/extents.py): it reads them from a table, the last of
 its operands, and its guards tell for which numbers it is valid. So plans for other shapes need no compilation.
 
 Numbers that a kernel takes at run time are those that are symbolic in its problem.
@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.kernels.kernel import Kernel
 from infer_server.engines.codegen.compiler_pool import CompilerPool
-from infer_server.engines.codegen.extents import KernelInt, Trace, leaf, value_of
+from infer_server.engines.codegen.extents import KernelTrace, operand_values
 from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.ir.polynomials import value
 from infer_server.engines.ir.symbolic import NotSymbolic, is_symbolic
 from infer_server.engines.lowering.problems.problem import Problem
 from infer_server.engines.plan.symbolic.plans import CompiledKernel, DynamicKernel
@@ -83,7 +84,7 @@ class DynamicKernels:
 
         dynamic_numbers: for each of them, positions of the numbers that it takes at run time.
         """
-        traces: list[Trace] = []
+        traces: list[KernelTrace] = []
         symbols: list[str] = []
         made: list[KernelMatch] = []
         for (kernel, tactic), dynamic, code in zip(candidates, dynamic_numbers, pool.compile(
@@ -92,26 +93,32 @@ class DynamicKernels:
             trace, symbol = traces[len(made)], symbols[len(made)]
             one = DynamicKernel(
                 symbol, words, repr(tactic), tuple(None if i in dynamic else n for i, n in enumerate(numbers)),
-                tuple(trace.guards.values()), tuple(trace.table))
+                trace.operands, tuple((*guard, answer) for guard, answer in trace.guards.items()), tuple(trace.table))
             made.append(KernelMatch(CompiledKernel(one, code), tactic, _parameters(one, numbers)))
         self.add(match.compiled for match in made)
         return made
 
     def _texts(self, candidates: Iterable[tuple[Kernel[Any], Any]], dynamic_numbers: Sequence[Set[int]],
-               traces: list[Trace], symbols: list[str]) -> Iterator[str]:
+               traces: list[KernelTrace], symbols: list[str]) -> Iterator[str]:
         """Yield the module of each kernel, and append its trace and symbol to the lists."""
         for (kernel, tactic), dynamic in zip(candidates, dynamic_numbers, strict=True):
             key = repr((COMPILER_VERSION, self._isa.name, kernel, tactic, sorted(dynamic)))
-            symbols.append(f"{kernel.problem.family}_general_{hashlib.sha256(key.encode()).hexdigest()[:16]}")
-            traces.append(Trace())
+            symbols.append(f"{kernel.problem.family}_dynamic_{hashlib.sha256(key.encode()).hexdigest()[:16]}")
+            traces.append(KernelTrace())
             module = Module(trace=traces[-1])
             dynamic_kernel(kernel, traces[-1], dynamic).emit(module, symbols[-1], self._isa, tactic)
             yield module.text()
 
 
 def _fits(one: DynamicKernel, numbers: Numbers) -> bool:
-    return all(known is None or known == number for known, number in zip(one.numbers, numbers, strict=True)) and all(
-        value_of(term, numbers) == value for term, value in one.guards)
+    if not all(known is None or known == number for known, number in zip(one.numbers, numbers, strict=True)):
+        return False
+    try:
+        atoms = operand_values(one.operands, numbers)
+    except ZeroDivisionError:       # a guard says that the divisor is not 0
+        return False
+    return all((value(number, atoms) == 0 if relation == "==" else value(number, atoms) < 0) == answer
+               for relation, number, answer in one.guards)
 
 
 def symbolic_numbers(problem: Problem) -> frozenset[int]:
@@ -131,7 +138,8 @@ def parameters_of(one: DynamicKernel, kernel: Kernel[Any]) -> Numbers:
 
 
 def _parameters(one: DynamicKernel, numbers: Numbers) -> Numbers:
-    return tuple(value_of(term, numbers) for term in one.table)
+    atoms = operand_values(one.operands, numbers)
+    return tuple(value(number, atoms) for number in one.table)
 
 
 def _tactic(text: str, classes: Mapping[str, type]) -> Any:
@@ -149,10 +157,9 @@ def _tactic(text: str, classes: Mapping[str, type]) -> Any:
     return kind and kind(**fields)
 
 
-def dynamic_kernel(kernel: Kernel[Any], trace: Trace, leaves: Set[int]) -> Kernel[Any]:
-    """Return the kernel with KernelInts in place of some of its problem's numbers; it can only be emitted."""
-    numbers = iter([KernelInt(trace, number, leaf(i)) if i in leaves else number
-                    for i, number in enumerate(spelling(kernel).numbers)])
+def dynamic_kernel(kernel: Kernel[Any], trace: KernelTrace, dynamic: Set[int]) -> Kernel[Any]:
+    """Return the kernel with SymbolicInts in place of some of its problem's numbers; it can only be emitted."""
+    numbers = iter(trace.extents(spelling(kernel).numbers, dynamic))
     return type(kernel)(_mapped(kernel.problem, lambda number: next(numbers)), kernel.items)
 
 

@@ -12,8 +12,9 @@ from infer_server.engines.backends.llvm import kernels  # noqa: F401  (fills KER
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel, Window, kernels_for
 from infer_server.engines.backends.llvm.tuning.dynamic import dynamic_kernel, spelling
-from infer_server.engines.codegen.extents import Trace, value_of
+from infer_server.engines.codegen.extents import KernelTrace, operand_values
 from infer_server.engines.codegen.ir_builder import Module
+from infer_server.engines.ir.polynomials import value
 from infer_server.engines.lowering.problems.problem import Array, Problem
 from infer_server.engines.lowering.problems.view import View
 from infer_server.engines.plan.plan import SLACK
@@ -108,12 +109,13 @@ class DynamicRunner(CpuRunner):
 @cache
 def loaded_dynamic(kernel: Kernel[Any], isa: Isa, tactic: Any, native: bool) -> tuple[LoadedKernel, Array]:
     """Compile a dynamic kernel; return it and its table of run-time numbers."""
-    trace, numbers = Trace(), spelling(kernel).numbers
+    trace, numbers = KernelTrace(), spelling(kernel).numbers
     module = Module(None if native else EMULATION, trace)
     dynamic_kernel(kernel, trace, frozenset(range(len(numbers)))).emit(module, "kernel", isa, tactic)
-    for term, value in trace.guards.values():
-        assert value_of(term, numbers) == value
-    table = np.array([value_of(term, numbers) for term in trace.table] or [0], np.int64)
+    operands = operand_values(trace.operands, numbers)
+    for (relation, number), answer in trace.guards.items():
+        assert (value(number, operands) == 0 if relation == "==" else value(number, operands) < 0) == answer
+    table = np.array([value(number, operands) for number in trace.table] or [0], np.int64)
     return LoadedKernel(module.text(), "kernel", isa, emulate=not native), constants_of(table)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.kernels.kernel import Window
-from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Value
 from infer_server.engines.codegen.types import I8, I64, PTR, vector
+from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.lowering.problems.view import View
 
 TAILS = (16, 8, 4, 2, 1)        # tile sizes for the rest after full tiles, if it is known at run time only
@@ -159,7 +159,7 @@ class ViewRuns:
         for start in f.range("element", first, last, width):
             body(at, start, width)
         rest = extent % width
-        if split_tail and isinstance(extent, KernelInt) or rest:
+        if split_tail and isinstance(extent, SymbolicInt) or rest:
             with f.when((first + self.block).compare("uge", extent)):
                 for start, count in f.tail(extent, width) if split_tail else [(f.constant(extent - rest, I64), rest)]:
                     body(at, start, count)

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.codegen.lanes import to_float
 from infer_server.engines.backends.llvm.kernels.common.access import hidden
-from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Value
 from infer_server.engines.codegen.types import ELEMENTS, FLOAT, I1, I8, I16, I32, vector
+from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.lowering.epilogue.program import store_meaning
 from infer_server.engines.lowering.problems.view import SIZES
 
@@ -237,9 +237,9 @@ def k_turns(f: Function, count: int, products: int, **carried: dict[Any, Value])
     The memory barrier between unrolled iterations keeps LLVM from hoisting their loads, which would exhaust the
     registers.
     """
-    together = 1 if isinstance(count, KernelInt) else min(max(LONG_PASS // max(products, 1), 1), MOST_TURNS)
+    together = 1 if isinstance(count, SymbolicInt) else min(max(LONG_PASS // max(products, 1), 1), MOST_TURNS)
     for turns, passes in ((together, count // together), (count % together, 1)):
-        if isinstance(passes, KernelInt) or turns and passes:
+        if isinstance(passes, SymbolicInt) or turns and passes:
             for _ in f.loop("k", passes, **carried):
                 for turn in range(turns):
                     if turn:

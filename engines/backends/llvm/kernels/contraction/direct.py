@@ -20,9 +20,9 @@ from infer_server.engines.backends.llvm.kernels.contraction.panels import cout_p
 from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from infer_server.engines.backends.llvm.kernels.contraction.widen import widened
 from infer_server.engines.backends.llvm.kernels.kernel import solves
-from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import I64, PTR
+from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.lowering.problems.convolution import Contraction
 from infer_server.engines.lowering.problems.problem import Array, Problem
 
@@ -147,7 +147,7 @@ class _DirectLoops(TiledLoops):
         tiles = self.tile.block or self.kernel.tile_rows(self.tile)
         if self.problem.rows != 1:
             tiles *= -(-self.problem.cols // self.tile.cols)
-        if self.kernel.by_batch or isinstance(tiles, KernelInt):
+        if self.kernel.by_batch or isinstance(tiles, SymbolicInt):
             return 1
         shares = tiles * CACHE_LINE // self._bytes_a_turn
         return 1 << min(max(shares, 1).bit_length() - 1, MOST_SHARES)

@@ -17,9 +17,9 @@ from infer_server.engines.backends.llvm.kernels.common.pixels import panels_betw
 from infer_server.engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from infer_server.engines.backends.llvm.kernels.kernel import begin_kernel
-from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import I64, PTR
+from infer_server.engines.ir.symbolic import SymbolicInt
 
 CACHE_LINE = 64         # bytes, the size of a prefetch
 Visit = Callable[[Callable[..., None]], None]       # calls its argument for each tile of a block
@@ -138,7 +138,7 @@ class TiledLoops(ABC):
         have one size, and taps are skipped at the left edge only.
         """
         extent, step = self.problem.cols, self.tile.cols
-        if isinstance(extent, KernelInt):
+        if isinstance(extent, SymbolicInt):
             edge = step if self.tile.skip else 0
             if edge:
                 yield f.constant(0, I64), f.constant(0, I64), min(step, extent), 0
@@ -161,10 +161,10 @@ class TiledLoops(ABC):
         Only the rest after the last whole row of tiles of an item may be smaller than step.
         """
         whole, rest = divmod(extent, step)
-        if isinstance(extent, KernelInt) or whole:
+        if isinstance(extent, SymbolicInt) or whole:
             for t in f.range("tile row", start.like(0), stop.at_most(whole) - start):
                 yield t, t * step, step
-        if isinstance(rest, KernelInt) or rest:
+        if isinstance(rest, SymbolicInt) or rest:
             with f.when(stop.compare("ugt", whole)):
                 for first, size in f.tail(extent, step):
                     yield stop.like(whole) - start, first - start * step, size

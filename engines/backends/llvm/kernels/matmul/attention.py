@@ -39,10 +39,10 @@ from infer_server.engines.backends.llvm.kernels.matmul.operands import (
 )
 from infer_server.engines.backends.llvm.kernels.matmul.product import vector_cycles
 from infer_server.engines.backends.llvm.kernels.matmul.softmax import AttentionSoftmax
-from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.row_formulas import is_unmasked
 from infer_server.engines.codegen.types import FLOAT, I64, PTR
+from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.lowering.problems.matmul import MIDDLE, Attention
 from infer_server.engines.lowering.problems.problem import Array
 from infer_server.engines.lowering.problems.rows import PARTIALS
@@ -235,7 +235,7 @@ class AttentionEmitter:
     def _block(self, f: Function, head: Head, first: Value) -> None:
         queries, block = self.problem.queries, self.tiles.block
         whole, tail = divmod(queries, block)
-        is_dynamic = isinstance(queries, KernelInt)
+        is_dynamic = isinstance(queries, SymbolicInt)
         if not is_dynamic and not tail:
             self.queries(f, head, first, block)
             return

@@ -23,9 +23,9 @@ from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.codegen.lanes import Lanes, from_float, to_float
 from infer_server.engines.backends.llvm.kernels.common.access import transposed
 from infer_server.engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Operand, add_step, arithmetic_for
-from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Value
 from infer_server.engines.codegen.types import ELEMENTS, FLOAT, I8, I32, I64, lanes_of, vector
+from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.lowering.problems.matmul import MIDDLE
 from infer_server.engines.lowering.problems.view import SIZES, View
 
@@ -136,7 +136,7 @@ class Right(Factor):
         not filled.
         """
         columns = self.matrix.columns
-        if isinstance(columns, KernelInt) and self.matrix.strides[1] != self.matrix.size:
+        if isinstance(columns, SymbolicInt) and self.matrix.strides[1] != self.matrix.size:
             return -(-columns // self.width) * self.width
         return columns
 
@@ -169,7 +169,7 @@ class Right(Factor):
         """Pack a vector of columns of a matrix with contiguous rows; `elements` rows make a step."""
         f, elements, row_bytes, lanes = source.f, self.arithmetic.elements, self.matrix.strides[0], self.isa.lanes
         rows, last = self.matrix.rows, None
-        if isinstance(rows, KernelInt) and elements > 1:
+        if isinstance(rows, SymbolicInt) and elements > 1:
             last, rows = f.constant(rows - 1, I64), -(-rows // elements) * elements
         for row, size in f.tiles("packed row", rows, elements):
             parts: list[Value] = []

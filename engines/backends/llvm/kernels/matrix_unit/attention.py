@@ -37,9 +37,9 @@ from infer_server.engines.backends.llvm.kernels.matrix_unit.factors import (
 )
 from infer_server.engines.backends.llvm.kernels.matrix_unit.softmax import GroupSoftmax
 from infer_server.engines.backends.llvm.kernels.rows.passes import RowVector
-from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import FLOAT, I64, PTR
+from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.lowering.problems.matmul import Attention
 from infer_server.engines.lowering.problems.view import SIZES
 
@@ -116,7 +116,7 @@ class _TileAttentionEmitter(AttentionEmitter):
     def enter(self, f: Function) -> None:
         """Configure the registers, and clear what the second product reads of p beyond the keys."""
         Tiles(f).configure({**self.by_keys.shapes(ACCUMULATORS), **self.by_values.shapes(ACCUMULATORS)})
-        if not self.exact and (isinstance(self.gap, KernelInt) or self.gap > 0):
+        if not self.exact and (isinstance(self.gap, SymbolicInt) or self.gap > 0):
             size = f.constant(self.sizes()["p"], I64)
             for at in f.range("cleared", size.like(0), size, LINE):
                 f.store(f.constant(0, self.isa.ints), self.at["p"] + at, LINE)
@@ -130,7 +130,7 @@ class _TileAttentionEmitter(AttentionEmitter):
         source, direct = self.left.matrix.at(head.q, first, 0), self.left.direct
         if not direct:
             self.left.copy(source, count, copied, self.zeros[0])
-        elif isinstance(rest, KernelInt) or rest:
+        elif isinstance(rest, SymbolicInt) or rest:
             self.left.copy(source + (count - rest) * self.left.matrix.strides[0], rest, copied, self.zeros[0])
         complete, groups = f.constant(whole, I64), f.constant(-(-count // ROWS), I64)
 
@@ -154,7 +154,7 @@ class _TileAttentionEmitter(AttentionEmitter):
                   self._mask_of(head, here), *rows_of(following), self.at["k"], start, self._group(following), ahead)
             with f.when(group.below(complete)):
                 self._mix_of(f, head, here, ROWS)
-            if isinstance(rest, KernelInt) or rest:
+            if isinstance(rest, SymbolicInt) or rest:
                 with f.when(group.compare("eq", complete)):
                     self._mix_of(f, head, here, rest)
 

@@ -18,9 +18,9 @@ from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.codegen.tiles import AMX, Shapes, Tiles
 from infer_server.engines.backends.llvm.kernels.matmul.operands import Left, Right, converted, product_arithmetic
 from infer_server.engines.backends.llvm.kernels.rows.passes import live
-from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Value
 from infer_server.engines.codegen.types import I64
+from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.lowering.problems.view import SIZES
 
 ROWS = AMX.rows                     # rows of a register; those of the right operand are steps of K
@@ -41,7 +41,7 @@ class Blocks:
     @property
     def size(self) -> int:
         """Return the steps of a block."""
-        return STEPS if isinstance(self.steps, KernelInt) else -(-self.steps // self.count)
+        return STEPS if isinstance(self.steps, SymbolicInt) else -(-self.steps // self.count)
 
     @property
     def padded(self) -> int:
@@ -66,7 +66,7 @@ class TileRight(Right):
         super().pack_panel(source, columns, target, zero, last)
         f, width = source.f, self.isa.vectors_for(columns) * LINE
         missing = self.blocks.padded - self.steps
-        if isinstance(missing, KernelInt) or missing:
+        if isinstance(missing, SymbolicInt) or missing:
             end = target + self.steps * width
             for at in f.range("padding", f.constant(0, I64), f.constant(missing * width, I64), LINE):
                 f.store(f.constant(0, self.isa.ints), end + at, LINE)
@@ -83,7 +83,7 @@ class TileLeft(Left):
     @property
     def direct(self) -> bool:
         matrix = self.matrix
-        if matrix.dtype != self.arithmetic.dtype or isinstance(matrix.columns, KernelInt):
+        if matrix.dtype != self.arithmetic.dtype or isinstance(matrix.columns, SymbolicInt):
             return False
         overrun = self.blocks.padded * self.arithmetic.step_bytes - matrix.columns * matrix.size
         return matrix.strides[1] == matrix.size and overrun <= (OVERRUN if self.exact else 0)
@@ -108,7 +108,7 @@ class TileLeft(Left):
             for column, count in self._parts(f):
                 here = self.matrix.at(source, row, column)
                 stored = converted(isa, self.matrix.dtype, dtype, here, count, zero)
-                if isinstance(columns, KernelInt):
+                if isinstance(columns, SymbolicInt):
                     stored = live(isa, stored, f.constant(columns, I64) - column, 0)
                 elif count < lanes:
                     stored = f.shuffle(stored, None, range(count), "part")
@@ -117,7 +117,7 @@ class TileLeft(Left):
     def _parts(self, f: Function) -> Iterator[tuple[Value, int]]:
         """Yield (column, count) of the vectors of a row; the last vector of a symbolic row is read whole."""
         columns, lanes = self.matrix.columns, self.isa.lanes
-        if not isinstance(columns, KernelInt):
+        if not isinstance(columns, SymbolicInt):
             yield from f.tiles("copied part", columns, lanes)
             return
         for column in f.range("copied part", f.constant(0, I64), f.constant(columns, I64), lanes):
@@ -215,7 +215,7 @@ def instruction(precision: str, isa: Isa) -> str:
 
 def row_tiles(f: Function, name: str, rows: int, step: int) -> Iterator[tuple[Value, int]]:
     """Yield (start, count) of whole tiles in a loop, then of the rest, whose count may be symbolic."""
-    if not isinstance(rows, KernelInt):
+    if not isinstance(rows, SymbolicInt):
         yield from f.tiles(name, rows, step)
         return
     whole = f.constant(rows // step, I64)
@@ -228,7 +228,7 @@ def row_tiles(f: Function, name: str, rows: int, step: int) -> Iterator[tuple[Va
 
 def pieces(f: Function, count: int, step: int) -> Iterator[tuple[Value, int]]:
     """Yield (start, size) of pieces of a tile's rows: one, or powers of two if their number is symbolic."""
-    if isinstance(count, KernelInt):
+    if isinstance(count, SymbolicInt):
         yield from f.tail(count, step)
     else:
         yield f.constant(0, I64), count

@@ -32,9 +32,9 @@ from infer_server.engines.backends.llvm.kernels.matrix_unit.factors import (
     row_tiles,
     tile_cycles,
 )
-from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import PTR
+from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.lowering.problems.matmul import IntegerProduct, Product
 from infer_server.engines.lowering.problems.view import SIZES
 
@@ -123,11 +123,11 @@ class _TileProductEmitter(ProductEmitter):
         left, step = self.rows_of_a, self.tile.rows
         for row, rows in row_tiles(f, "row", self.rows, step):
             x, pitch = left.matrix.at(a, row, 0), left.matrix.strides[0]
-            whole = not isinstance(rows, KernelInt) and rows == step
+            whole = not isinstance(rows, SymbolicInt) and rows == step
             if not (left.direct and whole):
                 left.copy(x, rows, self.copied, zeros[0])
                 x, pitch = self.copied, left.copied_pitch
-            height = -(-rows // ROWS) if not isinstance(rows, KernelInt) else step // ROWS
+            height = -(-rows // ROWS) if not isinstance(rows, SymbolicInt) else step // ROWS
             f.run(self._sums(height, columns, "copied" if x is self.copied else "direct", pitch),
                   x, self.packed, self.start, self.stored)
             for piece, size in pieces(f, rows, step):

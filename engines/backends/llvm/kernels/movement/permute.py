@@ -31,9 +31,9 @@ from infer_server.engines.backends.llvm.kernels.common.access import (
 )
 from infer_server.engines.backends.llvm.kernels.elementwise.pointwise import PointwiseKernel
 from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import ELEMENTS, FLOAT, I8, I16, I32, I64, lanes_of, vector
+from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.lowering.problems.elementwise import Pointwise
 from infer_server.engines.lowering.problems.movement import Permute
 from infer_server.engines.lowering.problems.problem import Array
@@ -163,7 +163,7 @@ class PermuteKernel(Kernel[Permute]):
             count = (index.like(extent - extent % step) - index * block).at_most(block)
             for i in f.range("tile", count.like(0), count, step):
                 body(x0 + i * x_step, y0 + i * y_step, step)
-            if isinstance(extent, KernelInt) or extent % step:
+            if isinstance(extent, SymbolicInt) or extent % step:
                 with f.when((index + 1).compare("eq", self._blocks(isa))):
                     for start, rest in f.tail(extent, step):
                         i = start - index * block

@@ -24,9 +24,9 @@ from infer_server.engines.backends.llvm.codegen.lanes import Lanes
 from infer_server.engines.backends.llvm.kernels.common.access import each_row, offset
 from infer_server.engines.backends.llvm.kernels.common.pixels import PANEL, load_channels, store_channels
 from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, Window, begin_kernel
-from infer_server.engines.codegen.extents import KernelInt
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import I1, I64, overload, vector
+from infer_server.engines.ir.symbolic import SymbolicInt
 from infer_server.engines.lowering.epilogue.program import EpilogueProgram
 from infer_server.engines.lowering.problems.problem import Array
 from infer_server.engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem
@@ -90,7 +90,7 @@ class RowCode:
 
     def load_saved(self, at: RowVector, shift: int = 0) -> Value:
         """Load a vector that `save` stored."""
-        whole = shift % self.isa.lanes == 0 and not isinstance(self.width, KernelInt)
+        whole = shift % self.isa.lanes == 0 and not isinstance(self.width, SymbolicInt)
         align = self.isa.bytes if whole else 4
         return self.f.load(self.isa.floats, self._scratch_address(at, shift), align, "kept")
 
@@ -133,7 +133,7 @@ class RowCode:
     def _constants(self, program: EpilogueProgram, address: Value, at: RowVector) -> list[Value]:
         pitch = 4 * _pitch(self.problem.constants_width)
         address = address + (at.column * 4 if self.problem.constants_width > 1 else 0)
-        align = 4 if isinstance(self.width, KernelInt) else self.isa.bytes      # the tail of a symbolic row is narrow
+        align = 4 if isinstance(self.width, SymbolicInt) else self.isa.bytes      # the tail of a symbolic row is narrow
         return [self.f.load(self.isa.floats, address + c * pitch, align, "constant") for c in range(program.constants)]
 
 
@@ -169,7 +169,7 @@ def strips(f: Function, isa: Isa, width: int, together: int,
     If the rest is symbolic, it is yielded as groups of `together` vectors, in code that runs if the group has elements.
     """
     step = PARTIALS // isa.lanes
-    if not isinstance(width, KernelInt):
+    if not isinstance(width, SymbolicInt):
         for column, count in f.tiles("column", width, PARTIALS, carried=carried):
             yield 0, vectors(isa, column, count)
         return
