@@ -44,35 +44,21 @@ class Demand:
     """Statistics of requested shapes. Not thread-safe: the owner holds a lock.
 
     once    the last shapes that have come only once
-    runs    number of runs by the symbolic plan for each shape
     """
     most: int
     once: deque[Hashable] = field(default_factory=lambda: deque(maxlen=ONCE))
-    runs: Counter[Hashable] = field(default_factory=Counter)
-    _met: set[Hashable] = field(default_factory=set)
+    _requests: Counter[Hashable] = field(default_factory=Counter)
 
-    def is_new(self, key: Hashable) -> bool:
-        """Note a request of a shape; return True if it is the first one."""
-        if key in self._met:
-            self.again(key)
-            return False
-        if len(self._met) > REMEMBERED * self.most:
-            self._met.clear()
-        self._met.add(key)
-        self.once.append(key)
-        return True
-
-    def count_run(self, key: Hashable) -> int:
-        """Count a run by the symbolic plan; return the number of runs of this shape."""
-        if len(self.runs) > REMEMBERED * self.most:
-            self.runs.clear()
-        self.runs[key] += 1
-        return self.runs[key]
-
-    def again(self, key: Hashable) -> None:
-        """Note that a known shape was requested again."""
-        if key in self.once:
+    def count(self, key: Hashable) -> int:
+        """Count a request of a shape; return the number of its requests."""
+        if key not in self._requests and len(self._requests) > REMEMBERED * self.most:
+            self._requests.clear()
+        self._requests[key] += 1
+        if self._requests[key] == 1:
+            self.once.append(key)
+        elif key in self.once:
             self.once.remove(key)
+        return self._requests[key]
 
     @property
     def comes_once(self) -> bool:

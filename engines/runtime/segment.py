@@ -253,7 +253,7 @@ class Segment:
             key = self._keys.get(given) if len(shapes) == len(self.inputs) else None
             self.rerun = no_rerun
             if key is not None and (engine := self._ready.get(key)):
-                self._demand.again(key)
+                self._demand.count(key)
                 self._ready.move_to_end(key)
                 return engine
         key = self._key(self.extents(shapes, values))
@@ -268,12 +268,10 @@ class Segment:
     def _missing(self, key: Key) -> Specialisation:
         way = self.policy.specialise if self.part.model else "off"      # a stripped plan makes no specialisations
         with self._lock:
-            once = self._demand.comes_once
-            new = self._demand.is_new(key)
-            often = self._demand.count_run(key) >= self.policy.uses
-        if way == "wait" and not (new and once):
+            once, requests = self._demand.comes_once, self._demand.count(key)
+        if way == "wait" and not (once and requests == 1):
             return self._specialised(key)
-        if way == "background" and often:
+        if way == "background" and requests >= self.policy.uses:
             self._order(key)
         return self._symbolic_plan_for(key)
 
