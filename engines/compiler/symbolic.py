@@ -172,6 +172,10 @@ def encoded(symbolics: Sequence[SymbolicPlan], kernels: Sequence[CompiledKernel]
     limit, content = max(SMALLEST_LIMIT, int(len(plan.machine.constants) * LIMIT_SHARE)), b""
     kept: list[SymbolicPlan] = []
     for one in symbolics:
+        if one.constant_bytes > limit:      # weights in another layout, which hardly compress
+            log.info("%s: the symbolic plan of %s is not stored: it has packed weights of its own", plan.name,
+                     one.of_shape)
+            continue
         try:
             more = encode([*kept, one], plan, kernels)
         except PlanError as error:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from infer_server.engines.ir.deferred import Deferred, LateBytes
 from infer_server.engines.ir.symbolic import NotSymbolic, ShapeEnv
 from infer_server.engines.plan.extents import Extents
 from infer_server.engines.plan.plan import MachinePart, Plan
@@ -94,6 +95,13 @@ class SymbolicPlan:
     @cached_property
     def _late(self) -> dict[str, Callable[..., Any]]:
         return {name: self.function(getattr(self.traced.machine, name)) for name in _LATE}
+
+    @property
+    def constant_bytes(self) -> int:
+        """Bytes of the constants that it does not share with the plan, without deferred ones."""
+        constants: Any = self.traced.machine.constants
+        parts = constants.parts if isinstance(constants, LateBytes) else (constants,)
+        return sum(len(part) for part in parts if not isinstance(part, Deferred))
 
     def function(self, value: Any) -> Callable[..., Any]:
         """Compile a part of the symbolic plan to a function of its extents, without guards. Raises NotSymbolic."""

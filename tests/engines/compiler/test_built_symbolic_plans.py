@@ -168,6 +168,9 @@ def test_symbolic_plans_beyond_the_limit_are_left_out(monkeypatch: pytest.Monkey
         monkeypatch.setattr(symbolic, "SMALLEST_LIMIT", limit)
         content = symbolic.encoded(known, kernels, plan)
         assert [one.of_shape for one in decode(content, plan)] == [one.of_shape for one in kept]
+    monkeypatch.setattr(symbolic, "SMALLEST_LIMIT", min(one.constant_bytes for one in known) - 1)
+    monkeypatch.setattr(symbolic, "encode", lambda *_: pytest.fail("constants beyond the limit were compressed"))
+    assert symbolic.encoded(known, kernels, plan) == b""
 
 
 def test_a_wrong_symbolic_plan_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
