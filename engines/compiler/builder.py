@@ -266,12 +266,13 @@ class Builder:
             self.cache.save()       # even if the build is interrupted, to keep minutes of timing
 
     @faults_named()
-    def symbolic_plan(self, graph: Graph, ranges: Ranges | None = None) -> Plan | None:
+    def symbolic_plan(self, graph: Graph) -> Plan | None:
         """Return the plan with dynamic kernels of a graph whose extents may be symbolic (engines/ir/symbolic.py).
 
-        None if the backend has no dynamic kernels. Raises NotSymbolic.
+        The graph's stored dtypes are decided: see `stored`. None if the backend has no dynamic kernels. Raises
+        NotSymbolic.
         """
-        chosen = self._session.choose_symbolic(self.stored(graph, ranges), *self._batches(graph))
+        chosen = self._session.choose_symbolic(graph, *self._batches(graph))
         return self._plan(self._session, chosen, bare=True) if chosen else None
 
     @property

@@ -38,6 +38,7 @@ from infer_server.engines.frontend.onnx_file import OnnxModel
 from infer_server.engines.ir.dtypes import dtype_named
 from infer_server.engines.ir.graph import Graph, TensorType
 from infer_server.engines.ir.recipe import Pixels, Recipe
+from infer_server.engines.ir.symbolic import env_in
 from infer_server.engines.machine import object_cache
 from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
@@ -45,7 +46,8 @@ from infer_server.engines.passes.caches import Cache, caches_of
 from infer_server.engines.passes.quantization.recipe import prepared
 from infer_server.engines.plan.extents import CACHE_CAPACITY, CACHES, Extents, open_extents, text, value_name
 from infer_server.engines.plan.plan import IoTensor, OpenOptions, OpenPart, Plan, graph_of
-from infer_server.engines.plan.symbolic.plans import CompiledKernel
+from infer_server.engines.plan.symbolic.plans import CompiledKernel, LateMachine
+from infer_server.engines.plan.symbolic.traces import TracedGraph
 from infer_server.engines.runtime.specialisation import Specialisation
 
 log = logging.getLogger(__name__)
@@ -130,6 +132,7 @@ class Specialiser:
         self._graphs: dict[tuple[Any, ...], Graph] = {}         # shared by these subjects
         self._importing = threading.Lock()
         self._caches = tuple(Cache(**document) for document in plan.metadata.get(CACHES, ()))
+        self._traced_graphs: list[TracedGraph] | None = None    # None: not kept, for each has all weights in float
         self.first: Specialisation | None = None        # loaded plan, if there is one
 
     @cached_property
@@ -148,6 +151,10 @@ class Specialiser:
     def has_dynamic_kernels(self) -> bool:
         """True if the target of the plan has dynamic kernels, which symbolic plans need."""
         return self._tracing.builder.dynamic_kernels is not None
+
+    def reuse_graphs(self) -> None:
+        """Import the model once for all traces to come for which its graph holds."""
+        self._traced_graphs = []
 
     def encoded(self) -> bytes:
         """Return the verified symbolic plans for a plan file; b"" if there are none."""
@@ -201,6 +208,9 @@ class Specialiser:
         del specialised, alone
         trim()
         if is_right:
+            symbolic = plan.machine.symbolic if isinstance(plan.machine, LateMachine) else None
+            for traced in self._traced_graphs or ():
+                traced.is_proven |= symbolic is not None and traced.is_of(symbolic.env)
             return True
         log.warning("%s: what was found for other extents does not hold for %s, so each is compiled alone from now on",
                     self._plan.name, dict(extents))
@@ -211,14 +221,29 @@ class Specialiser:
 
         None if the target has no dynamic kernels, or is another one than the plan's.
         """
-        subject, recipe = self._tracing, self._part.recipe
-        if subject.builder.target != self._plan.machine.target or subject.builder.dynamic_kernels is None:
+        builder = self._tracing.builder
+        if builder.target != self._plan.machine.target or builder.dynamic_kernels is None:
             return None
+        return builder.symbolic_plan(self._graph_at(extents))
+
+    def _graph_at(self, extents: Extents) -> Graph:
+        """Return the graph for extents, which may be symbolic, with stored dtypes: of an earlier trace if it holds.
+
+        A graph with plain numbers, for a comparison, is taken only of traces that have passed one with an import.
+        """
+        is_symbolic = env_in(extents) is not None
+        for traced in self._traced_graphs or ():
+            if (is_symbolic or traced.is_proven) and (graph := traced.at(extents)):
+                return graph
+        subject, recipe = self._tracing, self._part.recipe
         with self._importing:
             graph = subject.import_graph(extents, self._caches if CACHE_CAPACITY in extents else ())
         if recipe:
             graph = prepared(graph, recipe, subject.builder.config.keep_float)
-        return subject.builder.symbolic_plan(graph, recipe.ranges if recipe else None)
+        graph = subject.builder.stored(graph, recipe.ranges if recipe else None)
+        if is_symbolic and self._traced_graphs is not None:
+            self._traced_graphs.append(TracedGraph(graph, extents))
+        return graph
 
     def graph(self, extents: Extents) -> Graph:
         """Return the graph that a specialisation is lowered from, with stored dtypes decided."""
@@ -273,6 +298,7 @@ def with_symbolic_plans(plan: Plan, progress: Progress | None = None) -> Plan:
     if part is None or device_of(plan.machine.backend).mismatch(plan):
         return plan
     specialiser = Specialiser(plan)
+    specialiser.reuse_graphs()
     kinds = foreseen(plan) if specialiser.has_dynamic_kernels else []
     for done, kind in enumerate(kinds, 1):
         symbolics = specialiser.symbolic_plans(kind[0])

@@ -91,9 +91,10 @@ class ShapeEnv:
 
     def restore(self, atoms: Sequence[str | Quotient | ByteSize], guards: Mapping[Guard, bool], checks: Sequence[Late],
                 hints: Sequence[int], least: Sequence[int | None]) -> None:
-        """Fill an empty trace with the content of another one, whose numbers were made for it."""
+        """Set the content of a trace to that of another one, whose numbers were made for it."""
         self.atoms, self.guards, self.checks = [*atoms], {**guards}, dict(enumerate(checks))
         self._values, self._least = [*hints], [*least]
+        self._quotients = {atom: index for index, atom in enumerate(atoms) if isinstance(atom, Quotient)}
 
     def extent(self, name: str, value: int) -> Any:
         """Return an open extent, at least 1, as a SymbolicInt."""

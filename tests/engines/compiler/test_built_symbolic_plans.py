@@ -17,9 +17,11 @@ from infer_server.engines import build_engine, load_engine
 from infer_server.engines.compiler import specialise, symbolic
 from infer_server.engines.compiler.guesses import foreseen, stepped
 from infer_server.engines.compiler.specialise import Specialiser, relower
+from infer_server.engines.compiler.subject import Subject
+from infer_server.engines.compiler.symbolic import SymbolicPlans
 from infer_server.engines.errors import PlanCorruptError, PlanTargetError
 from infer_server.engines.ir.graph import Array
-from infer_server.engines.ir.symbolic import ShapeEnv
+from infer_server.engines.ir.symbolic import ShapeEnv, plain
 from infer_server.engines.plan.file import read_plan, write_plan
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.plan.symbolic import encoding
@@ -193,6 +195,41 @@ def test_foreseen_shapes_are_of_profiles_or_about_the_usual_ones() -> None:
     assert foreseen(replace(plan, open=part))[1:] == [[{"T": 38}, {"T": 8}], [{"T": 416}, {"T": 512}]]
     assert next(stepped({"rows": 64, "columns": 32, "value of n": (3.0,)}, {"columns"})) == {
         "rows": 37, "columns": 32, "value of n": (3.0,)}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_traces_of_one_import_are_those_of_an_import_each(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, shapes = MODELS[case]
+    plan = built(model, symbolic_plans=False)
+    reusing, importing = Specialiser(plan), Specialiser(plan)
+    reusing.reuse_graphs()
+    imports: list[Subject] = []
+    real = Subject.import_graph
+    monkeypatch.setattr(Subject, "import_graph", lambda self, *rest: (imports.append(self), real(self, *rest))[1])
+    for extents in shapes:
+        ours, theirs = (SymbolicPlans(one._traced)._traced(extents) for one in (reusing, importing))
+        assert ours and theirs and conditions(ours) == conditions(theirs)
+        for other in shapes:
+            made, expected = ours.plan(other), theirs.plan(other)
+            assert (made is None) == (expected is None) and (made is not None or other != extents)
+            if made and expected:
+                assert not differences(made, expected)
+                assert bytes(made.machine.constants) == bytes(expected.machine.constants)
+    counts = [sum(one is specialiser._tracing for one in imports) for specialiser in (reusing, importing)]
+    assert counts[0] < counts[1] == len(shapes)
+
+
+def test_a_graph_of_another_import_is_compared_with_an_import_until_it_has_passed(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    specialiser = Specialiser(built(attention_net(), symbolic_plans=False))
+    specialiser.reuse_graphs()
+    imported: list[object] = []
+    real = Subject.import_graph
+    monkeypatch.setattr(Subject, "import_graph", lambda self, extents, *rest: (
+        imported.append(extents["T"]), real(self, extents, *rest))[1])
+    for tokens in (60, 61, 200, 201):
+        assert specialiser.symbolic({"T": tokens})
+    assert [int(plain(tokens)) for tokens in imported] == [60, 61]
 
 
 def test_conditions_are_bounds_of_extents_and_relations_between_them() -> None:
