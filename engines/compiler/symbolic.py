@@ -67,7 +67,8 @@ class SymbolicPlans:
 
     def __init__(self, trace: Callable[[Extents], Plan | None],
                  right: Callable[[Plan, Extents], bool] | None = lambda plan, extents: True,
-                 stored: StoredSymbolicPlans | None = None, built: Sequence[SymbolicPlan] = ()) -> None:
+                 stored: StoredSymbolicPlans | None = None, built: Sequence[SymbolicPlan] = (),
+                 usual: Extents = {}) -> None:      # noqa: B006
         """Create a set of symbolic plans.
 
         Parameters
@@ -81,7 +82,11 @@ class SymbolicPlans:
             Symbolic plans of earlier processes, to which new ones are added.
         built : sequence of SymbolicPlan
             Symbolic plans in the plan file, which the build has verified.
+        usual : mapping
+            Extents of the plan. Those that a shape has in common with it are fixed where no trace holds for others: a
+            segment of a program leaves all extents open, those of its weights, too.
         """
+        self._usual = usual
         self._trace, self._right, self._stored, self._credit = trace, right, stored, CREDIT
         loaded = stored.load() if stored else []
         self._built, self._unchecked = tuple(built), {id(one) for one in built}     # their first plans are checked
@@ -153,12 +158,19 @@ class SymbolicPlans:
     def _traced(self, extents: Extents) -> SymbolicPlan | None:
         """Return a new symbolic plan, or None if tracing fails; errors recur when the shape's own plan is made."""
         self._credit -= 1
+        numbers = [name for name, extent in extents.items() if isinstance(extent, int) and extent >= 1]
+        changed = [name for name in numbers if extents[name] != self._usual.get(name)]
+        made = self._traced_with(numbers, extents)
+        return self._traced_with(changed, extents) if made is None and 0 < len(changed) < len(numbers) else made
+
+    def _traced_with(self, names: Sequence[str], extents: Extents) -> SymbolicPlan | None:
+        """Return a symbolic plan in which these extents are symbolic, and the others fixed."""
         env = ShapeEnv()
-        fixed = {name: extent for name, extent in extents.items() if not isinstance(extent, int) or extent < 1}
-        symbols = {name: env.extent(name, extent) for name, extent in extents.items() if name not in fixed}
+        fixed = {name: extent for name, extent in extents.items() if name not in names}
+        symbols = {name: env.extent(name, extents[name]) for name in names}
         try:
             plan = self._trace({name: symbols.get(name, extent) for name, extent in extents.items()})
-            return SymbolicPlan(plan, env, extents, tuple(symbols), fixed) if plan else None
+            return SymbolicPlan(plan, env, extents, tuple(names), fixed) if plan else None
         except (NotSymbolic, Exception) as reason:       # a real fault recurs when the plan is made for the shape only
             log.info("there is no symbolic plan for %s: %s: %s", dict(extents), type(reason).__name__, reason)
             return None
@@ -213,7 +225,7 @@ def symbolic_plans_of(plan: Plan, cache: EngineCache | None, kind: str,
         log.warning("%s; they are traced again", error)
         built = []
     return SymbolicPlans(trace, right, stored_symbolic_plans(plan, cache, kind),
-                         [one for one in built if (CACHE_CAPACITY in one.of_shape) == (kind == CACHING)])
+                         [one for one in built if (CACHE_CAPACITY in one.of_shape) == (kind == CACHING)], plan.extents)
 
 
 def stored_symbolic_plans(plan: Plan, cache: EngineCache | None, kind: str = ORDINARY) -> StoredSymbolicPlans | None:

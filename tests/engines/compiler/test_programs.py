@@ -17,6 +17,7 @@ from infer_server.engines.frontend.onnx_file import read_model
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.plan.coverage import coverage_of
 from infer_server.engines.plan.file import read_plan
+from infer_server.engines.plan.symbolic.encoding import decode
 from infer_server.engines.runtime import iteration
 from infer_server.engines.runtime.iteration import BoundBody
 from infer_server.engines.runtime.load.create import engine_of
@@ -71,6 +72,17 @@ def test_a_program_is_right_at_every_shape(case: str, tmp_path: Path) -> None:
     engine = load_engine(tmp_path / "m.plan", cache=False)
     for feed in feeds:
         assert_right(engine, model, feed)
+
+
+def test_segments_have_symbolic_plans_in_the_file_in_which_extents_of_weights_are_fixed() -> None:
+    model, feeds = CASES["a detector"]
+    plan = built(model).plan
+    symbolics = [one for segment in plan.program.segments for part in segment.plans
+                 for one in decode(part.open_part.symbolic, part)]
+    assert [(one.names, one.fixed) for one in symbolics] == [
+        (("all.0",), {"chosen.0": 6, "chosen.1": 3, "all.1": 4})]
+    without = build_engine(model, cache=False, timing=False, symbolic_plans=False).plan
+    assert not any(part.open_part.symbolic for segment in without.program.segments for part in segment.plans)
 
 
 def wide_sum() -> onnx.ModelProto:
