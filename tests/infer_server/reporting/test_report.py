@@ -104,11 +104,11 @@ def test_the_steps_of_the_search_have_errors_before_and_after(int8: tuple[Path, 
     plan, page = read_plan(int8[0]), page_of(int8[1])
     trials = plan.metadata["search"]
     assert list(dict.fromkeys(one["stage"] for one in trials)) == [
-        "bias correction", "rounding", "calibrator", "range"]
+        "equalisation", "bias correction", "rounding", "calibrator", "range"]
     (chosen,) = [one for one in trials if one["stage"] == "calibrator" and one["kept"]]
     assert chosen["trial"] == plan.metadata["calibrator"].removesuffix(", refined")
     lines = card(int8[1], "What the calibration tried")
-    assert len(lines) == 4 and "5 tried" in lines[2] and f"{chosen['peak_db']:.1f} dB" in lines[2]
+    assert len(lines) == 5 and "5 tried" in lines[3] and f"{chosen['peak_db']:.1f} dB" in lines[3]
     assert f"All {len(trials)} trials" in page.text
 
 
