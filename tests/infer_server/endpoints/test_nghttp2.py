@@ -153,6 +153,16 @@ def test_a_deadline_that_passes_ends_the_call(client: Http2Client, timeout: byte
     assert fields[b"grpc-status"] == DEADLINE_EXCEEDED and time.monotonic() - began < 0.45
 
 
+@pytest.mark.parametrize("timeout", [b"0m", b"1n", b"100u", b"499u"])
+@pytest.mark.parametrize("path", [INFER, LIVE])
+def test_a_deadline_below_a_millisecond_leaves_the_connection_usable(
+        client: Http2Client, path: bytes, timeout: bytes) -> None:
+    request = infer_request() if path == INFER else b""
+    fields, _ = client.answer(client.call(path, request, (b"grpc-timeout", timeout)))
+    assert fields[b"grpc-status"] in (OK, DEADLINE_EXCEEDED)
+    assert client.answer(client.call(INFER, infer_request()))[0][b"grpc-status"] == OK
+
+
 def test_a_deadline_counts_while_the_message_arrives(client: Http2Client) -> None:
     for path in (INFER, LIVE):
         stream = client.http2.send_request(headers(path, (b"grpc-timeout", b"50m")))

@@ -64,7 +64,7 @@ class Carrier(Protocol):
 class InferCall(InferReply):
     """ModelInfer call of a connection."""
     __slots__ = ("_connection", "_stream", "_head", "_calls", "_reader", "_uncounted", "_is_received", "_timer",
-                 "_ended", "answered_at", "is_partial", "partial_bytes")
+                 "_deadline", "_ended", "answered_at", "is_partial", "partial_bytes")
 
     def __init__(self, connection: Carrier, stream: int, head: RequestHead, calls: TakesInfer) -> None:
         self.open_call = self.submitted = None      # as InferReply's
@@ -73,10 +73,12 @@ class InferCall(InferReply):
         self._reader: MessageReader | None = None       # while a message arrives in pieces
         self._uncounted = 0                             # bytes of it that are not counted yet
         self._is_received = False                       # the message is complete
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None       # uvloop returns no TimerHandle for less than 1 ms
+        self._deadline = 0.0                            # time of the loop at which the timer fires
         self._ended = False                             # the client has sent everything
         self.answered_at, self.is_partial, self.partial_bytes = 0.0, False, 0
         if head.remaining_secs is not None:
+            self._deadline = connection.loop.time() + head.remaining_secs
             self._timer = connection.loop.call_later(head.remaining_secs, self._expire)
 
     def receive(self, data: bytes, is_last: bool) -> None:
@@ -146,7 +148,7 @@ class InferCall(InferReply):
             return
         remaining_secs = None
         if self._timer:                     # the time that the message took to arrive is part of the deadline
-            remaining_secs = max(0.0, self._timer.when() - self._connection.loop.time())
+            remaining_secs = max(0.0, self._deadline - self._connection.loop.time())
         # A bytearray that is not modified any more serves as bytes.
         self._calls.take(self, data, time.monotonic_ns(), remaining_secs)       # type: ignore[arg-type]
 
