@@ -132,7 +132,7 @@ def test_an_execution_on_a_gpu_never_holds_up_the_event_loop(
         executed.append((execution.gpu, threading.current_thread()))
         return outcomes, execution
     monkeypatch.setattr(EngineExecutor, "execute", recorded)
-    monkeypatch.setattr(ShortBatches, "holds", lambda short, items: True)
+    monkeypatch.setattr(ShortBatches, "is_short", lambda short, items: True)
     for model in ("plain", "both"):
         tensor = tritonclient.grpc.InferInput("x", list(X.shape), "FP32")
         tensor.set_data_from_numpy(X)
