@@ -13,7 +13,7 @@ import threading
 from bisect import insort
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
 from weakref import finalize
@@ -195,6 +195,12 @@ def _best_fit(block: _Block, size: int, alignment: int, allocated: Sequence[tupl
     return best if best >= 0 else free
 
 
+@cache
+def _libc() -> ctypes.CDLL:
+    """Return the C library. Each CDLL makes a class, which takes longer than the calls."""
+    return ctypes.CDLL(None)
+
+
 class Memory:
     """Zeroed memory, on huge pages where the system has them; freed with the last view of it.
 
@@ -220,14 +226,14 @@ class Memory:
         self.address: int = self.bytes.ctypes.data
         if sys.platform == "linux" and (self.size >= HUGE_PAGE or not huge_pages):
             # Advice only: a kernel without huge pages refuses, and small pages work as well.
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size),
+            _libc().madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size),
                                       MADV_HUGEPAGE if huge_pages else MADV_NOHUGEPAGE)
 
     def freeze(self) -> None:
         """Make the memory read-only: a kernel that writes to it by mistake raises SIGSEGV."""
         self.bytes.flags.writeable = False
         if sys.platform == "linux":
-            ctypes.CDLL(None).mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), mmap.PROT_READ)
+            _libc().mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), mmap.PROT_READ)
 
 
 def on_cache_line(constants: bytes | memoryview) -> tuple[NDArray[np.uint8], int]:
