@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Iterable
-from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Collection
+from typing import NamedTuple
 
 _WINDOW = 16                            # times kept for each size
 _SAFE_QUANTILE = 0.9                    # quantile of the safe estimate: excludes the slowest time of a full window
@@ -31,8 +27,6 @@ _EVIDENCE = 2                           # samples that a size class needs before
 _TOLERANCE = 1.05                       # a smaller batch within this factor of the least time per item is preferred
 _BATCH_OVERHEAD_NS = 100_000            # unmeasured cost of a batch: waking a thread and the event loop
 _CHEAP_TRIAL_NS = 50_000_000            # time that an untested batch may take; longer ones are tested class by class
-_FORGOTTEN_NS = 10_000_000_000          # shortest time after which an unused class of padded batches is forgotten
-_LOOKAHEAD = 2                          # waiting requests that a padded batch is chosen from, in largest batches
 _TRIAL_SHARE = 1 / 500                  # share of the instances' time that may be spent on trials
 
 
@@ -206,123 +200,6 @@ class AdaptiveBatchLimit:
 
     def _class_of(self, items: int) -> int:
         return min(bisect_left(self._tops, items), len(self._tops) - 1)
-
-
-class PaddedRequest(Protocol):
-    """Request of a model that pads; it is hashable."""
-    @property
-    def items(self) -> int: ...
-
-
-Q = TypeVar("Q", bound=PaddedRequest)
-
-
-class PaddingAxis(Protocol):
-    """Axis along which the requests of a batch are padded to equal extents."""
-
-    def extent(self, request: Any) -> int:
-        """Return the extent of a request."""
-
-    def bucket(self, extent: int) -> int:
-        """Return the extent that requests of unlike extents are padded to, the largest of which is given."""
-
-
-class PaddedBatches:
-    """Choose batches of requests of unlike lengths, by measured CPU times.
-
-    The cost of a batch is estimated from the number of its elements: items times extent, padding included. A request
-    joins a batch if the longer batch is expected to take less time than the batch and the request each on its own.
-    Long requests, which use the engine fully, hence stay alone, and a request alone is not padded.
-    """
-
-    def __init__(self, axis: PaddingAxis, max_batch: int) -> None:
-        self._axis, self._max_batch = axis, max_batch
-        self._times = _ElementTimes()
-
-    def add(self, elements: int, ns: int, now_ns: int) -> None:
-        """Record that a batch of so many elements took `ns`."""
-        self._times.add(elements, ns + _BATCH_OVERHEAD_NS, now_ns)
-
-    def choose(self, queue: Iterable[Q], largest: int) -> list[Q]:
-        """Return the batch of the oldest request: it, and others of the first in the queue, the nearest lengths first.
-
-        Parameters
-        ----------
-        queue : iterable of PaddedRequest
-            Waiting requests, oldest first; not empty.
-        largest : int
-            Limit of the number of requests.
-        """
-        first, *others = islice(queue, _LOOKAHEAD * self._max_batch)
-        extents = {request: self._axis.extent(request) for request in (first, *others)}
-        batch, items, longest = [first], first.items, extents[first]
-        elements = items * longest
-        for request in sorted(others, key=lambda other: abs(extents[other] - extents[first])):
-            joined, extent = items + request.items, max(longest, extents[request])
-            grown = joined * (extent if extent == extents[request] == longest else self._axis.bucket(extent))
-            if len(batch) == largest or joined > self._max_batch or not self._times.saves(
-                    elements, request.items * extents[request], grown):
-                break                       # requests of lengths further away save less
-            batch.append(request)
-            items, longest, elements = joined, extent, grown
-        return batch
-
-
-class _ElementTimes:
-    """Times of batches by their number of elements: a parabola through the measured times.
-
-    Numbers are grouped into classes, four for each power of two, and the last few times of each are kept. The parabola
-    has the least relative errors; its constant is what a batch saves for each request beyond the first. A class is
-    forgotten that was not measured for a while.
-    """
-
-    def __init__(self) -> None:
-        self._samples: dict[int, deque[tuple[int, int]]] = {}       # (elements, ns) by class
-        self._until_ns: dict[int, int] = {}                         # time at which a class is forgotten
-        self._largest = 0
-        self._terms = np.zeros(3)                                   # coefficients of 1, elements and their square
-
-    def add(self, elements: int, ns: int, now_ns: int) -> None:
-        """Record the time of a batch."""
-        index = self._class_of(elements)
-        self._samples.setdefault(index, deque(maxlen=_WINDOW)).append((elements, ns))
-        self._until_ns[index] = now_ns + max(_FORGOTTEN_NS, int(ns / _TRIAL_SHARE))
-        for stale in [each for each, until_ns in self._until_ns.items() if until_ns < now_ns]:
-            del self._samples[stale], self._until_ns[stale]
-        medians = np.array([np.median(samples, 0) for samples in self._samples.values()])
-        self._largest = int(medians[:, 0].max())
-        self._terms = self._fitted(*medians.T)
-
-    def saves(self, one: int, other: int, both: int) -> bool:
-        """Return True if a batch of `both` elements takes less time than two batches.
-
-        A number that was not measured is tried if it is at most twice the largest one.
-        """
-        if not self._samples:
-            return True
-        if self._largest < both <= 2 * self._largest and self._class_of(both) not in self._samples:
-            return True
-        fixed, linear, square = self._terms
-        return bool(fixed > linear * (both - one - other) + square * (both ** 2 - one ** 2 - other ** 2))
-
-    @staticmethod
-    def _fitted(elements: NDArray[np.float64], ns: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the coefficients; without a square if that is negative, and a constant for one number only."""
-        powers = np.stack([np.ones_like(elements), elements, elements ** 2], 1)
-        scale = powers.max(0)
-        for used in ([0, 1, 2], [0, 1], [1]):
-            if len(elements) >= len(used):
-                terms = np.zeros(3)
-                terms[used] = np.linalg.lstsq((powers / scale)[:, used] / ns[:, None], np.ones_like(ns), None)[0]
-                if used != [0, 1, 2] or terms[2] >= 0:
-                    break
-        terms /= scale
-        return terms
-
-    @staticmethod
-    def _class_of(elements: int) -> int:
-        power = max(elements.bit_length() - 3, 0)
-        return 4 * power + (elements >> power)
 
 
 class ShortBatches:

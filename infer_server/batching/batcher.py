@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from itertools import chain, islice
 from typing import Protocol
 
-from infer_server.batching.batch_times import AdaptiveBatchLimit, BatchTimes, PaddedBatches, PaddingAxis
+from infer_server.batching.batch_times import AdaptiveBatchLimit, BatchTimes
 from infer_server.batching.expiry import Expiries
 from infer_server.batching.policy import (
     BatchChoice,
@@ -25,7 +25,6 @@ from infer_server.batching.policy import (
     count_immediate,
     decide,
     is_hopeless,
-    share,
 )
 from infer_server.batching.request import Request
 from infer_server.errors import DeadlineExceededError, QueueFullError, RequestExpiredError, ServeError, UnavailableError
@@ -80,7 +79,6 @@ class Batcher:
         self._clock_ns = clock_ns
         self._times = BatchTimes()
         self._batch_limit = AdaptiveBatchLimit(batching.max_batch_size, instances)
-        self._padded: PaddedBatches | None = None
         self._timeouts = Expiries()                 # queue timeouts of requests that are not delayed
         self._deadlines = Expiries()                # deadlines of clients
         self._sampled_ns: dict[int, int] = {}       # times at which short batches were measured, by number of items
@@ -89,11 +87,6 @@ class Batcher:
         self._closed = False
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)     # entering the lock directly is faster
-
-    def pad(self, axis: PaddingAxis) -> None:
-        """Put requests of different extents along an axis into one batch where that saves time."""
-        if self._batching.merges and not self._batching.preferred_batch_sizes:
-            self._padded = PaddedBatches(axis, self._batching.max_batch_size)
 
     def __len__(self) -> int:
         if len(self._levels) == 1:
@@ -226,15 +219,6 @@ class Batcher:
         choice = self._choose(now_ns, idle=0) if self else None
         return choice.batch if isinstance(choice, BatchChoice) and not choice.refused else []
 
-    def record_padded(self, elements: int, thread_ns: int) -> None:
-        """Record the CPU time of a batch of padded requests; waits for a CPU do not depend on the batch.
-
-        elements: items times extent.
-        """
-        with self._lock:
-            if self._padded:
-                self._padded.add(elements, thread_ns, self._clock_ns())
-
     def record_time(self, items: int, ns: int) -> None:
         """Record that a batch of `items` took `ns` from `take` until its responses were handed on."""
         now_ns = self._clock_ns()
@@ -292,9 +276,7 @@ class Batcher:
             choice = choose(waiting, now_ns, self._batching, Instances(self._instances, idle, limit), self._times)
         else:
             decision = decide(waiting, now_ns, self._batching, idle, limit)
-            choice = decision if isinstance(decision, Wait) else BatchChoice(
-                self._padded.choose(waiting, share(len(waiting), idle)) if self._padded else
-                list(islice(waiting, decision.count)))
+            choice = decision if isinstance(decision, Wait) else BatchChoice(list(islice(waiting, decision.count)))
         if isinstance(choice, Wait) and self._closed:
             return BatchChoice(list(waiting))        # Wait means that all requests fit into one batch
         return choice

@@ -93,8 +93,6 @@ class BatchExecution(NamedTuple):
     encoded_ns: int                             # the responses were encoded
     gpu: int | None = None                      # number of the GPU; None is the CPU
     apart_ns: tuple[int, ...] = ()              # queueing times of requests that are answered after the execution
-    elements: int = 0                           # items times extent of a batch of padded requests
-    thread_ns: int = 0                          # CPU time that its execution took on the instance's thread
 
 
 class _Record(NamedTuple):
@@ -168,7 +166,7 @@ class Statistics:
         self._answered([e.encoded_ns - ns for e, enqueued_ns, _, _ in pending for ns in enqueued_ns], now_ns,
                        [ns for record in pending for ns in record.responding_ns])
         requests = [len(enqueued_ns) + len(e.apart_ns) for e, enqueued_ns, _, _ in pending]
-        _, _, started_ns, copied_ns, computed_ns, encoded_ns, *_ = zip(*[e for e, _, _, _ in pending], strict=True)
+        _, _, started_ns, copied_ns, computed_ns, encoded_ns, _, _ = zip(*[e for e, _, _, _ in pending], strict=True)
         self._count_phase("compute_input", map(sub, copied_ns, started_ns), requests, batches, now_ns)
         self._count_phase("compute_infer", map(sub, computed_ns, copied_ns), requests, batches, now_ns)
         self._count_phase("compute_output", map(sub, encoded_ns, computed_ns), requests, batches, now_ns)

@@ -374,8 +374,6 @@ class QueuedModel(Model):
                 execution.items, execution.started_ns - execution.enqueued_ns, batching.max_batch_size,
                 batching.preferred_batch_sizes, batching.max_queue_delay_us), responding_ns)
             self.record_time(execution.items, now_ns - execution.started_ns)
-            if execution.elements:
-                self.queues[0].batcher.record_padded(execution.elements, execution.thread_ns)
         elif enqueued_ns:
             self.statistics.answered(enqueued_ns, now_ns, responding_ns)
 

@@ -93,8 +93,6 @@ class EngineModel(QueuedModel):
         padding = padding_of(config, engine, contexts[0])
         if padding:
             signature.padded = padding.padded
-            for queue in self.queues:
-                queue.batcher.pad(padding)
         short = _short(engines, config, message)
         began = time.monotonic()
         if not growing:                                         # else caches have contexts of their own

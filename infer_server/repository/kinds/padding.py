@@ -5,7 +5,6 @@ that the model ignores what is padded: a masked encoder does, an average over al
 """
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,12 +17,12 @@ from numpy.typing import NDArray
 from infer_server.backend import BATCH, Engine, ExecutionContext, is_mixed, precision_of
 from infer_server.batching.engine_executor import EngineExecutor, copy_into
 from infer_server.batching.request import Outcome, Request
-from infer_server.batching.statistics import BatchExecution
 from infer_server.config.config import ModelConfig
 from infer_server.engines.errors import EngineError, InputError
 from infer_server.errors import ModelConfigError
 
 _LARGEST = 1 << 16          # largest bucket that is made by default
+_MOST_PADDED = 64           # below, another shape's context takes longer than the padding up to a default bucket
 _TRIED = 16                 # the trial uses the first bucket of at least this extent
 _CLOSE = 1e-3               # difference over the largest value of an output, for float32
 _ROUNDED = 3e-2             # for other precisions
@@ -35,6 +34,7 @@ class Padding:
     inputs: Mapping[str, int]
     outputs: Mapping[str, int]
     buckets: tuple[int, ...]
+    most_padded: int = _LARGEST     # batches of longer requests are padded to the longest of them, others to a bucket
 
     def padded(self, name: str, item: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of an input's item, without the batch axis, in the bucket that it falls into."""
@@ -46,15 +46,9 @@ class Padding:
         index = bisect_left(self.buckets, extent)
         return self.buckets[index] if index < len(self.buckets) else extent
 
-    def extent(self, request: Request) -> int:
-        """Return the extent of a request's padded axis."""
-        name, axis = next(iter(self.inputs.items()))
-        return int(request.inputs[name].shape[axis])
-
-    def padded_extent(self, batch: Sequence[Request]) -> int:
-        """Return the extent that a batch is executed with: a bucket, unless all requests have one extent."""
-        extents = {self.extent(request) for request in batch}
-        return self.bucket(max(extents)) if len(extents) > 1 else extents.pop()
+    def extent(self, longest: int) -> int:
+        """Return the extent that a batch is executed at, by that of its longest request."""
+        return longest if longest > self.most_padded else self.bucket(longest)
 
 
 def padding_of(config: ModelConfig, engine: Engine, context: ExecutionContext) -> Padding | None:
@@ -82,7 +76,8 @@ def padding_of(config: ModelConfig, engine: Engine, context: ExecutionContext) -
     buckets = tuple(extent for extent in _extents(config.build.buckets) if _takes(engine, inputs, extent))
     if not buckets:
         raise ModelConfigError(f"parameter buckets: the model takes none of {config.build.buckets or 'the defaults'}")
-    return Padding(inputs, _Trial(engine, context, inputs).outputs(buckets), buckets)
+    return Padding(inputs, _Trial(engine, context, inputs).outputs(buckets), buckets,
+                   _LARGEST if config.build.buckets else _MOST_PADDED)
 
 
 def _extents(text: str) -> list[int]:
@@ -175,24 +170,20 @@ class _Trial:
 
 
 class PaddedExecutor(EngineExecutor):
-    """Executor of batches whose requests differ in one padded extent."""
+    """Executor of batches whose requests differ in one padded extent: they are padded to the longest of them."""
 
     def __init__(self, padding: Padding, context: ExecutionContext, outputs: Sequence[str], max_batch: int,
                  gpu: int | None = None) -> None:
         super().__init__(context, outputs, max_batch, is_open=True, gpu=gpu)
         self._padding = padding
 
-    def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
-        started_ns = time.thread_time_ns()
-        outcomes, execution = super().execute(batch)
-        return outcomes, execution._replace(elements=execution.items * self._padding.padded_extent(batch),
-                                            thread_ns=time.thread_time_ns() - started_ns)
-
     def _shapes(self, batch: Sequence[Request], items: int) -> dict[str, tuple[int, ...]]:
-        extent = self._padding.padded_extent(batch)
-        shapes = {name: batch[0].inputs[name].shape for name in self._padding.inputs}
-        return {name: (items or 1, *shapes[name][1:axis], extent, *shapes[name][axis + 1:])
-                for name, axis in self._padding.inputs.items()}
+        shapes = {}
+        for name, axis in self._padding.inputs.items():
+            shape = batch[0].inputs[name].shape
+            extent = self._padding.extent(max([request.inputs[name].shape[axis] for request in batch]))
+            shapes[name] = (items or 1, *shape[1:axis], extent, *shape[axis + 1:])
+        return shapes
 
     def _gather(self, context: ExecutionContext, batch: list[Request], items: int) -> dict[str, list[Any]]:
         for name, axis in self._padding.inputs.items():
