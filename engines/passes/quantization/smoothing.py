@@ -143,12 +143,15 @@ class _Smoothing(GraphEditor):
 
     def run(self) -> Graph:
         for node in self.graph.nodes:
-            for tensor in self.factors.keys() & set(node.inputs):
+            for tensor in self._scaled(node.inputs):
                 node = self._reading(node, tensor)
-            for tensor in self.factors.keys() & set(node.outputs):
+            for tensor in self._scaled(node.outputs):
                 node = self._making(node, tensor)
             self.nodes.append(node)
         return self.finish()
+
+    def _scaled(self, names: Iterable[str]) -> list[str]:
+        return [name for name in dict.fromkeys(names) if name in self.factors]
 
     def _constant(self, name: str, array: Array) -> str:
         return self.add_constant(f"{name}{SMOOTHED}", np.ascontiguousarray(array, np.float32))
