@@ -236,9 +236,9 @@ def _check(options: argparse.Namespace) -> None:
             options.verify or options.weight_only):
         faults.append("--calib is for --int8, --best, --fp16, --weight-only and --verify; this build is "
                       f"{options.precision}")
-    if options.weight_only and (options.calibrator or options.calib_cache):
-        faults.append("--calibrator and --calib-cache are of INT8 builds: give --weight-only the data alone, by "
-                      "--calib")
+    if options.weight_only and (options.calibrator or options.calib_cache or options.calib_part):
+        faults.append("--calibrator, --calib-cache and --calib-part are of INT8 builds: give --weight-only the data "
+                      "alone, by --calib")
     if options.uint8_input and not options.preprocess:
         faults.append("--uint8-input needs --preprocess: the scale, mean and std that normalise pixels for the model")
     if options.max_drop is None and any((

@@ -63,7 +63,7 @@ def test_the_exported_model_is_the_plan_s(shop: Workshop, capsys: pytest.Capture
     (("--int8", "--calib", "x", "--weight-only", "int4"), "--weight-only int4 leaves activations in float, and --int8"),
     (("--group-size", "32"), "--group-size is of weight-only quantisation: give --weight-only int4"),
     (("--weight-only", "int8", "--group-size", "32"), "INT8 weights have one scale per output channel"),
-    (("--weight-only", "int4", "--calib-cache", "c"), "--calibrator and --calib-cache are of INT8 builds"),
+    (("--weight-only", "int4", "--calib-cache", "c"), "--calib-cache and --calib-part are of INT8 builds"),
     (("--weight-only", "int4", "--keep-float", "*"), "has no weights to quantise"),
 ])
 def test_contradictory_options_are_refused(shop: Workshop, options: tuple[str, ...], message: str) -> None:
