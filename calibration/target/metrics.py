@@ -2,7 +2,7 @@
 
     agreement       share of items with the float model's largest class
     top1            share of items whose largest class is the label
-    cosine          mean cosine of the outputs with the float model's, of the worst output of each item
+    cosine          mean cosine of the outputs with the float model's, of the worst output of each item, without padding
     script.py:f     f(inputs, outputs, labels) of lists with one entry an item; it returns a number
 """
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from infer_server.calibration.accuracy.measures import cosine
 from infer_server.calibration.data.items import CalibrationData
+from infer_server.calibration.data.padding import Padding
 from infer_server.calibration.data.sources.script import function_of, is_script
 from infer_server.engines.errors import CalibrationError, ConfigError, did_you_mean
 from infer_server.engines.ir.graph import Array
@@ -82,7 +83,7 @@ def metric_of(name: str, first: Outputs, has_labels: bool) -> Metric:
         name = COSINE if output is None else TOP1 if has_labels else AGREEMENT
     if name == COSINE:
         return Metric(COSINE, lambda outputs: {key: array for key, array in outputs.items() if array.dtype.kind == "f"},
-                      _mean_of(_worst_cosine))
+                      _mean_cosine)
     if output is None:
         raise ConfigError(f"metric '{name}' is for classifiers: no output has the shape [items, classes]; choose "
                           f"'{COSINE}', or give a function, script.py:function")
@@ -113,8 +114,13 @@ def _mean_of(score: Callable[[Outputs, Any, int | None], float]) -> Callable[[It
     return mean
 
 
-def _worst_cosine(outputs: Outputs, expected: Outputs, label: int | None) -> float:
-    return min((cosine(expected[name], outputs[name]) for name in expected), default=1.0)
+def _mean_cosine(items: Items, outputs: Iterable[Outputs]) -> float:
+    """Return the mean of the items' cosines of their worst outputs; padded positions do not count."""
+    cosines = []
+    for feed, actual, expected in zip(items.data.batches(1), outputs, items.expected, strict=True):
+        real = Padding(feed).without
+        cosines.append(min((cosine(real(expected[name]), real(actual[name])) for name in expected), default=1.0))
+    return sum(cosines) / len(cosines)
 
 
 def _user_function(source: str) -> Callable[[Items, Iterable[Outputs]], float]:

@@ -1,5 +1,6 @@
 """Builds to an accuracy target keep the layers in float that lose most, and no more."""
 from functools import partialmethod
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -243,7 +244,8 @@ def test_metrics():
 
     def scored(name, labels=None):
         metric = metric_of(name, expected[0], labels is not None)
-        items = Items(None, labels, list(map(metric.keep, expected)))
+        data = SimpleNamespace(batches=lambda size: iter([{}, {}]))
+        items = Items(data, labels, list(map(metric.keep, expected)))
         return metric.name, metric.score(items, iter(came))     # outputs are iterated over once, and not held
 
     assert scored("", [1, 1]) == ("top1", 1.0) and scored("") == ("agreement", 0.5)
@@ -253,6 +255,19 @@ def test_metrics():
     assert metric_of("", boxes, False).name == "cosine"
     with pytest.raises(ConfigError, match="is for classifiers"):
         metric_of("agreement", boxes, False)
+
+
+def test_padded_positions_do_not_count_in_the_cosine():
+    feed = {"attention_mask": np.array([[1, 1, 0]])}
+    expected = {"hidden": np.array([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]]), "embedding": np.array([[1.0, 2.0]])}
+    metric = metric_of("cosine", expected, False)
+
+    def score(hidden):
+        items = Items(SimpleNamespace(batches=lambda size: iter([feed])), None, [metric.keep(expected)])
+        return metric.score(items, iter([{**expected, "hidden": np.array([hidden])}]))
+
+    assert score([[1.0, 0.0], [0.0, 1.0], [-9.0, 9.0]]) == pytest.approx(1.0)
+    assert score([[1.0, 0.0], [0.0, -1.0], [1.0, 1.0]]) == pytest.approx(0.0)
 
 
 def test_metrics_keep_of_the_float_model_only_what_they_need():
