@@ -26,7 +26,7 @@ from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.compiler.weight_only.quantise import quantise_weights, to_nearest
 from infer_server.engines.errors import ConfigError, ModelError
 from infer_server.engines.frontend.onnx_file import Model, OnnxModel, read_model
-from infer_server.engines.frontend.weight_only.layers import Layer, Rounder
+from infer_server.engines.frontend.weight_only.layers import Layer, Rounder, with_initializers
 from infer_server.engines.ir.graph import Array, Graph
 from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.machine import object_cache
@@ -200,6 +200,7 @@ class _Build:
         config, calibration = self.builder.config, self.calibration
         if config.weight_only is None:
             return source, {}
+        source = with_initializers(source)
 
         def rounder(layers: tuple[Layer, ...]) -> Rounder:
             return calibration.rounder(source, config, layers, self.add_notice, self.progress) if (

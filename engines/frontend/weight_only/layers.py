@@ -7,12 +7,12 @@ operators read.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import onnx
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from infer_server.engines.frontend.onnx_file import OnnxModel, read_by
 from infer_server.engines.frontend.weight_only.groups import GroupedWeights
@@ -78,6 +78,19 @@ class Found:
     """Layers to quantise, and the reason why other nodes keep float weights, by name."""
     layers: tuple[Layer, ...]
     kept: Mapping[str, str]
+
+
+def with_initializers(source: OnnxModel) -> OnnxModel:
+    """Return the model with its Constant nodes as initializers: some exporters write all weights as such nodes."""
+    outputs = {value.name for value in source.proto.graph.output}
+    constants = {node.output[0]: numpy_helper.to_array(node.attribute[0].t) for node in source.proto.graph.node
+                 if node.op_type == "Constant" and [each.name for each in node.attribute] == ["value"]
+                 and node.output[0] not in outputs}
+    proto = onnx.ModelProto()
+    proto.CopyFrom(source.proto)
+    del proto.graph.node[:]
+    proto.graph.node.extend(node for node in source.proto.graph.node if node.output[0] not in constants)
+    return replace(source, proto=proto, weights={**source.weights, **constants}, nodes=[]) if constants else source
 
 
 def find_layers(source: OnnxModel, kept: Collection[str] = ()) -> Found:

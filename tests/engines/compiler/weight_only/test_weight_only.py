@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from infer_server import Calibration, EngineCache, WeightOnly, load_engine
 from infer_server.engines.compiler.build import EngineBuild, build_engine
@@ -282,3 +282,17 @@ def test_the_report_counts_weights_bits_bytes_and_errors() -> None:
                   "1 stays float, 1 of them: fewer than 16384 weights"):
         assert words in text
     assert not weights_text(built(encoder(), None).plan.metadata)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_weights_in_constant_nodes_are_quantised(kind):
+    weights = np.random.default_rng(0).standard_normal((256, 96)).astype(np.float32)
+    nodes = [helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(weights, "w")),
+             helper.make_node("MatMul", ["x", "w"], ["y"], name="product")]
+    graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 256])],
+                              [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 96])])
+    source = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    build = build_engine(source, weight_only=WeightOnly(kind), timing=False, cache=False)
+    assert [layer["node"] for layer in build.plan.metadata["weights"]["layers"]] == ["product"]
+    x = np.random.default_rng(1).standard_normal((3, 256)).astype(np.float32)
+    assert np.corrcoef(build.engine().run({"x": x})["y"].ravel(), (x @ weights).ravel())[0, 1] > 0.98
