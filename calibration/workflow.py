@@ -165,7 +165,7 @@ class Calibration:
         """
         if self.data is None or self.cache or self.calibrator or self.target:
             raise ConfigError("a weight-only build takes calibration data, and no calibrator, cache or accuracy "
-                              "target: give --calib without --calibrator, --calib-cache, --calib-part and --max-drop")
+                              "target: leave --calibrator, --calib-cache, --calib-part and --max-drop out")
         pixels = config.pixels is not None
 
         def data(subject: Subject) -> CalibrationData:
