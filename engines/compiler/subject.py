@@ -114,10 +114,6 @@ class Subject:
         found = extents_of_feed(self.source.name, self.inputs, self.deciding, feed)
         return {name: found[name] for name in self.usual}
 
-    def of_feed(self, feed: Mapping[str, Array]) -> Graph:
-        """Return the graph for the shapes of a feed."""
-        return self.at(self.extents_of(feed)) if self.usual else self.graph
-
 
 def _numbers(shape: Sequence[int | None]) -> list[int]:
     """Return the shape of a deciding input with a batch of one item."""
