@@ -22,7 +22,7 @@ from infer_server.engines.errors import EngineError, InputError
 from infer_server.errors import ModelConfigError
 
 _LARGEST = 1 << 16          # largest bucket that is made by default
-_MOST_PADDED = 64           # below, another shape's context takes longer than the padding up to a default bucket
+_MAX_BUCKETED = 64           # below, another shape's context takes longer than the padding up to a default bucket
 _TRIED = 16                 # the trial uses the first bucket of at least this extent
 _CLOSE = 1e-3               # difference over the largest value of an output, for float32
 _ROUNDED = 3e-2             # for other precisions
@@ -34,7 +34,7 @@ class Padding:
     inputs: Mapping[str, int]
     outputs: Mapping[str, int]
     buckets: tuple[int, ...]
-    most_padded: int = _LARGEST     # batches of longer requests are padded to the longest of them, others to a bucket
+    max_bucketed: int = _LARGEST    # batches of longer requests are padded to the longest of them, others to a bucket
 
     def padded(self, name: str, item: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of an input's item, without the batch axis, in the bucket that it falls into."""
@@ -48,7 +48,7 @@ class Padding:
 
     def extent(self, longest: int) -> int:
         """Return the extent that a batch is executed at, by that of its longest request."""
-        return longest if longest > self.most_padded else self.bucket(longest)
+        return longest if longest > self.max_bucketed else self.bucket(longest)
 
 
 def padding_of(config: ModelConfig, engine: Engine, context: ExecutionContext) -> Padding | None:
@@ -77,7 +77,7 @@ def padding_of(config: ModelConfig, engine: Engine, context: ExecutionContext) -
     if not buckets:
         raise ModelConfigError(f"parameter buckets: the model takes none of {config.build.buckets or 'the defaults'}")
     return Padding(inputs, _Trial(engine, context, inputs).outputs(buckets), buckets,
-                   _LARGEST if config.build.buckets else _MOST_PADDED)
+                   _LARGEST if config.build.buckets else _MAX_BUCKETED)
 
 
 def _extents(text: str) -> list[int]:
