@@ -81,7 +81,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
         "engines.codegen", "engines.backends.llvm.runtime", "engines.lowering.problems.view"),
     "engines.backends.llvm.kernels.kernel": ("engines.backends.llvm.codegen", "engines.lowering.problems"),
     "engines.backends.llvm.kernels.common": ("engines.backends.llvm.kernels.kernel",),
-    "engines.backends.llvm.kernels.contraction": ("engines.backends.llvm.kernels.common",),
+    "engines.backends.llvm.kernels.contraction": ("engines.backends.llvm.kernels.rows",),
     "engines.backends.llvm.kernels.few_couts": ("engines.backends.llvm.kernels.contraction",),
     "engines.backends.llvm.kernels.matrix_unit": ("engines.backends.llvm.kernels.matmul",),
     "engines.backends.llvm.kernels.winograd": ("engines.backends.llvm.kernels.contraction",),
@@ -90,8 +90,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.backends.llvm.kernels.nest": ("engines.backends.llvm.kernels.common", "engines.codegen.nest"),
     "engines.backends.llvm.kernels.elementwise": (
         "engines.backends.llvm.kernels.rows", "engines.backends.llvm.kernels.nest"),
-    "engines.backends.llvm.kernels.matmul": (
-        "engines.backends.llvm.kernels.rows", "engines.backends.llvm.kernels.contraction"),
+    "engines.backends.llvm.kernels.matmul": ("engines.backends.llvm.kernels.contraction",),
     "engines.backends.llvm.kernels.movement": ("engines.backends.llvm.kernels.elementwise",),
     "engines.backends.llvm.kernels.pooling": ("engines.backends.llvm.kernels.common",),
     "engines.backends.llvm.kernels.recurrent": ("engines.backends.llvm.kernels.common",),

@@ -9,18 +9,19 @@ import numpy as np
 from infer_server.engines.ir.graph import Array
 
 STEPS = 127             # integer of the largest number of a row or block
+UNSIGNED_STEPS = 255    # the same of a row without negative numbers
 LEAST_SCALE = float(np.finfo(np.float32).tiny)      # of a row: zeros stay zeros
 MIDDLE = 128            # zero point of rows that are stored as uint8
 HEAD = 8                # bytes
 
 
-def row_scales(x: Array) -> Array:
-    """Return the scale of each row of x [..., K], float32 [..., 1]: max |x| / STEPS.
+def row_scales(x: Array, steps: int = STEPS) -> Array:
+    """Return the scale of each row of x [..., K], float32 [..., 1]: max |x| / steps.
 
     The scale of a row with NaN or infinity is NaN or infinity.
     """
     largest = np.abs(x).max(axis=-1, keepdims=True, initial=0).astype(np.float32)
-    return np.asarray(np.maximum(largest * np.float32(1 / STEPS), np.float32(LEAST_SCALE)))
+    return np.asarray(np.maximum(largest * np.float32(1 / steps), np.float32(LEAST_SCALE)))
 
 
 def rounded(x: Array, block: int) -> tuple[Array, Array]:

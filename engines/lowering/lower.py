@@ -19,9 +19,8 @@ from infer_server.engines.lowering.calls.calls import (
     Refused,
 )
 from infer_server.engines.lowering.calls.placement import ITEMS, axis_of_item, has_batch
-from infer_server.engines.lowering.calls.scaled_norms import with_scaled_norms
+from infer_server.engines.lowering.calls.scaled_rows import with_merged_scaling
 from infer_server.engines.lowering.problems.problem import Problem
-from infer_server.engines.lowering.problems.rows import ScaledNorm
 from infer_server.engines.lowering.rules.copies import copy_call
 
 
@@ -54,7 +53,7 @@ def lower(graph: Graph, lanes: int, solved: Collection[type[Problem]] | None = N
     placements = Aliasing(graph)
     ctx = Context(graph, placements, lanes, solved)
     calls = tuple(call for node in graph.nodes for call in _calls(ctx, node))
-    return Lowered(graph, placements, with_scaled_norms(calls) if solved is None or ScaledNorm in solved else calls)
+    return Lowered(graph, placements, with_merged_scaling(calls, solved))
 
 
 def _calls(ctx: Context, node: Node) -> Sequence[AnyCall]:

@@ -12,7 +12,7 @@ import numpy as np
 from infer_server.engines.errors import GraphError
 from infer_server.engines.ir.dtypes import FLOAT, integer_limits
 from infer_server.engines.ir.graph import Array, Dim, Node, TensorType
-from infer_server.engines.ir.rounding import row_scales
+from infer_server.engines.ir.rounding import STEPS, row_scales
 from infer_server.engines.ir.shapes import fixed, normal_axis, text
 from infer_server.engines.ops.cast import narrowed
 from infer_server.engines.ops.items import ItemAxes, only_first, untouched_axis
@@ -80,10 +80,11 @@ class FakeQuantize(Epilogue):
 
 
 class ScaledRows(Op):
-    """Division of each row by its scale, max |x| / 127 along the last axis; the results are x / scale and scale.
+    """Division of each row by its scale, max |x| / steps along the last axis; the results are x / scale and scale.
 
-    If the first result is stored in 8 bits with scale 1 and zero point 128, this is symmetric quantisation by row, with
-    scales computed at run time. The scale of a row with NaN or infinity is NaN or infinity.
+    steps: 127, or 255 for an x without negative numbers. If the first result is stored in 8 bits with scale 1 and zero
+    point 128 or 0, this is quantisation by row, with scales computed at run time. The scale of a row with NaN or
+    infinity is NaN or infinity.
     """
     stored = Stored.CONVERTED       # applies to the first result only
 
@@ -97,7 +98,7 @@ class ScaledRows(Op):
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> tuple[Array, Array]:
-        scales = row_scales(x)
+        scales = row_scales(x, node.attrs.get("steps", STEPS))
         return x / scales, scales
 
 

@@ -139,7 +139,7 @@ def _fake_quantize(node: Node, types: Sequence[TensorType | None], constant: Con
 def _scaled_rows(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     (x,), (y, scales), axes = node.inputs, node.outputs, constant("axes", np.array([-1], np.int64))
     step, least = (constant(label, np.array(number, np.float32))
-                   for label, number in (("step", 1 / STEPS), ("least", LEAST_SCALE)))
+                   for label, number in (("step", 1 / node.attrs.get("steps", STEPS)), ("least", LEAST_SCALE)))
     return [("Abs", [x], [f"{y}.sizes"], {}), ("ReduceMax", [f"{y}.sizes", axes], [f"{y}.largest"], {}),
             ("Mul", [f"{y}.largest", step], [f"{y}.steps"], {}), ("Max", [f"{y}.steps", least], [scales], {}),
             ("Div", [x, scales], [y], {})]

@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from infer_server.engines.ir.rounding import HEAD, from_bytes
+from infer_server.engines.ir.rounding import HEAD, STEPS, from_bytes
 from infer_server.engines.lowering.epilogue.functions import fma
 from infer_server.engines.lowering.epilogue.program import load_meaning, store_meaning
 from infer_server.engines.lowering.problems.problem import STORED, Array, ImageProblem
-from infer_server.engines.lowering.problems.view import Halo
+from infer_server.engines.lowering.problems.rows import ScaledRows
+from infer_server.engines.lowering.problems.view import Halo, View
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Contraction(Convolution):
     bounded: bool = False           # INT8: sums of x * w stay within +-2**25 for all x
     weights: str = ""               # float: "int8" if they are stored as int8 with a scale per cout, else ""
     family = "contraction"
+
+    @property
+    def scaled(self) -> ScaledRows | None:
+        """Problem that reads y and is solved with this one, or None."""
+        return None
 
     @property
     def rows(self) -> int:
@@ -104,6 +110,25 @@ class Contraction(Convolution):
             for g in range(self.groups):
                 sums[g] += np.tensordot(pixels[..., g, :], weights[(g, ..., *tap)], (-1, -1))
         return np.moveaxis(sums, 0, -2).reshape(len(x), *self.y.shape)
+
+
+@dataclass(frozen=True)
+class ScaledContraction(Contraction):
+    """Matrix product whose result y, float32, is also written as ScaledRows: `numbers` and `scales`."""
+    numbers: View | None = None
+    scales: View | None = None
+    steps: int = STEPS
+    family = "scaled_contraction"
+    writes = ("y", "numbers", "scales")
+
+    @property
+    def scaled(self) -> ScaledRows:
+        assert self.numbers is not None
+        return ScaledRows((self.y,), self.numbers, scales=self.scales, steps=self.steps)
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        y, = super().reference(inputs, constants)
+        return y, *self.scaled.reference([y], {})
 
 
 @dataclass(frozen=True)

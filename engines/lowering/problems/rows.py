@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from infer_server.engines.ir.rounding import MIDDLE, row_scales
+from infer_server.engines.ir.rounding import MIDDLE, STEPS, row_scales
 from infer_server.engines.lowering.epilogue.program import (
     COPY,
     INSTRUCTIONS,
@@ -123,25 +123,27 @@ class Norm(RowProblem):
 
 @dataclass(frozen=True)
 class ScaledRows(RowProblem):
-    """Division of each row by its scale (ir/rounding.py), without a program; bytes are stored as y + MIDDLE.
+    """Division of each row by its scale (ir/rounding.py), without a program.
 
-    `scales` is the second output, float32 [..., 1].
+    `scales` is the second output, float32 [..., 1]. Bytes are stored as y + MIDDLE, or as y if steps is UNSIGNED_STEPS.
     """
     scales: View | None = None
+    steps: int = STEPS
     family = "scaled_rows"
     writes = ("y", "scales")
 
     @property
     def shift(self) -> float:
         """Number that is added to y before it is stored."""
-        return MIDDLE if self.y.dtype == "uint8" else 0.0
+        return MIDDLE if self.y.dtype == "uint8" and self.steps == STEPS else 0.0
 
     def meaning(self, x: Floats) -> Floats:
-        return np.asarray(x * (np.float32(1) / row_scales(x)) + np.float32(self.shift), np.float32)
+        return np.asarray(x * (np.float32(1) / row_scales(x, self.steps)) + np.float32(self.shift), np.float32)
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         with np.errstate(invalid="ignore"):
-            return *super().reference(inputs, constants), row_scales(load_meaning(self.sources[0].dtype, inputs[0]))
+            return *super().reference(inputs, constants), row_scales(
+                load_meaning(self.sources[0].dtype, inputs[0]), self.steps)
 
 
 @dataclass(frozen=True)

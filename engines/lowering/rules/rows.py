@@ -66,7 +66,11 @@ def lower_scaled_rows(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     x, y, scales = (ctx.placements[name] for name in (*node.inputs, *node.outputs))
     if len(ctx.type(node.inputs[0]).shape) < 2:
         raise Refused("its input has one axis only")
-    return [ProblemCall(node, ScaledRows((x.view,), y.view, scales=scales.view), (x,), (y, scales))]
+    return [ProblemCall(node, ScaledRows((x.view,), y.view, scales=scales.view, steps=_steps(node)), (x,), (y, scales))]
+
+
+def _steps(node: Node) -> int:
+    return int(node.attrs.get("steps", STEPS))
 
 
 @fallback_rule("ScaledRows")
@@ -76,11 +80,11 @@ def lower_scaled_as_nests(ctx: Context, node: Node) -> Sequence[ProblemCall]:
     w = NestWriter(ctx, node, outer, (as_int(width),))
     x = w.at(node.inputs[0], [*w.axes, *w.inner])
     largest = w.reduce("max", x.unary("abs").bits("i32")).bits("f32")       # by its bits NaN is the largest
-    scale = largest * (1 / STEPS)
+    scale = largest * (1 / _steps(node))
     scale = w.where(scale < LEAST_SCALE, scale.like(LEAST_SCALE), scale)
     result = x * (scale.like(1.0) / scale)
     if ctx.type(node.outputs[0]).quant is not None:
-        result = (result + float(MIDDLE)).unary("rint").to("i32")
+        result = (result + (float(MIDDLE) if _steps(node) == STEPS else 0.0)).unary("rint").to("i32")
     y, scales = (ctx.placements[name] if w.batched else as_one_item(ctx.placements[name]) for name in node.outputs)
     column = replace(scales.view, shape=scales.view.shape[:-1], strides=scales.view.strides[:-1])
     return [w.call(scale, targets=[replace(scales, view=column)]), w.call(result, inside=True, targets=[y])]

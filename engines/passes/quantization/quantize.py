@@ -19,6 +19,7 @@ from infer_server.engines.errors import ConfigError
 from infer_server.engines.ir.dtypes import FLOAT, dtype_named, is_float
 from infer_server.engines.ir.graph import Array, Graph, Node, QParams, TensorType
 from infer_server.engines.ir.recipe import unpacked_steps
+from infer_server.engines.ir.rounding import STEPS, UNSIGNED_STEPS
 from infer_server.engines.passes.quantization.bias_correction import corrected_bias, is_correctable
 from infer_server.engines.passes.quantization.floats import closed, float_tensors, kept_tensors
 from infer_server.engines.passes.quantization.joins import with_conversions_at_joins, with_parts_apart, without_idle
@@ -32,7 +33,7 @@ from infer_server.engines.passes.rules.pad import never_negative
 
 Ranges = Mapping[str, tuple[float, float]]
 SUMS = 1 << 31              # exclusive bound of the sums of an int8 contraction
-OF_SCALED_ROWS = (-128.0, 127.0)        # range of rows divided by their scales: one step is 1
+RANGES_OF_SCALED_ROWS = {STEPS: (-128.0, 127.0), UNSIGNED_STEPS: (0.0, 255.0)}      # one step is 1
 FLOAT_PRECISIONS = ("fp32", "fp16", "bf16")
 
 
@@ -172,7 +173,8 @@ def parted(graph: Graph, ranges: Ranges, kept: Collection[str]) -> Graph:
 def _spans(graph: Graph, ranges: Ranges) -> dict[str, tuple[float, float]]:
     """Return the ranges of the graph's tensors, without negative values where the graph rules them out."""
     known = {name: _bounded(graph, name, span) for name, span in ranges.items() if name in graph.types}
-    return known | {node.outputs[0]: OF_SCALED_ROWS for node in graph.nodes if node.op == "ScaledRows"}
+    return known | {node.outputs[0]: RANGES_OF_SCALED_ROWS[node.attrs.get("steps", STEPS)]
+                    for node in graph.nodes if node.op == "ScaledRows"}
 
 
 def _with_stored_types(graph: Graph, ranges: Ranges, kept: Collection[str]) -> Graph:

@@ -23,7 +23,7 @@ from infer_server.engines.backends.llvm.kernels.kernel import solves
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import I64, PTR
 from infer_server.engines.ir.symbolic import SymbolicInt
-from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.convolution import Contraction, ScaledContraction
 from infer_server.engines.lowering.problems.problem import Array, Problem
 
 MOST_SHARES = 3     # log2 of the most iterations that prefetch the same cache line
@@ -34,6 +34,7 @@ def usual_tile_shapes(isa: Isa, precision: str) -> Sequence[tuple[int, int]]:
     return isa.tiles if precision == "int8" else isa.float_tiles or isa.tiles
 
 
+@solves(ScaledContraction)
 @solves(Contraction)
 class DirectContraction(TiledContraction):
     """Contraction in the order of memory. Weights are packed [panel][tap][k][vector][lane][element of a step]."""
@@ -144,7 +145,7 @@ class _DirectLoops(TiledLoops):
         All tiles before the next panel share the prefetches. Memory does not deliver a burst sooner, and lines
         prefetched beyond the next panel would evict it.
         """
-        tiles = self.tile.block or self.kernel.tile_rows(self.tile)
+        tiles = self.kernel.block(self.tile)
         if self.problem.rows != 1:
             tiles *= -(-self.problem.cols // self.tile.cols)
         if self.kernel.by_batch or isinstance(tiles, SymbolicInt):

@@ -4,6 +4,7 @@ tiled.py describes the loops. Each kernel has a subclass of TiledLoops that emit
 """
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ from infer_server.engines.backends.llvm.kernels.common.pixels import panels_betw
 from infer_server.engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from infer_server.engines.backends.llvm.kernels.kernel import begin_kernel
+from infer_server.engines.backends.llvm.kernels.rows.passes import RowCode
+from infer_server.engines.backends.llvm.kernels.rows.scaling import scale_row
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import I64, PTR
 from infer_server.engines.ir.symbolic import SymbolicInt
@@ -81,10 +84,11 @@ class TiledLoops(ABC):
     # ---- outer loops
     def emit(self) -> None:
         inputs = len(self.problem.inputs)
-        f, addresses, self.bounds = begin_kernel(self.module, self.name, inputs + self.arrays + 2)
-        *self.weights, self.constants, y = addresses[inputs:]
-        tensors = [*addresses[:inputs], y]
-        self.loops(f, tensors)
+        outputs = len(self.problem.outputs)
+        f, addresses, self.bounds = begin_kernel(self.module, self.name, inputs + self.arrays + 1 + outputs)
+        *self.weights, self.constants = addresses[inputs:-outputs]
+        self.outputs = addresses[-outputs:]
+        self.loops(f, [*addresses[:inputs], self.outputs[0]])
 
     def loops(self, f: Function, tensors: list[Value]) -> None:
         """Emit all tiles of the part of the grid that the kernel is called for."""
@@ -101,7 +105,7 @@ class TiledLoops(ABC):
         """
         begin, end = self.bounds[:2]
         tile_rows = self.kernel.tile_rows(self.tile)
-        block = self.tile.block or tile_rows
+        block = self.kernel.block(self.tile)
         rows, cols = (0, self.tile.cols) if self.problem.rows == 1 else (self.tile.rows, 0)
         first_item = begin.divided(tile_rows)
         for item in f.range("item", first_item, (end + (tile_rows - 1)).divided(tile_rows)):
@@ -111,6 +115,20 @@ class TiledLoops(ABC):
             for start in f.range("block", first, last, block):
                 stop = (start + block).at_most(last)
                 self.panels(f, self._pixel(here, start * rows, start * cols), self.tiles(f, start, stop))
+                self.scale(f, item, start * cols, (stop * cols).at_most(self.problem.cols))
+
+    def scale(self, f: Function, item: Value, begin: Value, end: Value) -> None:
+        """Emit the scaling of the pixels begin..end - 1 of a matrix product's item, if the problem includes it."""
+        scaled = self.problem.scaled
+        if scaled is None:
+            return
+        for pixel in f.range("pixel", begin, end):
+            y, numbers, scales = (start + (item * view.item + pixel * view.strides[1])
+                                  for start, view in zip(self.outputs, self.problem.outputs, strict=True))
+            none = self.constants       # the problem has no constants
+            row = RowCode(f, self.isa, scaled, [y], none, [], none, numbers, None, [scales])
+            row.width = operator.index(row.width)       # past the end of y there may be no memory that can be read
+            scale_row(row, scaled)
 
     def tiles(self, f: Function, start: Value, stop: Value) -> Visit:
         """Return a visitor of the tiles in rows start..stop - 1 of tiles.
@@ -183,10 +201,13 @@ class TiledLoops(ABC):
                     call(whole.like(0), tail, Part(1, size), whole)
 
             self.panels(f, self._pixel(base, start.like(0), start), visit)
+            self.scale(f, start.like(0), start, start + count)
 
     def panels(self, f: Function, block: list[Value], visit: Visit) -> None:
         """Emit the panels of couts that this call was given, over the tiles of a block."""
         problem, begin, end = self.problem, *self.bounds[2:]
+        if problem.scaled is not None:
+            begin, end = begin.like(0), begin.like(-(-problem.cout // self.panel))
         if problem.groups > 1:
             for group in f.range("group", begin, end):
                 here = _moved(block, [group * (problem.cin * problem.x.size), *self._channels(group * problem.cout)])

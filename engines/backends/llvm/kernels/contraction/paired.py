@@ -21,7 +21,7 @@ from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, T
 from infer_server.engines.backends.llvm.kernels.kernel import solves
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import I8, I32, I64, PTR, vector
-from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.convolution import Contraction, ScaledContraction
 from infer_server.engines.lowering.problems.problem import Array
 
 SOURCE = 8              # bytes of a step's offset and indices
@@ -34,6 +34,7 @@ class PairedTile(Tile):
     layout: ClassVar[str] = "paired"
 
 
+@solves(ScaledContraction)
 @solves(Contraction)
 class PairedContraction(TiledContraction):
     """Contraction by paired products. Weights are packed as the three arrays of pairing.Paired."""

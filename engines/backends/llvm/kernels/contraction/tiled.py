@@ -44,7 +44,7 @@ from infer_server.engines.lowering.problems.view import View
 
 FEW_PIXELS = 8          # items with at most this many pixels are divided by batch
 HIDDEN_CALL = 3         # cycles of a micro-kernel's call that do not overlap with the last sums of the tile before
-BLOCK_BYTES = 256 << 10     # bytes of x in a block of a batch's pixels, which should stay in L2 for all panels
+BLOCK_BYTES = 256 << 10     # bytes of pixels in a block that should stay in L2 for all panels
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,23 @@ class TiledContraction(Kernel[Contraction]):
         flat = self.flat
         return (not self.planes.of_volumes and flat.rows == 1 and flat.cols <= FEW_PIXELS and flat.taps == (1, 1)
                 and flat.stride == (1, 1)
-                and all(v.item == v.shape[1] * v.strides[1] for v in (flat.x, flat.y, *flat.operands)))
+                and all(v.item == v.shape[1] * v.strides[1] for v in (*flat.inputs, *flat.outputs)))
 
     def block_of_the_batch(self, tile: Tile) -> int:
         """Return the pixels of a block, if the problem is divided by batch."""
-        fitting = BLOCK_BYTES // (tile.cols * self.flat.x.strides[1])
-        return tile.cols * (tile.block or max(fitting, 1))
+        kept = self.flat.x if self.problem.scaled is None else self.flat.y
+        return tile.cols * (tile.block or self._fitting(tile, kept))
+
+    def block(self, tile: Tile) -> int:
+        """Return the rows of tiles in a block of an item's pixels."""
+        if tile.block or self.problem.scaled is None:
+            return tile.block or self.tile_rows(tile)
+        return self._fitting(tile, self.problem.y)
+
+    @staticmethod
+    def _fitting(tile: Tile, view: View) -> int:
+        """Return the rows of tiles whose pixels in this view have BLOCK_BYTES, for matrix products."""
+        return max(BLOCK_BYTES // (tile.cols * view.strides[1]), 1)
 
     def widths(self, tile: Tile) -> list[int]:
         """Return the pixels of each tile across a row, as even as possible.
@@ -193,6 +204,8 @@ class TiledContraction(Kernel[Contraction]):
     def grid(self, isa: Isa, tactic: Tile) -> Grid:
         groups, cout = self.problem.groups, self.problem.cout
         columns = groups if groups > 1 else -(-cout // (tactic.vectors * isa.lanes))
+        if self.problem.scaled is not None:     # after all panels
+            columns = 1
         return Grid(self.flat.cols if self.by_batch else self.planes.count * self.tile_rows(tactic), 1, columns)
 
     def windows(self, isa: Isa, tactic: Tile) -> Sequence[Window]:
@@ -205,7 +218,7 @@ class TiledContraction(Kernel[Contraction]):
         size = 1 if self.by_batch else size
         read = (size - 1) * flat.stride[axis] + (flat.taps[axis] - 1) * flat.dilation[axis] + 1
         return [Window.along(flat.x, axis, 1, size * flat.stride[axis], count=read),
-                *(Window.along(view, axis, 1, size, count=size) for view in (*flat.operands, flat.y))]
+                *(Window.along(view, axis, 1, size, count=size) for view in (*flat.operands, *flat.outputs))]
 
     # ---- tactics
     def tactics(self, isa: Isa) -> Sequence[Tile]:
@@ -266,7 +279,7 @@ class TiledContraction(Kernel[Contraction]):
             tiles, blocks = tiles_of_the_batch(pixels, tactic.cols), -(-pixels // self.block_of_the_batch(tactic))
         else:
             tile_rows = self.tile_rows(tactic)
-            blocks = items * self.planes.count * -(-tile_rows // (tactic.block or tile_rows))
+            blocks = items * self.planes.count * -(-tile_rows // self.block(tactic))
             tiles = self._tiles_of_an_item(tactic)
         total, weights = 0.0, 0.0
         for couts, times in panels:

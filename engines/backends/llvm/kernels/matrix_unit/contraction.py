@@ -37,7 +37,7 @@ from infer_server.engines.backends.llvm.kernels.kernel import solves
 from infer_server.engines.backends.llvm.kernels.matrix_unit.loops import MatrixLoops
 from infer_server.engines.backends.llvm.kernels.matrix_unit.registers import PixelRuns
 from infer_server.engines.codegen.ir_builder import Module
-from infer_server.engines.lowering.problems.convolution import Contraction
+from infer_server.engines.lowering.problems.convolution import Contraction, ScaledContraction
 from infer_server.engines.lowering.problems.problem import Array
 
 LEAST_DEPTH = 32        # least bytes of K in each of several blocks of floats; shorter ones waste half a product
@@ -56,6 +56,7 @@ class AmxTile(Tile):
     layout: ClassVar[str] = "amx"
 
 
+@solves(ScaledContraction)
 @solves(Contraction)
 class MatrixUnitContraction(TiledContraction):
     """Contraction on a matrix unit. Weights are packed [panel][block of K][vector][quad][lane][byte]."""
@@ -116,7 +117,7 @@ class MatrixUnitContraction(TiledContraction):
         If the weights of all panels do not stay in L2 from one item to the next, it is as many items as fit L2.
         """
         problem = self.problem
-        if not self._far_weights or self.planes.of_volumes:
+        if not self._far_weights or self.planes.of_volumes or problem.scaled is not None:
             return 1
         return max(TOGETHER_BYTES // (math.prod(problem.x.shape) * problem.x.size), 1)
 
@@ -194,10 +195,10 @@ class MatrixUnitContraction(TiledContraction):
         if self.by_batch:
             images, blocks, changes = 1, 1, 2 * (items * flat.cols % tile.cols != 0)
         elif flat.rows == 1:
-            images, blocks, changes = items, -(-rows // (tile.block or rows)), 2 * (flat.cols % tile.cols != 0)
+            images, blocks, changes = items, -(-rows // self.block(tile)), 2 * (flat.cols % tile.cols != 0)
         else:
             widths = len(set(self.widths(tile)))
-            images, blocks = items * self.planes.count, -(-rows // (tile.block or rows))
+            images, blocks = items * self.planes.count, -(-rows // self.block(tile))
             changes = rows * widths * (widths > 1) + 2 * (flat.rows % tile.rows != 0)
         visits = sum(count for _, count in panels)
         return 1 + images * (visits * changes + 2 * blocks * (len({isa.vectors_for(couts) for couts, _ in panels}) > 1))

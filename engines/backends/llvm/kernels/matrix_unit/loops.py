@@ -174,6 +174,11 @@ class MatrixLoops(TiledLoops):
 
             self.panels(f, base, visit)
 
+    def scale(self, f: Function, item: Value, begin: Value, end: Value) -> None:
+        if self.problem.scaled is not None:
+            self.pending.run()
+            super().scale(f, item, begin, end)
+
     # ---- the micro-kernel
     def microkernel(self, part: Part, channels: int) -> str:
         name = "_".join([*self.form.split(), f"{part.rows}x{part.cols}x{channels}"])

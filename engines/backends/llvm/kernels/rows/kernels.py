@@ -6,13 +6,11 @@ from infer_server.engines.backends.llvm.kernels.rows.passes import (
     RowCode,
     RowKernel,
     RowVector,
-    combine,
     live,
 )
+from infer_server.engines.backends.llvm.kernels.rows.scaling import scale_row
 from infer_server.engines.codegen.ir_builder import Value
 from infer_server.engines.codegen.row_formulas import norm, response, softmax
-from infer_server.engines.codegen.types import FLOAT
-from infer_server.engines.ir.rounding import LEAST_SCALE, STEPS
 from infer_server.engines.lowering.problems.rows import (
     WIDEST_LRN,
     Lrn,
@@ -51,7 +49,7 @@ class NormKernel(RowKernel[Norm]):
 class ScaledRowsKernel(RowKernel[ScaledRows]):
     """Division of rows by their scales, in two passes."""
     def emit_row(self, row: RowCode) -> None:
-        _scaled(row, self.problem)
+        scale_row(row, self.problem)
 
 
 @solves(ScaledNorm)
@@ -59,15 +57,7 @@ class ScaledNormKernel(RowKernel[ScaledNorm]):
     """Norm of a row, which is still in the first-level cache when it is divided by its scale."""
     def emit_row(self, row: RowCode) -> None:
         norm(row, row.isa, self.problem)
-        _scaled(row.then(self.problem.scaled), self.problem.scaled)
-
-
-def _scaled(row: RowCode, problem: ScaledRows) -> None:
-    largest = row.reduce("largest", lambda at: row.isa.unary("fabs", row.x(at)))
-    scale = combine(row.isa, "largest", largest * (1 / STEPS), largest.like(LEAST_SCALE))
-    inverse = 1 / scale
-    row.store(lambda at: row.x(at) * inverse + problem.shift)
-    row.f.store(row.f.op(FLOAT, f"extractelement {scale}, i32 0", "scale"), row.others[0])
+        scale_row(row.then(self.problem.scaled), self.problem.scaled)
 
 
 @solves(Lrn)
