@@ -283,12 +283,18 @@ def readable(pattern: str) -> str:
 
 
 # ---- modules
+def docstring(source: str) -> str | None:
+    """Return the docstring of a module, of which the rest is not parsed."""
+    found = re.match(r'(?:\s*#[^\n]*\n)*\s*r?""".*?"""', source, re.DOTALL)
+    return ast.get_docstring(ast.parse(found[0])) if found else None
+
+
 def modules_page() -> str:
     """Return every module with the first sentence of its docstring, a table for each folder."""
     folders: dict[str, list[tuple[str, str]]] = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            if text := ast.get_docstring(ast.parse(path.read_text())):
+            if text := docstring(path.read_text()):
                 folder = str(path.parent.relative_to(ROOT))
                 folders.setdefault(folder, []).append((f"`{path.name}`", _escaped(first_sentence(text))))
     parts = [f"## {folder}\n\n{table(['module', 'what it holds'], rows)}" for folder, rows in folders.items()]

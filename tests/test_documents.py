@@ -1,7 +1,6 @@
 """Files, modules, classes, functions, fields and commands that the documents name exist."""
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import facts
 from tests.test_layering import PACKAGES, ROOT, as_imported, by_folder, sources
 
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in
@@ -22,33 +22,15 @@ COMMAND = re.compile(r"python3? -m ([\w.]+)")
 DOTTED = re.compile(r"(?<![\w./$-])([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?![\w/-])")
 CAMEL = re.compile(r"(?<![\w./])((?:[A-Z][a-z0-9]+){2,})(?![\w/])")
 # Of others, or of ONNX: the documents name them too.
-FOREIGN = {"grpc.health.v1", "BatchNormalization", "inference.GRPCInferenceService", "client.load_model"}
+FOREIGN = {"grpc.health.v1", "BatchNormalization", "inference.GRPCInferenceService", "client.load_model", "host.name"}
 
 
 @cache
 def defined() -> tuple[frozenset[str], frozenset[str]]:
     """Return modules and packages, and `module.name` and `Class.name` of everything in them."""
     files = sources(*PACKAGES, "benchmarks", "scripts", "tests")
-    held = set()
-    for module, path in files.items():
-        tree = ast.parse(path.read_text())
-        held |= {f"{module}.{name}" for name in names_in(tree)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                held |= {f"{module}.{node.name}.{name}" for name in names_in(node)}
+    held = {f"{module}.{name}" for module, path in files.items() for name in facts(path.read_text()).names}
     return frozenset(files), frozenset(held)
-
-
-def names_in(holder: ast.Module | ast.ClassDef) -> Iterator[str]:
-    """Yield the classes, functions, constants, fields and attributes that a module or class defines."""
-    for node in holder.body:
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node.name
-        for target in ast.walk(node) if isinstance(node, (ast.Assign, ast.AnnAssign, ast.FunctionDef)) else ():
-            if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store):
-                yield target.id
-            if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store):
-                yield target.attr
 
 
 @cache

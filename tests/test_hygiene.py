@@ -1,12 +1,13 @@
 """Rules for the text of the repository: no local addresses, and docstrings that can be understood alone."""
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.sources import facts
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("engines", "calibration", "infer_server", "protos", "clients")
@@ -60,7 +61,7 @@ def test_other_paths_are_not_taken_for_local_addresses(text: str) -> None:
 
 def test_every_module_says_what_it_holds() -> None:
     silent = [str(path.relative_to(ROOT)) for path in modules()
-              if not path.name.startswith("_") and not ast.get_docstring(ast.parse(path.read_text()))]
+              if not path.name.startswith("_") and (facts(path.read_text()).docstrings or [(0, "")])[0][0] != 1]
     assert not silent
 
 
@@ -69,17 +70,10 @@ SUBJECTLESS = re.compile(r"(Of|The same|What|Where|Its|Those|Whether|That|Likewi
                          r"From|Behind|Beside|Over|Not|Nobody)\b")
 
 
-def docstrings(path: Path) -> list[tuple[int, str]]:
-    """Return the line and the text of each docstring of a module."""
-    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [(getattr(node, "lineno", 1), text) for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, nodes) and (text := ast.get_docstring(node))]
-
-
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     paths = [path for path in files() if path.suffix == ".py"]
     assert not [f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}" for path in paths
-                for line, text in docstrings(path) if SUBJECTLESS.match(text)]
+                for line, text in facts(path.read_text()).docstrings if SUBJECTLESS.match(text)]
 
 
 @pytest.mark.parametrize("text", ["Of each item.", "Whether it fits.", "What a person reads.", "As Engine.run."])

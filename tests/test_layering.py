@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tests.sources import facts
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Package -> the packages of ours that it may import. The tools of infer_server, which serve nothing, may also import
@@ -249,19 +251,16 @@ def as_imported(name: str) -> str:
 
 def imports(module: str, source: str, modules: frozenset[str], is_package: bool = False) -> Iterator[Import]:
     """Yield every import of a source; `from a import b` imports a.b if that is a module."""
-    tree = ast.parse(source)
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    inner = {child for node in ast.walk(tree) if isinstance(node, functions) for child in ast.walk(node)}
-    for node in ast.walk(tree):
+    for node, deferred in facts(source).imports:
         if isinstance(node, ast.Import):
-            yield from (Import(module, by_folder(alias.name), node in inner) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+            yield from (Import(module, by_folder(alias.name), deferred) for alias in node.names)
+        else:
             # Level 1 is the package that holds the module: for a package's own __init__, that is itself.
             above = module.split(".")[: len(module.split(".")) - node.level + is_package] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 full = by_folder(f"{base}.{alias.name}")
-                yield Import(module, full if full in modules else by_folder(base), node in inner)
+                yield Import(module, full if full in modules else by_folder(base), deferred)
 
 
 def fault(found: Import) -> str | None:

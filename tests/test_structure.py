@@ -1,13 +1,13 @@
 """Limits on the size of folders, modules and functions, and no import cycles."""
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
+from tests.sources import facts
 from tests.test_layering import PACKAGES, ROOT, imports, sources
 
 MODULES_OF_A_FOLDER = 12
@@ -27,15 +27,13 @@ def crowded(paths: Iterable[str]) -> list[str]:
 
 def too_long(name: str, source: str) -> Iterator[str]:
     # An import statement counts as one line, however it is wrapped.
-    wrapped = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    lines = source.count("\n") - sum((node.end_lineno or node.lineno) - node.lineno for node in wrapped)
+    held = facts(source)
+    lines = source.count("\n") - sum((node.end_lineno or node.lineno) - node.lineno for node, _ in held.imports)
     if lines > LINES_OF_A_MODULE:
         yield f"{name}: {lines} lines"
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > LINES_OF_A_FUNCTION:
-                yield f"{name}: {node.name} has {length} lines"
+    for function, length in held.functions:
+        if length > LINES_OF_A_FUNCTION:
+            yield f"{name}: {function} has {length} lines"
 
 
 def circle(modules: Mapping[str, str]) -> list[str]:

@@ -89,7 +89,7 @@ def test_every_module_is_on_the_page_of_modules_with_a_sentence() -> None:
     page = pages()["internals/modules.md"]
     output = {f"{folder}/{name}" for folder, table in re.findall(r"^## (\S+)\n\n((?:\|.*\n)+)", page, re.MULTILINE)
               for name, text in re.findall(r"^\| `(\S+\.py)` \| (.*) \|$", table, re.MULTILINE) if len(text) > 9}
-    there = {str(path.relative_to(ROOT)) for path in modules() if ast.get_docstring(ast.parse(path.read_text()))}
+    there = {str(path.relative_to(ROOT)) for path in modules() if path.read_text().lstrip().startswith('"""')}
     assert output == there
 
 
