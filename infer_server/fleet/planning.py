@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,10 +98,13 @@ class Simulation:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if holds(middle) else (middle, high)
-        return self.answer(replace(fleet, servers=high), goal)
+        return self.answer(replace(fleet, servers=high), goal, points)
 
-    def answer(self, fleet: Fleet, goal: Goal) -> Answer:
-        """Return the latencies of a fleet of a given size."""
-        fewer = self.at(replace(fleet, servers=fleet.servers - 1), goal.rate, goal) if fleet.servers > 1 else None
+    def answer(self, fleet: Fleet, goal: Goal, known: Mapping[int, Point] = {}) -> Answer:      # noqa: B006
+        """Return the latencies of a fleet of a given size. known: points at the goal's rate by number of servers."""
+        def at_rate(servers: int) -> Point:
+            return known.get(servers) or self.at(replace(fleet, servers=servers), goal.rate, goal)
+
+        fewer = at_rate(fleet.servers - 1) if fleet.servers > 1 else None
         curve = tuple(self.at(fleet, load * fleet.capacity, goal) for load in LOADS)
-        return Answer(fleet, goal, self.at(fleet, goal.rate, goal), fewer, curve)
+        return Answer(fleet, goal, at_rate(fleet.servers), fewer, curve)
