@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -76,8 +76,8 @@ def steps(code: str) -> list[list[str] | str]:
 class Reader:
     """Runner of blocks in a folder. Commands are those of this checkout, installed or not."""
 
-    def __init__(self, page: Path, folder: Path, cache: Path, in_process: bool) -> None:
-        self._page, self._folder, self._in_process = page, folder, in_process
+    def __init__(self, page: Path, folder: Path, cache: Path, further: Mapping[str, str]) -> None:
+        self._page, self._folder, self._further = page, folder, further
         self._names: dict[str, Any] = {"__name__": "notebook"}
         self._ports: tuple[int, ...] = PORTS
         self._server: subprocess.Popen[bytes] | None = None
@@ -85,7 +85,7 @@ class Reader:
         programs.mkdir()
         commands = {name: f'"{sys.executable}" -m infer_server {name}' for name in COMMANDS}
         for name, call in {**commands, "python": f'"{sys.executable}"'}.items():
-            (programs / name).write_text(f'#!/bin/sh\nexec {call} "$@"\n')
+            (programs / name).write_text(f'#!/bin/sh\nexec {call} "$@" {further.get(name, "")}\n')
             (programs / name).chmod(0o755)
         self._environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(cache),
                              "PYTHONPATH": str(ROOT)}
@@ -99,7 +99,7 @@ class Reader:
         elif block.is_server:
             self._start(code)
         else:
-            for step in steps(code) if self._in_process else [code]:
+            for step in steps(code):
                 status, output = self._bash(step) if isinstance(step, str) else self._call(*step)
                 assert status == 0, f"{self._page}:{block.line + 1} ended with {status}:\n{code}\n{output}"
 
@@ -112,7 +112,8 @@ class Reader:
         output = StringIO()
         with chdir(self._folder), redirect_stdout(output), redirect_stderr(output):
             try:
-                status = resolve_name(COMMANDS[command].main)(list(arguments))
+                further = shlex.split(self._further.get(command, ""))
+                status = resolve_name(COMMANDS[command].main)([*arguments, *further])
             except SystemExit as ended:
                 status = ended.code or 0
         return status, output.getvalue()
@@ -151,9 +152,12 @@ class Reader:
 
 
 @contextmanager
-def reader(page: Path, folder: Path, cache: Path, in_process: bool = True) -> Iterator[Reader]:
-    """Yield a runner of a page's blocks. in_process: call commands in this process, whose XDG_CACHE_HOME is `cache`."""
-    actual = Reader(page, folder, cache, in_process)
+def reader(page: Path, folder: Path, cache: Path, further: Mapping[str, str] = {}) -> Iterator[Reader]:     # noqa: B006
+    """Yield a runner of a page's blocks.
+
+    cache: $XDG_CACHE_HOME of this process. further: options by command that it gets beside those of the page.
+    """
+    actual = Reader(page, folder, cache, further)
     try:
         yield actual
     finally:

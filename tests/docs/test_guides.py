@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import infer_server.calibration.run as calibration_run
 from infer_server.config.fields import Verdict, findings
 from infer_server.config.pbtxt import read_config
 from tests.docs.pages import ROOT, Block, blocks, reader, steps
@@ -17,7 +18,8 @@ GUIDES = [DOCS / "quickstart.md", *sorted({*(DOCS / "howto").glob("*.md")} - {DO
 EXAMPLES = sorted((ROOT / "examples").glob("*/README.md"))
 CONFIGURED = sorted(page for page in DOCS.rglob("*.md") if "```pbtxt" in page.read_text())
 DEMO = ROOT / "scripts" / "demo_data"
-EACH = 4            # one of so many calibration images is used; tests/demo calibrates on all
+EACH = 16           # one of so many calibration images is used
+FURTHER = {"build-engine": "--no-timing"}       # options by command; tests/demo builds as users do
 
 
 def link_data(folder: Path) -> None:
@@ -31,7 +33,7 @@ def link_data(folder: Path) -> None:
             (folder / path.name).symlink_to(path)
 
 
-def run(page: Path, folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch, in_process: bool = True) -> None:
+def run(page: Path, folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a page's blocks. All pages share one engine cache, so that common models are built once."""
     if any("curl " in block.code for block in blocks(page)) and not shutil.which("curl"):
         pytest.skip("curl is not installed")
@@ -42,10 +44,16 @@ def run(page: Path, folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch, i
     cache = base / "caches"
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    with reader(page, folder, cache, in_process) as notebook:
+    with reader(page, folder, cache, FURTHER) as notebook:
         for block in blocks(page):
             if block.language in ("bash", "python") and not block.reason:
                 notebook.run(block)
+
+
+@pytest.fixture(autouse=True)
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try few ranges of single tensors, as the search takes most of a build; tests/demo tries as many as users do."""
+    monkeypatch.setattr(calibration_run, "MOST_TRIALS", 2)
 
 
 @pytest.fixture
@@ -75,7 +83,7 @@ def test_an_example_builds_serves_and_answers(page: Path, tmp_path: Path, base: 
     shutil.copytree(page.parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "scripts" / "demo_data").mkdir(parents=True)
     link_data(tmp_path / "scripts" / "demo_data")
-    run(page, folder, base, monkeypatch, in_process=False)
+    run(page, folder, base, monkeypatch)
 
 
 def test_a_block_that_is_not_run_says_why() -> None:
