@@ -16,7 +16,15 @@ import pytest
 
 from infer_server.cli import inspect_engine, relower_plan, run_engine
 from infer_server.engines import load_engine
+from infer_server.engines.backends.llvm.tuning import peaks
 from tests.infer_server.cli.commands import MODEL, UNTIMED, Workshop
+
+
+@pytest.fixture(autouse=True)
+def short_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure the machine's peaks in one round; tests/engines/backends/llvm/test_peaks.py measures them as users do."""
+    monkeypatch.setattr(peaks, "ROUNDS", 1)
+    monkeypatch.setattr(peaks, "MOST_BYTES", 1 << 24)
 
 
 @pytest.fixture
