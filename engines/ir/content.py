@@ -17,7 +17,7 @@ from infer_server.engines.ir.dtypes import name_in_file
 from infer_server.engines.ir.graph import Array
 
 LEAST = 1 << 12         # elements from which on hashing an array pays
-SAMPLE = 16             # elements that EqualArrays compares before it computes a digest
+SAMPLE = 16             # elements, at least, that EqualArrays compares before it computes a digest
 MOST = 512              # results kept per function, the most recently used
 
 Arguments = ParamSpec("Arguments")
@@ -63,8 +63,7 @@ class EqualArrays:
 
     @staticmethod
     def _sample(array: Array) -> Hashable:
-        at = np.linspace(0, max(array.size - 1, 0), min(SAMPLE, array.size)).astype(np.intp)
-        return name_in_file(array.dtype), array.shape, array.flat[at].tobytes()
+        return name_in_file(array.dtype), array.shape, array.flat[::array.size // SAMPLE or 1].tobytes()
 
 
 def remembering(most: int = MOST) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:

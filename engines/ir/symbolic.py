@@ -33,6 +33,7 @@ from infer_server.engines.ir.symint import SymInt
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod}
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})       # types that contain no symbolic number
+_FIELDS: dict[type, tuple[str, ...]] = {}       # names of fields by dataclass, () for other types
 Guard = tuple[str, Polynomial]          # the relation ("==" or "<") of a polynomial to 0
 
 
@@ -319,10 +320,10 @@ def plain(value: Any) -> Any:
         return type(value)(map(plain, value)) if type(value) in (tuple, list) else value
     if isinstance(value, Mapping):
         return {key: plain(one) for key, one in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if names := _fields_of(value):
         copy = object.__new__(type(value))
-        for one in dataclasses.fields(value):
-            object.__setattr__(copy, one.name, plain(getattr(value, one.name)))
+        for name in names:
+            object.__setattr__(copy, name, plain(getattr(value, name)))
         return copy
     return value
 
@@ -337,8 +338,8 @@ def structure(value: Any) -> Hashable:
         return tuple((name, structure(one)) for name, one in value.items())
     if isinstance(value, np.ndarray):
         return id(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value), *(structure(getattr(value, one.name)) for one in dataclasses.fields(value))
+    if names := _fields_of(value):
+        return type(value), *(structure(getattr(value, name)) for name in names)
     return type(value), value
 
 
@@ -349,15 +350,28 @@ def identical(a: Any, b: Any) -> bool:
 
 def env_in(value: Any) -> ShapeEnv | None:
     """Return the trace of the symbolic numbers in a value, or None if there are none."""
-    if type(value) in _LEAVES:
+    kind = type(value)
+    if kind in _LEAVES:
         return None
-    if type(value) is SymbolicInt:
-        return value.env
+    if kind is SymbolicInt:
+        found: ShapeEnv = value.env
+        return found
     parts: Iterable[Any] = ()
     if isinstance(value, tuple | list):
         parts = value
+    elif names := _fields_of(value):
+        parts = [getattr(value, name) for name in names]
     elif isinstance(value, Mapping):
         parts = value.values()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = (getattr(value, one.name) for one in dataclasses.fields(value))
-    return next((found for part in parts if (found := env_in(part))), None)
+    for part in parts:
+        if type(part) not in _LEAVES and (env := env_in(part)):
+            return env
+    return None
+
+
+def _fields_of(value: Any) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields, () for another value."""
+    kind = type(value)
+    if kind not in _FIELDS:
+        _FIELDS[kind] = tuple(one.name for one in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+    return _FIELDS[kind]
