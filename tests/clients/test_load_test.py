@@ -68,9 +68,9 @@ def test_a_closed_loop_reports_every_level_on_screen_and_in_all_files(tmp_path: 
 
     with Image.open(files["plot"]) as picture:
         assert picture.format == "PNG"
-        pixels = np.asarray(picture.convert("RGB"))
-    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 20
-    assert 0.01 < (pixels != 255).any(axis=2).mean() < 0.5, "the plot has something on it"
+        colored = picture.convert("RGB")
+    assert len(colored.getcolors(1 << 24)) > 20
+    assert 0.01 < (np.asarray(colored) != 255).any(axis=2).mean() < 0.5, "the plot has something on it"
 
 
 def test_a_stall_is_counted_for_every_request_that_it_would_have_met(tmp_path: Path) -> None:
