@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -34,7 +34,7 @@ class Method:
 def pool() -> descriptor_pool.DescriptorPool:
     """Return the pool of all descriptors that protos/*.proto define."""
     made = descriptor_pool.DescriptorPool()
-    files = descriptor_pb2.FileDescriptorSet.FromString((resources.files(__package__) / DESCRIPTORS).read_bytes())
+    files = descriptor_pb2.FileDescriptorSet.FromString(Path(__file__).with_name(DESCRIPTORS).read_bytes())
     for file in files.file:             # dependencies come first
         made.AddSerializedFile(file.SerializeToString())
     return made
