@@ -23,26 +23,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from infer_server.engines.errors import CalibrationError, ConfigError, did_you_mean
 from infer_server.engines.ir.graph import Dim
 from infer_server.engines.ir.recipe import Pixels
+
+if TYPE_CHECKING:           # imported where pictures are read: most servers read none
+    from PIL import Image
 
 USUAL_SIZE = (224, 224)         # height and width if both the model and the declaration leave them open
 _MOST_RESIZED = 1 << 24         # pixels up to which the whole picture is resized, and cropped afterwards
 CHANNELS = MappingProxyType({"RGB": 3, "BGR": 3, "GRAY": 1, "RGBA": 4})
 _MODES = MappingProxyType({"GRAY": "L", "RGBA": "RGBA"})        # Pillow's modes; "RGB" for the other colors
 PIXEL = 255.0                  # maximum value of a pixel
-INTERPOLATIONS = MappingProxyType({
-    "nearest": Image.Resampling.NEAREST, "box": Image.Resampling.BOX, "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC, "lanczos": Image.Resampling.LANCZOS})
+INTERPOLATIONS = ("nearest", "box", "bilinear", "bicubic", "lanczos")
 CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "resize": ("shorter-side", "exact", "none"), "interpolation": tuple(INTERPOLATIONS), "color": tuple(CHANNELS),
+    "resize": ("shorter-side", "exact", "none"), "interpolation": INTERPOLATIONS, "color": tuple(CHANNELS),
     "layout": ("auto", "NCHW", "NHWC")})
 
 
@@ -125,9 +125,9 @@ class Preprocess:
         a picture or has the wrong size for resize = "none".
         """
         settled = self.fit(shape)
-        if isinstance(image, Image.Image):
-            return settled.normalised(settled.pixels_of(image))
-        return settled.normalised(settled.pixels_of(read_picture(image), str(image)))
+        if isinstance(image, str | Path):
+            return settled.normalised(settled.pixels_of(read_picture(image), str(image)))
+        return settled.normalised(settled.pixels_of(image))
 
     def pixels_of(self, picture: Image.Image, origin: str = "the picture", float_scale: float = 0.0) -> NDArray[Any]:
         """Resize and crop a picture to pixels of 0 to 255, before the normalisation.
@@ -180,6 +180,7 @@ class Preprocess:
 
     def _resized(self, picture: Image.Image) -> Image.Image:
         """Resize and centre-crop a picture to the size."""
+        from PIL.Image import Resampling
         assert self.size is not None
         height, width = self.size
         if self.resize == "none":
@@ -188,13 +189,14 @@ class Preprocess:
         if self.resize == "shorter-side":
             factor = max(whole_height / picture.height, whole_width / picture.width)
             whole_height, whole_width = round(picture.height * factor), round(picture.width * factor)
+        interpolation = Resampling[self.interpolation.upper()]
         left, top = (whole_width - width) // 2, (whole_height - height) // 2
         kept = (left, top, left + width, top + height)
         if whole_width * whole_height > _MOST_RESIZED:
             box = (left * picture.width / whole_width, top * picture.height / whole_height,
                    (left + width) * picture.width / whole_width, (top + height) * picture.height / whole_height)
-            return picture.resize((width, height), INTERPOLATIONS[self.interpolation], box)
-        return picture.resize((whole_width, whole_height), INTERPOLATIONS[self.interpolation]).crop(kept)
+            return picture.resize((width, height), interpolation, box)
+        return picture.resize((whole_width, whole_height), interpolation).crop(kept)
 
     # ---- as data
     @staticmethod
@@ -294,6 +296,7 @@ def opened(file: str | Path | BinaryIO, formats: tuple[str, ...] | None = None, 
     ValueError
         The file is not such a picture.
     """
+    from PIL import Image
     try:
         with Image.open(file, formats=formats) as image:
             if most_pixels and image.width * image.height > most_pixels:
@@ -324,6 +327,7 @@ def scale_of_floats(values: NDArray[Any], origin: str) -> float:
 
 
 def _of_floats(picture: Image.Image, origin: str, scale: float) -> Image.Image:
+    from PIL import Image
     values = np.asarray(picture, np.float32)
     scale = scale or scale_of_floats(values, origin)
     scale_of_floats(values * np.float32(scale), origin)
