@@ -12,6 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
+from typing import Any
+
+from infer_server.process import imported
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, find: Callable[[str], Any] = resolve_name) -> int:
+    """Run a command. find: imports its function, "module:function"."""
     options = make_parser().parse_args(arguments)
     if options.command != "completion":
-        run: Callable[[list[str]], int] = resolve_name(COMMANDS[options.command].main)
+        run: Callable[[list[str]], int] = find(COMMANDS[options.command].main)
         return run(options.arguments)
     parser = argparse.ArgumentParser("python -m infer_server completion")
     parser.add_argument("shell", choices=SHELLS)
@@ -114,4 +118,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(find=imported))

@@ -188,7 +188,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "infer_server.cli.build_engine": ("infer_server.cli.inspect_engine",),
     "infer_server.batch": (),
     "infer_server.batch.cli": ("infer_server.batch", "infer_server.cli.build_engine"),
-    "infer_server": (),
+    "infer_server": ("infer_server.process",),
     "protos": (),
     "clients.channels": (),
     "clients": ("clients.channels",),

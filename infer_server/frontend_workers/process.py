@@ -1,7 +1,4 @@
-"""Frontend worker process: it speaks the protocols with clients, and has no models.
-
-    python -m infer_server.frontend_workers.process DESCRIPTOR        descriptor of the link's Unix socket
-"""
+"""Frontend worker process: it speaks the protocols with clients, and has no models."""
 from __future__ import annotations
 
 import asyncio
@@ -87,7 +84,3 @@ def main() -> None:
         asyncio.run(work)
     else:
         run(work)
-
-
-if __name__ == "__main__":
-    main()

@@ -175,7 +175,7 @@ class _FrontendWorker:
 def _start_process(descriptor: int) -> subprocess.Popen[bytes]:
     # Signals go to all processes of a terminal or of a service; the engine process decides when workers end.
     with blocked(_SERVER_SIGNALS):
-        return subprocess.Popen([sys.executable, "-P", "-m", "infer_server.frontend_workers.process", str(descriptor)],
+        return subprocess.Popen([sys.executable, "-P", "-m", "infer_server.frontend_workers", str(descriptor)],
                                 pass_fds=[descriptor], stdin=subprocess.DEVNULL)
 
 

@@ -68,7 +68,7 @@ class ModelProcess:
         server_socket, model_socket = socket.socketpair()
         with model_socket:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "infer_server.python_backend.stub", str(model_socket.fileno())],
+                [sys.executable, "-P", "-m", "infer_server.python_backend", str(model_socket.fileno())],
                 pass_fds=[model_socket.fileno()], stdin=subprocess.DEVNULL)
         self._channel = MessageChannel(server_socket)
         for work, name in ((self._read, "reader"), (self._watch, "watcher"), (self._write, "writer")):

@@ -1,7 +1,4 @@
-"""Process of a Python model: import its model.py and execute the batches that the server sends.
-
-    python -m infer_server.python_backend.stub DESCRIPTOR       of a connected Unix socket
-"""
+"""Process of a Python model: import its model.py and execute the batches that the server sends."""
 from __future__ import annotations
 
 import asyncio
@@ -392,7 +389,3 @@ def main() -> None:
     pb_utils.server = process
     sys.modules["triton_python_backend_utils"] = pb_utils
     process.run()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import sys
 
-from infer_server.cli import serve
-from scripts.testing.numpy_engine import load_numpy_engine
+from infer_server.process import imported
 
 if __name__ == "__main__":
-    sys.exit(serve.main(load_engine=load_numpy_engine))
+    serve = imported("infer_server.cli.serve:main")
+    sys.exit(serve(load_engine=imported("scripts.testing.numpy_engine:load_numpy_engine")))

@@ -87,7 +87,7 @@ def test_a_plan_for_another_cpu_is_inspected_with_its_target_and_tiles(workshop:
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["fails at the end", "fails at the first line"])
 @pytest.mark.parametrize("option", [[], ["--json"]])
 def test_a_reader_that_has_read_enough_is_no_error(plan: str, option: list[str], unbuffered: str) -> None:
-    command = [sys.executable, "-m", "infer_server.cli.inspect_engine", plan, *option]
+    command = [sys.executable, "-m", "infer_server", "inspect-engine", plan, *option]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                           env={**os.environ, "PYTHONUNBUFFERED": unbuffered}) as inspecting:
         assert inspecting.stdout and inspecting.stderr

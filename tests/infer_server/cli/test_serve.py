@@ -38,7 +38,7 @@ def ipv6() -> bool:
 def process(repository: Path, *options: str, environment: Mapping[str, str] = os.environ
             ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run the command; yield its process and the address of its gRPC port."""
-    command = [sys.executable, "-P", "-m", "infer_server.cli.serve", "--model-repository", str(repository),
+    command = [sys.executable, "-P", "-m", "infer_server", "infer-server", "--model-repository", str(repository),
                "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", "--drain-grace-secs", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as running:
         try:
@@ -77,7 +77,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, taken: str) -> None:
         port = other.getsockname()[1]
         ports = {"--grpc-port": 0, "--http-port": 0, "--metrics-port": 0} | {taken: port}
         done = subprocess.run(
-            [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", str(tmp_path),
+            [sys.executable, "-m", "infer_server", "infer-server", "--model-repository", str(tmp_path),
              *(str(word) for option in ports.items() for word in option)],
             capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)
     assert done.returncode == 1
@@ -173,7 +173,7 @@ def contains(file: Path, text: str) -> bool:
 def logged_process(repository: Path, file: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run the command in a process group of its own, with a log file."""
     repository.mkdir()
-    command = [sys.executable, "-P", "-m", "infer_server.cli.serve", "--model-repository", str(repository),
+    command = [sys.executable, "-P", "-m", "infer_server", "infer-server", "--model-repository", str(repository),
                "--log-file", str(file), "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", *options]
     with subprocess.Popen(command, start_new_session=True) as running:
         try:
