@@ -78,7 +78,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return bytes_copied
 
 
-@pytest.fixture(params=[*FRONTS, *WORKERS])
+@pytest.fixture(scope="module", params=[*FRONTS, *WORKERS])
 def server(request: pytest.FixtureRequest, plan: Path) -> Iterator[RunningServer]:
     with serving(plan.parents[2], load_plan, grpc_front=request.param, allow_client_shm=True) as running:
         yield running
