@@ -20,7 +20,6 @@ from infer_server.calibration.target.split import LabelledItems, Split, for_rang
 from infer_server.calibration.weight_only.gptq import GptqRounder
 from infer_server.calibration.weight_only.moments import ProductMoments
 from infer_server.engines.compiler.builder import BuildConfig
-from infer_server.engines.compiler.engine_cache import sources_digest
 from infer_server.engines.compiler.ranges import Calibrated, Notify, Progress
 from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.errors import CalibrationError, ConfigError
@@ -28,6 +27,7 @@ from infer_server.engines.frontend.onnx_file import OnnxModel
 from infer_server.engines.frontend.weight_only.layers import Layer, Rounder
 from infer_server.engines.ir.graph import Graph
 from infer_server.engines.plan.plan import IoTensor
+from infer_server.engines.version import sources_digest
 from infer_server.engines.preprocess import Preprocess, load_preprocess
 
 

@@ -11,15 +11,27 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from queue import SimpleQueue
 from types import TracebackType
-from typing import IO
+from typing import IO, NamedTuple
 
 from infer_server.engines.machine import object_cache
+from infer_server.engines.machine.object_cache import ObjectCache
 
 ENOUGH = 1_000_000      # characters of IR, about one second of work, below which no process is started
 MOST_WORKERS = 8        # each needs about 80 MB
 _SIZE = struct.Struct("<q")         # bytes of the message that follows; negative if it is an error's text
+
+
+@dataclass(frozen=True)
+class Source:
+    """Module whose text is written only if its object is not cached.
+
+    identity: names everything that the text depends on, the code that writes it included.
+    """
+    identity: str
+    write: Callable[[], str]
 
 
 class CompilerPool:
@@ -54,12 +66,12 @@ class CompilerPool:
             for _ in range(self._count):
                 self._workers.get().stop()
 
-    def compile(self, texts: Iterable[str], done: Callable[[], None] = lambda: None) -> list[bytes]:
-        """Return the object of each module's text; compilation starts while `texts` still produces the next ones.
+    def compile(self, sources: Iterable[str | Source], done: Callable[[], None] = lambda: None) -> list[bytes]:
+        """Return the object of each module; compilation starts while `sources` still produces the next ones.
 
         Parameters
         ----------
-        texts : LLVM IR, a module each.
+        sources : LLVM IR, a module each, or what writes it.
         done : called once for each finished object, for a progress bar.
 
         Raises
@@ -69,17 +81,18 @@ class CompilerPool:
         """
         cache = object_cache.current() if self._key else None
         keys: list[str] = []
-        objects: dict[int, bytes] = {}      # position of the text -> object; at first those from the cache
+        objects: dict[int, bytes] = {}      # position of the source -> object; at first those from the cache
         waiting: dict[int, str] = {}
         futures: dict[int, Future[bytes]] = {}
-        for i, text in enumerate(texts):
+        for i, source in enumerate(sources):
             if cache and self._key:
-                keys.append(self._key(text))
-                found = cache.fetch(keys[i])
-                if found is not None:
-                    objects[i] = found
+                found = _found(source, cache, self._key)
+                keys.append(found.key)
+                if found.code is not None:
+                    objects[i] = found.code
                     continue
-            waiting[i] = text
+                source = found.text
+            waiting[i] = source if isinstance(source, str) else source.write()
             if self._threads is None and self._count > 1 and sum(map(len, waiting.values())) >= ENOUGH:
                 self._start()
             if self._threads:
@@ -104,6 +117,27 @@ class CompilerPool:
             return worker.compile(text)
         finally:
             self._workers.put(worker)
+
+
+class _Found(NamedTuple):
+    """Key of a module's object, and the object; its text, if there is no object."""
+    key: str
+    code: bytes | None
+    text: str = ""
+
+
+def _found(source: str | Source, cache: ObjectCache, key_of: Callable[[str], str]) -> _Found:
+    """Look up a module; the cache keeps the key of a `Source`'s text under the key of its identity."""
+    if isinstance(source, str):
+        key = key_of(source)
+        return _Found(key, cache.fetch(key), source)
+    known = cache.fetch(identity := key_of(source.identity))
+    if known is not None and (code := cache.fetch(known.decode())) is not None:
+        return _Found(known.decode(), code)
+    text = source.write()
+    key = key_of(text)
+    cache.store(identity, key.encode())
+    return _Found(key, cache.fetch(key), text)
 
 
 def compile_in_subprocess(text: str, program: Sequence[str]) -> bytes:

@@ -25,8 +25,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,12 +39,11 @@ from infer_server.engines.machine.plan_store import PlanStore
 from infer_server.engines.plan.file import VERSION, read_plan, write_plan
 from infer_server.engines.plan.plan import Plan
 from infer_server.engines.plan.records import to_plain
-from infer_server.engines.version import COMPILER_VERSION
+from infer_server.engines.version import compiler_digest
 
 USUAL_GIB = 10.0
 SIZE_VARIABLE = "INFER_CACHE_GIB"
 OBJECTS_SHARE = 0.1         # share of the size for compiled kernels
-_LIBRARIES = ("llvmlite", "ml_dtypes", "numpy", "onnx", "pillow")       # libraries whose version may affect a plan
 _BLOCK = 1 << 20
 _ABANDONED_SECONDS = 24 * 3600      # a lock or a temporary file that is older has lost its owner
 _FORGOTTEN_SECONDS = 90 * 24 * 3600         # notes that were not read for so long are removed
@@ -302,25 +299,6 @@ def _fields(message: Any) -> Iterator[bytes]:
         else:
             for part in value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]:
                 yield part.SerializeToString(deterministic=True) if hasattr(part, "ListFields") else repr(part).encode()
-
-
-@cache
-def compiler_digest() -> str:
-    """Return the digest of the compiler: our sources and the libraries' versions."""
-    return digest(json.dumps([COMPILER_VERSION, sources_digest(Path(__file__).parents[1]),
-                               [_version(name) for name in _LIBRARIES]]).encode())
-
-
-def _version(library: str) -> str:
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def sources_digest(package: Path) -> str:
-    """Return the digest of the Python modules below a folder."""
-    return digest(*(path.read_bytes() for path in sorted(package.rglob("*.py"))))
 
 
 def external_files(model: Path) -> list[tuple[str, Path]]:

@@ -22,6 +22,7 @@ from typing import Any
 
 from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.plan_store import PlanStore, read_secret
+from infer_server.engines.version import compiler_digest, sources_digest
 from infer_server.errors import NotBuiltError, RepositoryError
 from infer_server.process import blocked
 from infer_server.repository.folders import Source, file_stats
@@ -208,7 +209,7 @@ def request_key(source: Source, threads: int) -> str:
     OSError
         One of the files cannot be read.
     """
-    from infer_server.engines.compiler.engine_cache import compiler_digest, digest, model_digest
+    from infer_server.engines.compiler.engine_cache import digest, model_digest
     options, cpu = source.config.build, detect()
     named = [("calib", options.calib), ("calib_cache", options.calib_cache), ("preprocess", options.preprocess)]
     files = [(name, file_stats(source.path(value.partition(":")[0], name))) for name, value in named if value]
@@ -221,7 +222,6 @@ def request_key(source: Source, threads: int) -> str:
 @cache
 def _tools_digest() -> list[str]:
     """Return digests of the sources that parse build options and that calibrate."""
-    from infer_server.engines.compiler.engine_cache import sources_digest
     root = Path(__file__).parents[1]
     return [sources_digest(root / "calibration"), sources_digest(root / "cli")]
 

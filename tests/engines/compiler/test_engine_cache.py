@@ -16,16 +16,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from infer_server.engines.compiler import engine_cache as cache_module
-from infer_server.engines.compiler.engine_cache import (
-    EngineCache,
-    external_files,
-    model_digest,
-    sources_digest,
-    usual_folder,
-)
+from infer_server.engines.compiler.engine_cache import EngineCache, external_files, model_digest, usual_folder
 from infer_server.engines.errors import ConfigError
 from infer_server.engines.machine.plan_store import PlanStore
 from infer_server.engines.plan.plan import Plan
+from infer_server.engines.version import sources_digest
 from tests.engines.tiny import halo_plan
 
 KEYS = A, B, C = tuple(40 * digit for digit in "abc")

@@ -14,6 +14,8 @@ from infer_server.engines.backends.llvm.codegen import compile as compile_module
 from infer_server.engines.backends.llvm.codegen.compile import compile_object, object_key
 from infer_server.engines.backends.llvm.codegen.executor import scheduler_object
 from infer_server.engines.backends.llvm.codegen.isa import ALL, PORTABLE
+from infer_server.engines.backends.llvm.tuning import candidates as candidates_module
+from infer_server.engines.backends.llvm.tuning.candidates import CandidateCode
 from infer_server.engines.machine.object_cache import VARIABLE, ObjectCache, using
 from infer_server.engines.plan.plan import Plan
 
@@ -59,6 +61,11 @@ def files_of(cache: EngineCache) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in cache.folder.glob("objects/*")}
 
 
+def objects_of(cache: EngineCache) -> list[str]:
+    """Return the names of the entries with machine code; the others refer to them."""
+    return [name for name, content in files_of(cache).items() if b"\x7fELF" in content]
+
+
 def plan_bytes(plan: Plan, path: Path) -> bytes:
     from infer_server.engines.plan.file import write_plan
     write_plan(plan, path)
@@ -86,14 +93,31 @@ def test_plans_are_equal_without_a_cache_into_an_empty_one_and_out_of_a_full_one
 def test_a_build_of_a_changed_model_compiles_only_what_changed(tmp_path: Path, compiled: list[str]) -> None:
     cache = EngineCache(tmp_path / "cache")
     build_engine(model(64, 96, 32), cache=cache, **OPTIONS)
-    before = files_of(cache)
+    before = objects_of(cache)
     assert len(before) == len(compiled)
     compiled.clear()
     scheduler_object.cache_clear()
     build = build_engine(model(64, 96, 32, 48), cache=cache, **OPTIONS)
     assert build.cached is None
     assert len(compiled) == 1               # the third product; the two others and the executor are found
-    assert len(files_of(cache)) == len(before) + 1
+    assert len(objects_of(cache)) == len(before) + 1
+
+
+def test_the_text_of_a_cached_kernel_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, text = [], CandidateCode._text
+    monkeypatch.setattr(CandidateCode, "_text", lambda code, some: written.append(some) or text(code, some))
+    cache, source = EngineCache(tmp_path / "cache"), model(64, 96, 32)
+
+    def texts_of_a_build() -> int:
+        written.clear()
+        build_engine(source, cache=cache, **OPTIONS)
+        for entry in cache.folder.glob("*.plan"):
+            entry.unlink()
+        return len(written)
+
+    assert [texts_of_a_build(), texts_of_a_build()] == [2, 0]
+    monkeypatch.setattr(candidates_module, "compiler_digest", lambda: "another")
+    assert texts_of_a_build() == 2
 
 
 def test_a_cached_kernel_is_reported_as_progress(tmp_path: Path) -> None:

@@ -8,15 +8,16 @@ import hashlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from infer_server.engines.backends.llvm.codegen.isa import Isa
 from infer_server.engines.backends.llvm.kernels.kernel import Kernel
 from infer_server.engines.backends.llvm.runtime.elf import functions_of
-from infer_server.engines.codegen.compiler_pool import CompilerPool
+from infer_server.engines.codegen.compiler_pool import CompilerPool, Source
 from infer_server.engines.codegen.ir_builder import Module
-from infer_server.engines.version import COMPILER_VERSION
+from infer_server.engines.version import COMPILER_VERSION, compiler_digest
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class CandidateCode:
         missing = [one for one in dict.fromkeys(candidates) if one not in self._alone]
         for _ in range(len(candidates) - len(missing)):
             done()
-        code = pool.compile((self._text([one]) for one in missing), done)
+        code = pool.compile((self._source([one]) for one in missing), done)
         self._alone |= dict(zip(missing, code, strict=True))
         return self._alone
 
@@ -95,7 +96,7 @@ class CandidateCode:
         missing = [some for some in groups if any(one not in self._timed_code for one in some)]
         for _ in range(len(groups) - len(missing)):
             done()
-        for some, code in zip(missing, pool.compile(map(self._text, missing), done), strict=True):
+        for some, code in zip(missing, pool.compile(map(self._source, missing), done), strict=True):
             self._timed_code |= dict.fromkeys(some, code)
         return self._timed_code
 
@@ -106,6 +107,10 @@ class CandidateCode:
         """Return a digest of all that decides on the code of a candidate."""
         text = repr((COMPILER_VERSION, self._isa.name, candidate))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def _source(self, candidates: Sequence[Candidate]) -> Source:
+        identity = (compiler_digest(), *map(self.digest, candidates))
+        return Source(repr(identity), partial(self._text, candidates))
 
     def _text(self, candidates: Sequence[Candidate]) -> str:
         """Return the module of some candidates for one problem."""

@@ -9,7 +9,7 @@ from infer_server.engines.backends.llvm.codegen.compile import compile_object
 from infer_server.engines.backends.llvm.codegen.compile import compiler_pool as pool_of
 from infer_server.engines.backends.llvm.codegen.isa import PORTABLE
 from infer_server.engines.codegen import compiler_pool
-from infer_server.engines.codegen.compiler_pool import CompilerPool
+from infer_server.engines.codegen.compiler_pool import CompilerPool, Source
 from infer_server.engines.machine.object_cache import VARIABLE, ObjectCache, using
 
 TEXTS = [f"define i64 @f{n}(i64 %x) {{\n  %y = add i64 %x, {n}\n  ret i64 %y\n}}\n" for n in range(7)]
@@ -53,6 +53,21 @@ def test_only_what_the_object_cache_lacks_is_compiled(pool: CompilerPool, tmp_pa
         assert pool_of(PORTABLE).compile(iter(TEXTS)) == expected
     assert len(done) == len(TEXTS)
     assert cache.hits == 10
+
+
+def test_a_source_is_written_only_if_its_object_is_not_cached(pool: CompilerPool, tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, written = [compile_object(text, PORTABLE) for text in TEXTS], []
+    sources = [Source(f"the text {i}", lambda text=text: written.append(text) or text) for i, text in enumerate(TEXTS)]
+    with pool, using(ObjectCache(tmp_path)):
+        assert pool.compile(sources) == expected and written == TEXTS       # VARIABLE disables the cache
+        monkeypatch.delenv(VARIABLE)
+        assert [pool.compile(sources) for _ in range(2)] == [expected] * 2
+        assert written == 2 * TEXTS
+        for entry in tmp_path.iterdir():            # entries of texts, to which the entries of sources refer
+            if b"ELF" in entry.read_bytes():
+                entry.unlink()
+        assert pool.compile(sources) == expected and written == 3 * TEXTS
 
 
 def test_a_worker_that_dies_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
