@@ -27,8 +27,8 @@ from infer_server.engines.frontend.onnx_file import OnnxModel
 from infer_server.engines.frontend.weight_only.layers import Layer, Rounder
 from infer_server.engines.ir.graph import Graph
 from infer_server.engines.plan.plan import IoTensor
-from infer_server.engines.version import sources_digest
 from infer_server.engines.preprocess import Preprocess, load_preprocess
+from infer_server.engines.version import sources_digest
 
 
 @dataclass(frozen=True)

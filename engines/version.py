@@ -19,7 +19,7 @@ def compiler_digest() -> str:
 
 
 def _version(library: str) -> str:
-    from importlib import metadata      # takes long to import
+    from importlib import metadata
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
