@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
+import benchmarks.zoo
 from benchmarks.zoo.pictures import probe_items
 from benchmarks.zoo.statistics import measure
 from tests.zoo import TINY, ZOO, images, images_for, run_onnx
@@ -66,7 +67,7 @@ def test_a_fixed_batch_of_one_gives_the_answers_of_the_symbolic_one(name: str) -
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not() -> None:
-    build = TINY["mobilenet_v2"]
+    build = benchmarks.zoo.TINY["mobilenet_v2"]
     assert build().SerializeToString() == build().SerializeToString()
     assert build(seed=1).SerializeToString() != build().SerializeToString()
 
