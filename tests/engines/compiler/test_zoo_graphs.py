@@ -29,3 +29,14 @@ def test_import_simplify_and_optimise_keep_the_meaning(name: str, tmp_path: Path
         for output, value in run(verify(graph), {"input": x}).items():
             assert relative_error(value, expected[output]) < TOLERANCE
     assert not [node for node in optimised.nodes if node.anchor.op in ("BatchNormalization", "Dropout", "Identity")]
+
+
+@pytest.mark.parametrize("opset", (9, 11, 21))
+@pytest.mark.parametrize("name", ("nanodet", "mobilenet_v2", "explicit_pads", "googlenet", "shufflenet_v2"))
+def test_operators_mean_the_same_in_every_operator_set(name: str, opset: int, tmp_path: Path) -> None:
+    model = TINY[name](opset=opset)
+    onnx.save(model, tmp_path / "model.onnx")
+    x = images_for(model, 2, seed=1)
+    expected = run_onnx(model, {"input": x})
+    for output, value in run(optimise(simplify(graph_from_onnx(tmp_path / "model.onnx")), []), {"input": x}).items():
+        assert relative_error(value, expected[output]) < TOLERANCE
