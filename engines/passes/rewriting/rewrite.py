@@ -203,6 +203,8 @@ def _sweep(graph: Graph, rules: Sequence[Rule], log: list[Note] | None) -> Graph
     for rule in rules:
         for op in rule.pattern.ops:
             by_op.setdefault(op, []).append(rule)
+    if not any(node.op in by_op for node in graph.nodes):
+        return None
     editor = GraphEditor(graph)
     matched: set[int] = set()           # ids of nodes; all but a match's root have lost their readers
     for node in graph.nodes:
