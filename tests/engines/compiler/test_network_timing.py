@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.zoo.vision.resnet import resnet34
 from infer_server.engines.backends.llvm.codegen.isa import best_isa
 from infer_server.engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from infer_server.engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
@@ -29,7 +30,6 @@ from infer_server.engines.lowering.problems.view import Halo, dense_view
 from infer_server.engines.machine.cpu import detect
 from infer_server.engines.machine.timing_cache import TimingCache
 from infer_server.engines.plan.plan import Buffer, Operand, Step
-from tests.zoo import TINY
 
 ITEMS = 2
 
@@ -38,7 +38,8 @@ ITEMS = 2
 def graph() -> Graph:
     """Return a small ResNet in INT8, whose sums are exact in any order."""
     builder = Builder(BuildConfig(precision="int8", timing=False))
-    floats = builder.graph(TINY["resnet18"]().SerializeToString())
+    model = resnet34(size=32, width=0.25, classes=10, depths=(1, 1))
+    floats = builder.graph(model.SerializeToString())
     return builder.stored(floats, dict.fromkeys(builder.edges(floats), (-1.0, 2.0)))
 
 
