@@ -11,9 +11,9 @@ Arm ARM (SDOT, USDOT).
 """
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Sequence
-
-import numpy as np
 
 from infer_server.engines.backends.llvm.codegen.tiles import STATE_BYTES, meanings
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
@@ -215,5 +215,17 @@ def _definitions() -> dict[str, str]:
     return table
 
 
-_TILE_STATE = np.zeros(STATE_BYTES, np.uint8)
-EMULATION = _definitions() | meanings(_TILE_STATE.ctypes.data)
+def _reserved(size: int) -> int:
+    """Return the address of writable memory, the same one in each process if it is free.
+
+    Texts contain the address; the object cache finds them again only if it does not change.
+    """
+    allocate = ctypes.CDLL(None, use_errno=True).mmap
+    allocate.restype = ctypes.c_void_p
+    allocate.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+    address = allocate(1 << 44, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    assert address != ctypes.c_void_p(-1).value, f"no memory for the tile registers (errno {ctypes.get_errno()})"
+    return address
+
+
+EMULATION = _definitions() | meanings(_reserved(STATE_BYTES))
