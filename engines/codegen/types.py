@@ -64,6 +64,11 @@ def _written(number: int | float, type_: str) -> str:
 
 def picks(mask: Sequence[int]) -> str:
     """Return the mask operand of a shufflevector; -1 in the mask is poison."""
+    return (_picked if {*map(type, mask)} == {int} else _picked.__wrapped__)(tuple(mask))
+
+
+@lru_cache(1 << 12)
+def _picked(mask: tuple[int, ...]) -> str:
     words = ", ".join(f"i32 {i}" if i >= 0 else "i32 poison" for i in mask)
     return f"{vector(len(mask), I32)} {f'<{words}>' if any(mask) else 'zeroinitializer'}"
 

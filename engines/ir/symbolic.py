@@ -79,6 +79,7 @@ class ShapeEnv:
     _values: list[int] = field(default_factory=list)
     _least: list[int | None] = field(default_factory=list)
     _quotients: dict[Quotient, int] = field(default_factory=dict)
+    _compared: dict[Guard, tuple[Guard | None, bool]] = field(default_factory=dict)     # question -> guard, answer
 
     @property
     def hints(self) -> Sequence[int]:
@@ -96,6 +97,7 @@ class ShapeEnv:
         self.atoms, self.guards, self.checks = [*atoms], {**guards}, dict(enumerate(checks))
         self._values, self._least = [*hints], [*least]
         self._quotients = {atom: index for index, atom in enumerate(atoms) if isinstance(atom, Quotient)}
+        self._compared = {}
 
     def extent(self, name: str, value: int) -> Any:
         """Return an open extent, at least 1, as a SymbolicInt."""
@@ -159,26 +161,33 @@ class ShapeEnv:
 
     def compare(self, relation: str, polynomial: Polynomial) -> bool:
         """Return the relation of a polynomial to 0, and record a guard unless it holds for all extents."""
+        known = self._compared.get((relation, polynomial))
+        if known is None:
+            known = self._compared[relation, polynomial] = self._answer(relation, polynomial)
+        guard, answer = known
+        if guard is not None:
+            self.guards[guard] = answer
+        return answer
+
+    def _answer(self, relation: str, polynomial: Polynomial) -> tuple[Guard | None, bool]:
+        """Return the guard, or None if the relation holds for all extents or for none, and the relation."""
         number = polynomials.number_of(polynomial)
         if number is not None:
-            return number == 0 if relation == "==" else number < 0
+            return None, number == 0 if relation == "==" else number < 0
         least = polynomials.least(polynomial, self._least)
         if least is not None and least >= (1 if relation == "==" else 0):
-            return False
+            return None, False
         negative = polynomials.product(polynomial, polynomials.constant(-1))
         least = polynomials.least(negative, self._least)
         if least is not None and least >= 1:
-            return relation == "<"
+            return None, relation == "<"
         if relation == "==":
             polynomial = min(polynomial, negative)
         reduced = polynomials.reduced(relation, polynomial)
         if reduced is None:
-            return False
-        polynomial = reduced
-        value = plain(self.of(polynomial))
-        answer: bool = value == 0 if relation == "==" else value < 0
-        self.guards[relation, polynomial] = answer
-        return answer
+            return None, False
+        value = polynomials.value(reduced, self._values)
+        return (relation, reduced), bool(value == 0 if relation == "==" else value < 0)
 
     def _atom(self, what: str | Quotient | ByteSize, value: int, least: int | None) -> int:
         self.atoms.append(what)
