@@ -1,4 +1,4 @@
-"""Faults that the suite finds in any backend: writes beside an output, and changed inputs."""
+"""Faults that the suite finds in any backend: writes beside an output, and changed inputs. CPUs that it leaves out."""
 from __future__ import annotations
 
 from typing import Any
@@ -6,10 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infer_server.engines.backends.llvm.codegen.isa import Isa
+from infer_server.engines.codegen.ir_builder import Module
 from infer_server.engines.lowering.problems.movement import Permute
 from infer_server.engines.lowering.problems.problem import Array, Problem
 from scripts.testing.suite import check, gapped
+from tests.engines.backends import test_attention, test_contraction, test_product
+from tests.engines.backends.llvm.runner import kernel_of
 from tests.engines.backends.numpy.runner import NumpyRunner
+from tests.engines.backends.runners import CPUS, DOT_CPUS, FLOAT_CPUS
 
 VIEW = gapped("uint8", (3, 4))
 
@@ -33,3 +38,23 @@ def test_bytes_that_are_not_a_result_stay_as_they_were(of_inputs: bool, message:
     check(Permute(VIEW, VIEW), NumpyRunner(), [x], {})
     with pytest.raises(AssertionError, match=message):
         check(Permute(VIEW, VIEW), Smearing(of_inputs), [x], {})
+
+
+@pytest.mark.parametrize("precision", ["int8", *FLOAT_CPUS])
+def test_cpus_that_are_left_out_run_the_code_of_others(precision: str) -> None:
+    shape = test_product.SHAPES["nothing a multiple of anything"]
+    integers, _ = test_product.integers(shape, ("uint8", ""))
+    specs: list[Problem] = [test_contraction.problem(test_contraction.SHAPES["groups"], precision)[0]]
+    specs += [integers] if precision == "int8" else [
+        test_product.problem(shape, precision, result="float32")[0],
+        test_attention.problem(test_attention.SHAPES["one query"], precision, result="float32")[0]]
+    tested = FLOAT_CPUS.get(precision, [runner.isa for runner in DOT_CPUS])
+    texts = {texts_of(specs, isa) for isa in tested}
+    assert len(texts) > 3 and {texts_of(specs, cpu.isa) for cpu in CPUS} == texts
+
+
+def texts_of(specs: list[Problem], isa: Isa) -> tuple[str, ...]:
+    modules = [Module() for _ in specs]
+    for module, kernel in zip(modules, map(kernel_of, specs), strict=True):
+        kernel.emit(module, "kernel", isa, kernel.tactics(isa)[0])
+    return tuple(module.text() for module in modules)
