@@ -71,12 +71,12 @@ def test_every_tactic_of_bytes_equals_the_reference_bit_for_bit(name: str) -> No
 @EVERY_LAYER
 @pytest.mark.parametrize("precision", FLOATS)
 def test_tactics_of_16_bit_floats_agree_with_the_reference(name: str, precision: str) -> None:
-    """Test every tactic of BF16, and every fourth of FP16, which few CPUs have: the others emulate it."""
+    """Test every second tactic of BF16, and every fourth of FP16: INT8 has all, and they differ in elements only."""
     kernel, inputs, constants = kernel_of(name, precision)
     constants["weights"] = constants["weights"] / 4
     isa = FLOATS[precision]
     assert bool(kernel.tactics(isa)) == (kernel.depth >= (16 if kernel.run_bytes <= 64 else 32))
-    step = (1 if name in LAYERS else 3) * (4 if precision == "fp16" else 1)
+    step = (1 if name in LAYERS else 3) * (4 if precision == "fp16" else 2)
     for tactic in kernel.tactics(isa)[::step]:
         check(kernel, CpuRunner(isa), inputs, constants, TOLERANCE[precision], tactic=tactic, pieces=2, slack=0)
 
