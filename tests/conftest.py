@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set the cache folders before any test builds; subprocesses and pytest-xdist's workers inherit them."""
     gc.disable()        # until all tests are collected: importing makes little garbage
     os.environ.pop("KUBERNETES_SERVICE_HOST", None)     # set where tests run in a cluster, and changes defaults
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")     # of workers, which use all processors already
     os.environ["XDG_CACHE_HOME"] = _temporary_folder(config)
     if not os.environ.get(VARIABLE):
         os.environ[VARIABLE] = _kept_folder(config, "kernels")
