@@ -63,7 +63,7 @@ def test_every_tactic_of_a_matrix_unit_finishes_a_block_before_its_rows_are_scal
         check(kernel, cpu, inputs, constants, tactic=tactic, pieces=2, slack=3)
 
 
-@pytest.mark.parametrize("isa", [AVX2, AVX512_VNNI, AVX512_AMX], ids=str)
+@pytest.mark.parametrize("isa", [AVX2, AVX512_VNNI, AVX512_AMX], ids=lambda isa: isa.name)
 @pytest.mark.parametrize("shape", [ROWS, SHAPES["gemm of one row an item"]], ids=["rows", "single rows"])
 def test_kernels_that_read_their_extents_at_run_time_equal_the_reference(shape, isa):
     spec, inputs, constants = scaled(shape)
