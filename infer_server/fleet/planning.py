@@ -100,10 +100,10 @@ class Simulation:
             low, high = (low, middle) if holds(middle) else (middle, high)
         return self.answer(replace(fleet, servers=high), goal, points)
 
-    def answer(self, fleet: Fleet, goal: Goal, known: Mapping[int, Point] = {}) -> Answer:      # noqa: B006
+    def answer(self, fleet: Fleet, goal: Goal, known: Mapping[int, Point] | None = None) -> Answer:
         """Return the latencies of a fleet of a given size. known: points at the goal's rate by number of servers."""
         def at_rate(servers: int) -> Point:
-            return known.get(servers) or self.at(replace(fleet, servers=servers), goal.rate, goal)
+            return (known or {}).get(servers) or self.at(replace(fleet, servers=servers), goal.rate, goal)
 
         fewer = at_rate(fleet.servers - 1) if fleet.servers > 1 else None
         curve = tuple(self.at(fleet, load * fleet.capacity, goal) for load in LOADS)

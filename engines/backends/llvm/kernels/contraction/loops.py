@@ -4,7 +4,6 @@ tiled.py describes the loops. Each kernel has a subclass of TiledLoops that emit
 """
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -123,12 +122,9 @@ class TiledLoops(ABC):
         if scaled is None:
             return
         for pixel in f.range("pixel", begin, end):
-            y, numbers, scales = (start + (item * view.item + pixel * view.strides[1])
-                                  for start, view in zip(self.outputs, self.problem.outputs, strict=True))
-            none = self.constants       # the problem has no constants
-            row = RowCode(f, self.isa, scaled, [y], none, [], none, numbers, None, [scales])
-            row.width = operator.index(row.width)       # past the end of y there may be no memory that can be read
-            scale_row(row, scaled)
+            y, *others = (start + (item * view.item + pixel * view.strides[1])
+                          for start, view in zip(self.outputs, self.problem.outputs, strict=True))
+            scale_row(RowCode.bare(f, self.isa, scaled, y, others), scaled)
 
     def tiles(self, f: Function, start: Value, stop: Value) -> Visit:
         """Return a visitor of the tiles in rows start..stop - 1 of tiles.

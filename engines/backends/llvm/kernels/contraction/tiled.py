@@ -204,7 +204,7 @@ class TiledContraction(Kernel[Contraction]):
     def grid(self, isa: Isa, tactic: Tile) -> Grid:
         groups, cout = self.problem.groups, self.problem.cout
         columns = groups if groups > 1 else -(-cout // (tactic.vectors * isa.lanes))
-        if self.problem.scaled is not None:     # after all panels
+        if self.problem.scaled is not None:     # rows are scaled once all of their panels are computed
             columns = 1
         return Grid(self.flat.cols if self.by_batch else self.planes.count * self.tile_rows(tactic), 1, columns)
 

@@ -72,8 +72,13 @@ class RowCode:
         The problem has neither constants nor operands. A symbolic width becomes a number: past the end of y there may
         be no memory that can be read.
         """
-        y, *others = self.others
-        code = RowCode(self.f, self.isa, problem, [self._y], self._prologue, [], self._program, y, None, others)
+        return RowCode.bare(self.f, self.isa, problem, self._y, self.others)
+
+    @staticmethod
+    def bare(f: Function, isa: Isa, problem: RowProblem, x: Value, outputs: Sequence[Value]) -> RowCode:
+        """Return the code of a problem without constants and operands, with a number as its width (see `then`)."""
+        y, *others = outputs
+        code = RowCode(f, isa, problem, [x], x, [], x, y, None, others)     # no constants are read at x
         code.width = operator.index(code.width)
         return code
 
