@@ -64,7 +64,9 @@ def _written(number: int | float, type_: str) -> str:
 
 def picks(mask: Sequence[int]) -> str:
     """Return the mask operand of a shufflevector; -1 in the mask is poison."""
-    return (_picked if {*map(type, mask)} == {int} else _picked.__wrapped__)(tuple(mask))
+    numbers = tuple(mask)
+    # Equal numbers of other types, such as True and 1, are written differently: their texts are not kept.
+    return _picked(numbers) if all(type(i) is int for i in numbers) else _picked.__wrapped__(numbers)
 
 
 @lru_cache(1 << 12)

@@ -152,7 +152,7 @@ class Reader:
 
 
 @contextmanager
-def reader(page: Path, folder: Path, cache: Path, further: Mapping[str, str] = {}) -> Iterator[Reader]:     # noqa: B006
+def reader(page: Path, folder: Path, cache: Path, further: Mapping[str, str]) -> Iterator[Reader]:
     """Yield a runner of a page's blocks.
 
     cache: $XDG_CACHE_HOME of this process. further: options by command that it gets beside those of the page.

@@ -137,5 +137,5 @@ def test_only_lines_that_need_no_shell_are_called_in_this_process() -> None:
 def test_a_block_that_fails_names_its_page_and_line(command: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"# Title\n\n```bash\n{command}\n```\n")
-    with reader(page, tmp_path, tmp_path) as notebook, pytest.raises(AssertionError, match=r"page\.md:4"):
+    with reader(page, tmp_path, tmp_path, {}) as notebook, pytest.raises(AssertionError, match=r"page\.md:4"):
         notebook.run(blocks(page)[0])

@@ -37,7 +37,7 @@ def _scaled_norm(norm: ProblemCall, scaled: ProblemCall) -> ProblemCall | None:
     if type(norm.problem) is not Norm or scaled.inputs != norm.outputs or rows.sources != norm.problem.outputs:
         return None
     known = {field.name: getattr(norm.problem, field.name) for field in fields(Norm)}
-    problem = ScaledNorm(**known, rows=rows.y, scales=rows.scales)
+    problem = ScaledNorm(**known, numbers=rows.y, scales=rows.scales)
     return replace(norm, problem=problem, outputs=(*norm.outputs, *scaled.outputs))
 
 

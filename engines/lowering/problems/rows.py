@@ -148,17 +148,17 @@ class ScaledRows(RowProblem):
 
 @dataclass(frozen=True)
 class ScaledNorm(Norm):
-    """Norm whose result y is also written as ScaledRows: `rows` and `scales`."""
-    rows: View | None = None
+    """Norm whose result y is also written as ScaledRows: `numbers` and `scales`."""
+    numbers: View | None = None
     scales: View | None = None
     family = "scaled_norm"
-    writes = ("y", "rows", "scales")
+    writes = ("y", "numbers", "scales")
 
     @property
     def scaled(self) -> ScaledRows:
         """Problem of the rows and scales, which reads y."""
-        assert self.rows is not None
-        return ScaledRows((self.y,), self.rows, scales=self.scales)
+        assert self.numbers is not None
+        return ScaledRows((self.y,), self.numbers, scales=self.scales)
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         y, = super().reference(inputs, constants)

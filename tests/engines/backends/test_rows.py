@@ -107,7 +107,7 @@ def test_a_norm_also_writes_its_rows_scaled(kind, width, runner):
     b = ProgramBuilder(True)
     b.add("fma", b.accumulator, b.constant(np.linspace(0.1, 3, width)), 0.25)
     view = gapped("float32", (3, 2, width))
-    spec = ScaledNorm((view,), view, program=b.program(), kind=kind, rows=dense_view("uint8", (3, 2, width)),
+    spec = ScaledNorm((view,), view, program=b.program(), kind=kind, numbers=dense_view("uint8", (3, 2, width)),
                       scales=dense_view("float32", (3, 2, 1)))
     check(spec, runner, data(spec), {"program": b.constants}, pieces=2)
 
