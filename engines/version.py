@@ -7,7 +7,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-COMPILER_VERSION = "25"
+COMPILER_VERSION = "26"
 _LIBRARIES = ("llvmlite", "ml_dtypes", "numpy", "onnx", "pillow")       # libraries whose version may affect a plan
 
 

@@ -47,7 +47,8 @@ def buffers_of(lowered: Lowered, max_batch: int) -> tuple[Buffer, ...]:
         # No step writes a tensor without elements, but one may read it.
         first = -1 if i in inputs else written.get(i, min(used.get(i, [end])))
         last = end if i in outputs else max([*used.get(i, []), first])
-        result.append(Buffer(storage.name, buffer_bytes(storage, max(max_batch, 1)), first, last))
+        size = buffer_bytes(storage, max(max_batch, 1)) if i in used or i in inputs or i in outputs else 0
+        result.append(Buffer(storage.name, size, first, last))
     return tuple(result)
 
 

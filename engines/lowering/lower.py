@@ -53,7 +53,7 @@ def lower(graph: Graph, lanes: int, solved: Collection[type[Problem]] | None = N
     placements = Aliasing(graph)
     ctx = Context(graph, placements, lanes, solved)
     calls = tuple(call for node in graph.nodes for call in _calls(ctx, node))
-    return Lowered(graph, placements, with_merged_scaling(calls, solved))
+    return Lowered(graph, placements, with_merged_scaling(graph, calls, solved))
 
 
 def _calls(ctx: Context, node: Node) -> Sequence[AnyCall]:

@@ -12,6 +12,7 @@ from infer_server.engines.ir.graph import Node, QParams
 from infer_server.engines.ir.symbolic import is_symbolic, plain
 from infer_server.engines.lowering.calls.broadcast import broadcast, image
 from infer_server.engines.lowering.calls.calls import Context, ProblemCall, Refused
+from infer_server.engines.lowering.calls.scaled_rows import only_scaled
 from infer_server.engines.lowering.epilogue.affine import Affine, AffineWriter
 from infer_server.engines.lowering.epilogue.from_onnx import write_node
 from infer_server.engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
@@ -36,6 +37,7 @@ class Body:
     node: Node
     quants: Mapping[str, QParams | None]
     constants: Mapping[str, Array | Deferred]
+    scaled: bool = False        # only ScaledRows nodes read the result
 
     @staticmethod
     def of(ctx: Context, node: Node) -> Body:
@@ -44,7 +46,8 @@ class Body:
         constants = {name: ctx.graph.constants[name] for name in sorted(read) if name in ctx.graph.constants}
         return Body(node, {name: ctx.type(name).quant for name in (read - made).union(node.outputs)},
                     {name: array for name, array in constants.items()
-                     if isinstance(array, Deferred) or _per_channel(array) is not None})
+                     if isinstance(array, Deferred) or _per_channel(array) is not None},
+                    only_scaled(ctx.graph, node.outputs[0]))
 
 
 def stored(quant: QParams | None, ref: Any) -> Affine:
@@ -86,7 +89,7 @@ def _written(body: Body, accumulator: tuple[Any, ...] | None, late: Sequence[str
     constants: Mapping[str, Any] = {**body.constants, **dict(zip(late, arrays, strict=True))}
     output = node.outputs[0]
     quant = body.quants[output]
-    writer = AffineWriter(builder, coarse=quant is not None)
+    writer = AffineWriter(builder, coarse=quant is not None, approximate=body.scaled)
     values: dict[str, Affine] = {}
     operands: dict[str, Affine] = {}
     parts = node.body or (node,)

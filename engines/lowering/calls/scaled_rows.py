@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
 
+from infer_server.engines.ir.graph import Graph
 from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.lowering.calls.broadcast import image, is_image
 from infer_server.engines.lowering.calls.calls import AnyCall, ProblemCall
@@ -12,9 +13,12 @@ from infer_server.engines.lowering.problems.convolution import Contraction, Scal
 from infer_server.engines.lowering.problems.problem import Problem
 from infer_server.engines.lowering.problems.rows import Norm, ScaledNorm, ScaledRows
 
+WIDEST = 16 << 10       # maximum bytes of a row of which kernels keep a block in scratch memory
 
-def with_merged_scaling(calls: Iterable[AnyCall], solved: Collection[type[Problem]] | None) -> tuple[AnyCall, ...]:
-    """Return the calls with each ScaledRows merged into the call before it whose result it reads.
+
+def with_merged_scaling(graph: Graph, calls: Iterable[AnyCall],
+                        solved: Collection[type[Problem]] | None) -> tuple[AnyCall, ...]:
+    """Return the calls of a graph with each ScaledRows merged into the call before it whose result it reads.
 
     solved: problems that the target has kernels for; None: all.
     """
@@ -23,7 +27,7 @@ def with_merged_scaling(calls: Iterable[AnyCall], solved: Collection[type[Proble
         before = merged[-1] if merged else None
         both = None
         if isinstance(before, ProblemCall) and isinstance(call, ProblemCall) and isinstance(call.problem, ScaledRows):
-            both = _scaled_norm(before, call) or _scaled_product(before, call)
+            both = _scaled_norm(before, call) or _scaled_product(graph, before, call)
         if both is not None and (solved is None or type(both.problem) in solved):
             merged[-1] = both
         else:
@@ -41,7 +45,13 @@ def _scaled_norm(norm: ProblemCall, scaled: ProblemCall) -> ProblemCall | None:
     return replace(norm, problem=problem, outputs=(*norm.outputs, *scaled.outputs))
 
 
-def _scaled_product(product: ProblemCall, scaled: ProblemCall) -> ProblemCall | None:
+def only_scaled(graph: Graph, rows: str) -> bool:
+    """Return True if ScaledRows nodes read a tensor, nothing else does, and it is no output of the graph."""
+    readers = graph.consumers[rows]
+    return bool(readers) and rows not in graph.outputs and all(node.op == "ScaledRows" for node in readers)
+
+
+def _scaled_product(graph: Graph, product: ProblemCall, scaled: ProblemCall) -> ProblemCall | None:
     """Merge a matrix product, whose tensors are viewed as images of one row."""
     problem, rows = product.problem, scaled.problem
     assert isinstance(rows, ScaledRows)
@@ -54,8 +64,9 @@ def _scaled_product(product: ProblemCall, scaled: ProblemCall) -> ProblemCall | 
     numbers, scales = placed[1:]
     assert numbers is not None and scales is not None
     known = {field.name: getattr(problem, field.name) for field in fields(Contraction)}
-    merged = ScaledContraction(**known, numbers=numbers.view, scales=scales.view, steps=rows.steps)
-    return replace(product, problem=merged, outputs=(y, numbers, scales))
+    writes_y = not only_scaled(graph, scaled.node.inputs[0]) or problem.cout * y.view.size > WIDEST
+    merged = ScaledContraction(**known, numbers=numbers.view, scales=scales.view, steps=rows.steps, writes_y=writes_y)
+    return replace(product, problem=merged, outputs=(*([y] if writes_y else []), numbers, scales))
 
 
 def _as_pixels(placement: Placement, items: object) -> Placement | None:

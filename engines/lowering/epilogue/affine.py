@@ -101,10 +101,13 @@ def _is_one(scale: Floats | Affine) -> bool:
 
 
 class AffineWriter:
-    """Arithmetic on Affine values over a ProgramBuilder. coarse: the result is a byte, so approximations suffice."""
+    """Arithmetic on Affine values over a ProgramBuilder.
 
-    def __init__(self, builder: ProgramBuilder, coarse: bool = False) -> None:
-        self.builder, self.coarse = builder, coarse
+    coarse: the result is a byte. approximate: the result is rounded to a byte in the end, so approximations suffice.
+    """
+
+    def __init__(self, builder: ProgramBuilder, coarse: bool = False, approximate: bool = False) -> None:
+        self.builder, self.coarse, self.approximate = builder, coarse, coarse or approximate
 
     def settle(self, value: Affine) -> Ref:
         """Write the value to a register, as a sum of fma and the remaining clip."""

@@ -50,7 +50,7 @@ def _hard_swish(w: AffineWriter, node: Node, x: Affine) -> Affine:
 
 
 def _swish(w: AffineWriter, node: Node, x: Affine) -> Affine:
-    if w.coarse:
+    if w.approximate:
         return w.apply("silu_u8", x)
     x = w.settled(x)
     return w.multiply(x, w.apply("sigmoid", x))
@@ -58,7 +58,7 @@ def _swish(w: AffineWriter, node: Node, x: Affine) -> Affine:
 
 def _gelu(w: AffineWriter, node: Node, x: Affine) -> Affine:
     by_tanh = node.attrs.get("approximate") == "tanh"
-    if w.coarse:
+    if w.approximate:
         return w.apply("gelu_tanh_u8" if by_tanh else "gelu_u8", x)
     if not by_tanh:
         return w.apply("gelu", x)

@@ -118,8 +118,13 @@ class ScaledContraction(Contraction):
     numbers: View | None = None
     scales: View | None = None
     steps: int = STEPS
+    writes_y: bool = True           # False: y is no output; kernels keep a block of its rows in scratch memory
     family = "scaled_contraction"
     writes = ("y", "numbers", "scales")
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return super().outputs if self.writes_y else self._views(self.writes[1:])
 
     @property
     def scaled(self) -> ScaledRows:
@@ -128,7 +133,7 @@ class ScaledContraction(Contraction):
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         y, = super().reference(inputs, constants)
-        return y, *self.scaled.reference([y], {})
+        return *([y] if self.writes_y else []), *self.scaled.reference([y], {})
 
 
 @dataclass(frozen=True)

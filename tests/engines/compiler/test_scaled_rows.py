@@ -20,6 +20,8 @@ from infer_server.engines.frontend.onnx_export import onnx_from_graph
 from infer_server.engines.frontend.onnx_import import graph_from_onnx
 from infer_server.engines.ir.graph import Array, Graph, verify
 from infer_server.engines.ir.recipe import Recipe
+from infer_server.engines.lowering.buffers import buffers_of
+from infer_server.engines.lowering.calls import scaled_rows
 from infer_server.engines.lowering.lower import lower
 from infer_server.engines.lowering.problems.convolution import Contraction, ScaledContraction
 from infer_server.engines.lowering.problems.nest import Nest
@@ -232,6 +234,25 @@ def test_a_row_of_zeros_is_exact_and_a_row_that_is_not_finite_stays_alone():
         y = engine.run(feeds)["y"]
         assert not np.isfinite(y[0, 2]).any()
         np.testing.assert_array_equal(np.delete(y, 2, 1), np.delete(clean, 2, 1))
+
+
+def test_rows_that_only_products_read_stay_in_scratch_memory(monkeypatch):
+    """A byte of the result needs no more than the approximation of the activation for bytes."""
+    def hidden(source):
+        graph = float_graph(source)
+        lowered = lower(quantize(with_scaled_rows(graph, ROWS), ranges_of(graph, items(8, 5))), 4)
+        name = "h.shifted" if "h" not in graph.outputs else "h"
+        size, = (buffer.bytes for buffer in buffers_of(lowered, 4) if buffer.name == name)
+        problem, = (call.problem for call in lowered.compiled if isinstance(call.problem, ScaledContraction))
+        return problem.writes_y, "gelu_u8" in str(problem.program), size
+
+    watched = model("N", 5)
+    watched.graph.output.append(onnx.helper.make_empty_tensor_value_info("h"))
+    assert hidden(model("N", 5)) == (False, True, 0)
+    assert hidden(watched)[:2] == (True, False)
+    monkeypatch.setattr(scaled_rows, "WIDEST", 4 * HIDDEN - 1)
+    assert hidden(model("N", 5))[:2] == (True, True)
+    assert hidden(model("N", 5))[2] >= 4 * 5 * 4 * HIDDEN
 
 
 def test_a_backend_without_the_kernel_computes_the_rows_by_nests():

@@ -16,7 +16,7 @@ from infer_server.engines.backends.llvm.kernels.common.access import tails
 from infer_server.engines.backends.llvm.kernels.common.pixels import panels_between
 from infer_server.engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
-from infer_server.engines.backends.llvm.kernels.kernel import begin_kernel
+from infer_server.engines.backends.llvm.kernels.kernel import ALIGNMENT, begin_kernel
 from infer_server.engines.backends.llvm.kernels.rows.passes import RowCode
 from infer_server.engines.backends.llvm.kernels.rows.scaling import scale_row
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
@@ -87,7 +87,9 @@ class TiledLoops(ABC):
         f, addresses, self.bounds = begin_kernel(self.module, self.name, inputs + self.arrays + 1 + outputs)
         *self.weights, self.constants = addresses[inputs:-outputs]
         self.outputs = addresses[-outputs:]
-        self.loops(f, [*addresses[:inputs], self.outputs[0]])
+        size = self.kernel.scratch_bytes(self.tile)
+        self.scratch = f.alloca(size, ALIGNMENT, "rows") if size else None
+        self.loops(f, [*addresses[:inputs], self.outputs[0] if self.scratch is None else self.scratch])
 
     def loops(self, f: Function, tensors: list[Value]) -> None:
         """Emit all tiles of the part of the grid that the kernel is called for."""
@@ -113,7 +115,7 @@ class TiledLoops(ABC):
             last = (end - item * tile_rows).at_most(tile_rows)
             for start in f.range("block", first, last, block):
                 stop = (start + block).at_most(last)
-                self.panels(f, self._pixel(here, start * rows, start * cols), self.tiles(f, start, stop))
+                self.panels(f, self._start_of_block(here, start * rows, start * cols), self.tiles(f, start, stop))
                 self.scale(f, item, start * cols, (stop * cols).at_most(self.problem.cols))
 
     def scale(self, f: Function, item: Value, begin: Value, end: Value) -> None:
@@ -122,9 +124,11 @@ class TiledLoops(ABC):
         if scaled is None:
             return
         for pixel in f.range("pixel", begin, end):
-            y, *others = (start + (item * view.item + pixel * view.strides[1])
-                          for start, view in zip(self.outputs, self.problem.outputs, strict=True))
-            scale_row(RowCode.bare(f, self.isa, scaled, y, others), scaled)
+            rows = [start + (item * view.item + pixel * view.strides[1])
+                    for start, view in zip(self.outputs, self.problem.outputs, strict=True)]
+            if self.scratch is not None:
+                rows.insert(0, self.scratch + (pixel - begin) * self.problem.y.strides[1])
+            scale_row(RowCode.bare(f, self.isa, scaled, rows[0], rows[1:]), scaled)
 
     def tiles(self, f: Function, start: Value, stop: Value) -> Visit:
         """Return a visitor of the tiles in rows start..stop - 1 of tiles.
@@ -196,7 +200,7 @@ class TiledLoops(ABC):
                 for tail, size in tails(whole, rest, cols):
                     call(whole.like(0), tail, Part(1, size), whole)
 
-            self.panels(f, self._pixel(base, start.like(0), start), visit)
+            self.panels(f, self._start_of_block(base, start.like(0), start), visit)
             self.scale(f, start.like(0), start, start + count)
 
     def panels(self, f: Function, block: list[Value], visit: Visit) -> None:
@@ -242,6 +246,11 @@ class TiledLoops(ABC):
     def _channels(self, first: Value) -> list[Value]:
         """Return the bytes from cout 0 to another one, in the operands and y."""
         return [first * view.strides[2] for view in self.views[1:]]
+
+    def _start_of_block(self, base: list[Value], i: Value, j: Value) -> list[Value]:
+        """Return the addresses of a block whose first output pixel is (i, j)."""
+        addresses = self._pixel(base, i, j)
+        return addresses if self.scratch is None else [*addresses[:-1], self.scratch]
 
     def _pixel(self, base: list[Value], i: Value, j: Value) -> list[Value]:
         """Return the addresses of output pixel (i, j)."""

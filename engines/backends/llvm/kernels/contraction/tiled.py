@@ -41,6 +41,7 @@ from infer_server.engines.backends.llvm.kernels.kernel import Grid, Kernel, Tact
 from infer_server.engines.lowering.problems.convolution import Contraction
 from infer_server.engines.lowering.problems.problem import Array
 from infer_server.engines.lowering.problems.view import View
+from infer_server.engines.plan.plan import SLACK
 
 FEW_PIXELS = 8          # items with at most this many pixels are divided by batch
 HIDDEN_CALL = 3         # cycles of a micro-kernel's call that do not overlap with the last sums of the tile before
@@ -180,6 +181,14 @@ class TiledContraction(Kernel[Contraction]):
             return tile.block or self.tile_rows(tile)
         return self._fitting(tile, self.problem.y)
 
+    def scratch_bytes(self, tile: Tile) -> int:
+        """Return the bytes of a block's rows that are no output of the problem: 0 if there are none."""
+        problem = self.problem
+        if problem.y in problem.outputs:
+            return 0
+        pixels = self.block_of_the_batch(tile) if self.by_batch else self.block(tile) * tile.cols
+        return pixels * problem.y.strides[1] + SLACK
+
     @staticmethod
     def _fitting(tile: Tile, view: View) -> int:
         """Return the rows of tiles whose pixels in this view have BLOCK_BYTES, for matrix products."""
@@ -240,6 +249,8 @@ class TiledContraction(Kernel[Contraction]):
     def refinements(self, isa: Isa, best: Tile) -> Sequence[Tile]:
         """Return the best tile with its pixels divided into blocks, with and without prefetch."""
         blocks = [0] if self.by_batch else [0, *(b for b in (1, 2, 4, 8, 16) if b < self.tile_rows(best))]
+        if self.scratch_bytes(best):
+            blocks = [b for b in blocks if b <= self._fitting(best, self.problem.y)]
         weights = self.turns(isa) * self.problem.cout * self.arithmetic(isa).step_bytes
         return tuple(replace(best, block=block, prefetch=prefetch) for block in blocks
                      for prefetch in ((False, True) if weights >= 1 << 16 else (False,)))
