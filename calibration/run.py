@@ -34,7 +34,7 @@ from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.passes.quantization.quantize import contractions
 from infer_server.engines.passes.quantization.recipe import prepared
 from infer_server.engines.passes.quantization.scaled_rows import scalable_rows
-from infer_server.engines.passes.quantization.smoothing import equalisable, smoothable
+from infer_server.engines.passes.quantization.smoothing import carried, equalisable, smoothable
 
 # Budget of the search in multiply-accumulates, so that it is independent of the machine: about 25 s of AVX2.
 BUDGET_MACS = 1.5e12
@@ -143,6 +143,7 @@ class CalibrationRun:
         self._edges, self._smoothable = subject.builder.edges(subject.graph), smoothable(subject.graph)
         self._scalable = scalable_rows(subject.graph) if subject.builder.backend in SCALING else ()
         self._convolved = tuple(name for name in equalisable(subject.graph) if name in set(self._edges))
+        self._carried = tuple(self._with_carried({name: (1.0,) for name in self._convolved}))
         self._trials = self._spent = 0      # planned and finished trials of the search, for the progress display
         self._known: dict[Any, Errors] = {}     # errors of finished trials, by the contents of their tables
         self._record = SearchRecord()
@@ -156,7 +157,7 @@ class CalibrationRun:
         judged, trials = self._trial_budget(statistics)
         floats = FloatRuns(self._subject.graph, judged)
         has_steps = not self._calibrator and self._spare_trials(trials) >= 0
-        statistics.collect(self._edges, floats, (*self._smoothable, *self._convolved), check,
+        statistics.collect(self._edges, floats, (*self._smoothable, *self._carried), check,
                            SecondMoments(self._subject.graph) if has_steps else None)
         if statistics.padded:
             self._notify(f"{statistics.padded} positions at which {MASK} is 0 are padding and left out of calibration")
@@ -311,7 +312,7 @@ class CalibrationRun:
         def tried() -> Iterator[tuple[str, CalibrationTable, Factors]]:
             yield "without", before, {}
             for alpha in alphas:
-                factors = _plain(equalising_factors(self._subject.graph, largest, alpha))
+                factors = self._with_carried(equalising_factors(self._subject.graph, largest, alpha))
                 yield f"alpha {alpha}", replace(before, ranges={**before.ranges, **peaks.ranges(factors)},
                                                 smoothing={**smoothing, **factors}), factors
 
@@ -324,6 +325,10 @@ class CalibrationRun:
             histograms[name].observe(np.array(range_))
         means = {name: plain.means[name] / s for name, s in found.items() if name in plain.means}
         return replace(plain, histograms={**plain.histograms, **histograms}, means={**plain.means, **means}), factors
+
+    def _with_carried(self, factors: Mapping[str, Iterable[float]]) -> Factors:
+        """Return the factors with those of the observed tensors that max pools and concatenations make."""
+        return {name: s for name, s in _plain(carried(self._subject.graph, factors)).items() if name in self._edges}
 
     def _best(self, judge: Judge, stage: str, name: str, tried: Iterable[tuple[str, CalibrationTable, T]]) -> T:
         """Return the result of the trial of highest SQNR. Trials are (label, table, result), the first "without"."""

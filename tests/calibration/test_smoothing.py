@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ from infer_server.calibration.smoothing import ChannelPeaks, equalising_factors,
 from infer_server.engines.ir.graph import Graph, Node, TensorType, type_of, verify
 from infer_server.engines.ops.reference import run
 from infer_server.engines.passes.quantization.smoothing import (
+    carried,
     equalisable,
     is_smoothed,
     smoothable,
@@ -156,3 +158,55 @@ def test_no_equalised_channel_has_a_wider_range_than_the_tensor_had(alpha: float
         scaled = peaks["a"] / s
         assert (6 / s >= scaled.max() * (1 - 1e-9)).all()
         assert scaled[scaled > 0].min() / scaled.max() > 0.5 / 6
+
+
+def joined(carrier: str = "MaxPool", outputs: tuple[str, ...] = ("y",)) -> Graph:
+    """Return the graph a = leaky(x first); p = pool(a); c = leaky(p second); y = (p, c) third."""
+    weights = {"first": (CHANNELS, CHANNELS), "second": (CHANNELS, CHANNELS), "third": (CHANNELS, 2 * CHANNELS)}
+
+    def conv(source: str, weight: str) -> Node:
+        return Node("Conv", (source, weight), (f"{weight}.y",), {"channels_last": 1, "kernel_shape": (1, 1)})
+
+    def leaky(source: str, weight: str, name: str) -> Node:
+        return Node("Fused", (source, weight), (name,), body=(
+            conv(source, weight), Node("LeakyRelu", (f"{weight}.y",), (name,), {"alpha": 0.1})))
+
+    pool = {"channels_last": 1, "kernel_shape": (2, 2), "strides": (1, 1)} if carrier == "MaxPool" else {}
+    nodes = (leaky("x", "first", "a"), Node(carrier, ("a",), ("p",), pool), leaky("p", "second", "c"),
+             Node("Concat", ("p", "c"), ("both",), {"axis": 3}), replace(conv("both", "third"), outputs=("y",)))
+    constants = {name: RNG.standard_normal((*shape, 1, 1)).astype(np.float32) for name, shape in weights.items()}
+    types = {name: TensorType(FLOAT, ("batch", size, size, CHANNELS)) for size, names in (
+        (5, ("x", "first.y", "a")), (4, ("p", "second.y", "c", "y"))) for name in names}
+    types["both"] = TensorType(FLOAT, ("batch", 4, 4, 2 * CHANNELS))
+    types |= {name: type_of(array) for name, array in constants.items()}
+    return Graph("g", ("x",), outputs, nodes, constants, types)
+
+
+def test_pools_and_concatenations_carry_the_channels_of_an_equalised_graph() -> None:
+    graph = verify(joined())
+    assert equalisable(graph) == ("a", "c")
+    factors = {name: RNG.uniform(0.1, 10, CHANNELS) for name in ("a", "c")}
+    even = verify(smoothed(graph, factors))
+    for name, factor in carried(graph, factors).items():
+        np.testing.assert_allclose(run(even, {"x": IMAGES}, [name])[name],
+                                   run(graph, {"x": IMAGES}, [name])[name] / factor, 1e-4, 1e-4)
+        assert is_smoothed(even, name)
+    np.testing.assert_allclose(run(even, {"x": IMAGES})["y"], run(graph, {"x": IMAGES})["y"], 1e-4, 1e-4)
+    only = carried(graph, {"c": factors["c"]})
+    np.testing.assert_array_equal(only["both"], [*np.ones(CHANNELS), *factors["c"]])
+    assert [*only] == ["c", "both"]
+
+
+def test_channels_are_carried_only_where_all_readers_behind_allow_it() -> None:
+    assert equalisable(joined("Softmax")) == ("c",)
+    assert equalisable(joined(outputs=("y", "both"))) == equalisable(joined(outputs=("y", "p", "c"))) == ()
+    assert equalisable(joined(outputs=("y", "c"))) == ("a",)
+
+
+def test_weights_behind_a_concatenation_count_for_their_part() -> None:
+    graph, share = joined(), {}
+    second, third = (np.abs(graph.constants[name][:, :, 0, 0]) for name in ("second", "third"))
+    for name, weights in {"second": second, "third": third}.items():
+        share[name] = (weights / weights.max(axis=1, keepdims=True)).max(axis=0)
+    np.testing.assert_allclose(weight_shares(graph, "c"), share["third"][CHANNELS:])
+    np.testing.assert_allclose(weight_shares(graph, "a"), np.maximum(share["second"], share["third"][:CHANNELS]))

@@ -11,18 +11,21 @@ The division is folded into the scale and shift of the layer norm that computes 
 another producer; other readers of x, such as residual sums, multiply by s in their bodies. Clip(x, 0, 6) / s needs no
 bound for each channel if 6 / s is not below the range of the scaled tensor: storing a byte saturates there.
 
+A max pool, or a concatenation along the channels, carries scaled channels on to its readers (`carried`).
+
 infer_server.calibration.smoothing chooses s per tensor name, so a graph of the same model at other shapes is scaled
 equally.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.engines.ir.graph import Array, Graph, Node
+from infer_server.engines.ir.symbolic import as_int
 from infer_server.engines.ops import op_of
 from infer_server.engines.passes.rewriting.editor import GraphEditor
 from infer_server.engines.passes.rewriting.facts import NORMS, is_pointwise, is_weighted
@@ -37,21 +40,32 @@ def scalable(graph: Graph) -> tuple[str, ...]:
     """Return the tensors of an optimised float graph whose channels can be scaled inside existing kernels.
 
     They are computed by a layer norm, a heavy node or a pointwise one, and read by products with constant matrices, by
-    convolutions and by pointwise operations only. Tensors whose weights more than MOST_READERS nodes share are left
-    out, so that the plan holds such weights once.
+    convolutions and by pointwise operations only, directly or behind nodes that carry channels. Tensors whose weights
+    more than MOST_READERS nodes share are left out, so that the plan holds such weights once.
     """
+    allowed = _allowed(graph)
     return tuple(node.outputs[0] for node in graph.nodes if _scales_its_output(graph, node)
-                 and node.outputs[0] not in graph.outputs and _readers_allow(graph, node.outputs[0]))
+                 and node.outputs[0] in allowed)
 
 
 def smoothable(graph: Graph) -> tuple[str, ...]:
-    """Return the tensors of `scalable` that no convolution reads."""
+    """Return the tensors of `scalable` that only products and pointwise operations read."""
     return tuple(tensor for tensor in scalable(graph) if not _is_convolved(graph, tensor))
 
 
 def equalisable(graph: Graph) -> tuple[str, ...]:
-    """Return the tensors of `scalable` that a convolution reads."""
+    """Return the tensors of `scalable` that a convolution, or a node that carries channels, reads."""
     return tuple(tensor for tensor in scalable(graph) if _is_convolved(graph, tensor))
+
+
+def carried(graph: Graph, factors: Mapping[str, Iterable[float]]) -> dict[str, Floats]:
+    """Return the factors [C] of tensors with those of what max pools and concatenations make of them."""
+    known = {name: np.asarray(tuple(s), np.float64) for name, s in factors.items()}
+    for node in graph.nodes:
+        if _carries(graph, node) and any(name in known for name in node.inputs):
+            known[node.outputs[0]] = np.concatenate([
+                known[name] if name in known else np.ones(_channels(graph, name)) for name in node.inputs])
+    return known
 
 
 def weights_behind(graph: Graph, tensor: str) -> list[Array]:
@@ -60,26 +74,43 @@ def weights_behind(graph: Graph, tensor: str) -> list[Array]:
             for node in graph.consumers[tensor] if _multiplies(graph, node, tensor)]
 
 
-def weight_shares(graph: Graph, tensor: str) -> Floats:
-    """Return the largest weight of each channel relative to the scale of an output that reads it, float64 [C]."""
-    shares = []
+def weight_shares(graph: Graph, tensor: str, known: dict[str, Floats] | None = None) -> Floats:
+    """Return the largest weight of each channel relative to the scale of an output that reads it, float64 [C].
+
+    known: results by tensor, which calls for other tensors of the graph share.
+    """
+    known = {} if known is None else known
+    if tensor in known:
+        return known[tensor]
+    shares = [np.zeros(_channels(graph, tensor))]
     for node in graph.consumers[tensor]:
-        if _multiplies(graph, node, tensor):
+        if _carries(graph, node):
+            behind, first = weight_shares(graph, node.outputs[0], known), 0
+            for name in node.inputs:
+                last = first + _channels(graph, name)
+                shares += [behind[first:last]] if name == tensor else []
+                first = last
+        elif _multiplies(graph, node, tensor):
             by_output = _by_input(node.anchor, np.abs(graph.constants[node.anchor.inputs[1]]))   # [groups, O, C, taps]
             peaks = by_output.max(axis=3).astype(np.float64)
             rows = np.maximum(peaks.max(axis=2, keepdims=True), np.finfo(np.float32).tiny)
             shares.append((peaks / rows).max(axis=1).reshape(-1))
-    return np.asarray(np.max(shares, axis=0), np.float64)
+    known[tensor] = np.asarray(np.max(shares, axis=0), np.float64)
+    return known[tensor]
 
 
 def smoothed(graph: Graph, factors: Mapping[str, Iterable[float]]) -> Graph:
     """Return an equivalent graph in which each tensor of `factors` is divided by its factors, one per channel."""
-    return _Smoothing(graph, {name: np.asarray(tuple(s), np.float64) for name, s in factors.items()}).run()
+    return _Smoothing(graph, carried(graph, factors)).run()
 
 
 def is_smoothed(graph: Graph, tensor: str) -> bool:
     """Return True if `smoothed` has divided this tensor of the graph."""
+    if tensor not in graph.producer:
+        return False
     node = graph.producer[tensor]
+    if _carries(graph, node):
+        return any(is_smoothed(graph, name) for name in node.inputs)
     if node.op in NORMS:
         return any(SMOOTHED in name for name in node.inputs[1:])
     return any(name.startswith(f"{tensor}{SMOOTHED}") for part in node.body or (node,) for name in part.inputs)
@@ -112,7 +143,19 @@ def _multiplies(graph: Graph, node: Node, tensor: str) -> bool:
 
 
 def _is_convolved(graph: Graph, tensor: str) -> bool:
-    return any(node.anchor.op == "Conv" and node.anchor.inputs[0] == tensor for node in graph.consumers[tensor])
+    return any(_carries(graph, node) or node.anchor.op == "Conv" and node.anchor.inputs[0] == tensor
+               for node in graph.consumers[tensor])
+
+
+def _carries(graph: Graph, node: Node) -> bool:
+    """Return True for a max pool of channels in the last axis, and for a concatenation along the last axis."""
+    if node.op == "Concat":
+        return bool(node.attrs["axis"] == len(graph.types[node.outputs[0]].shape) - 1)
+    return node.op == "MaxPool" and bool(node.attrs.get("channels_last")) and len(node.outputs) == 1
+
+
+def _channels(graph: Graph, tensor: str) -> int:
+    return as_int(graph.types[tensor].shape[-1])
 
 
 def _scales_its_output(graph: Graph, node: Node) -> bool:
@@ -123,13 +166,24 @@ def _scales_its_output(graph: Graph, node: Node) -> bool:
     return op_of(node.anchor.op).anchor or is_pointwise(node.anchor)
 
 
-def _readers_allow(graph: Graph, tensor: str) -> bool:
+def _allowed(graph: Graph) -> set[str]:
+    """Return the computed tensors that are no outputs and whose readers allow to scale their channels."""
+    allowed: set[str] = set()
+    for node in reversed(graph.nodes):
+        inner = [name for name in node.outputs if name not in graph.outputs]
+        allowed.update(name for name in inner if _readers_allow(graph, name, allowed))
+    return allowed
+
+
+def _readers_allow(graph: Graph, tensor: str, allowed: Collection[str]) -> bool:
+    """Return True if all readers allow to scale a tensor. allowed: that of later tensors."""
     readers = graph.consumers[tensor]
     products = [node for node in readers if _multiplies(graph, node, tensor)]
+    carriers = {node.outputs for node in readers if _carries(graph, node) and node.outputs[0] in allowed}
     if any(len(graph.consumers[node.anchor.inputs[1]]) > MOST_READERS for node in products):
         return False
-    return bool(products) and all(
-        _multiplies(graph, node, tensor) or is_pointwise(node.anchor)
+    return bool(products or carriers) and all(
+        node.outputs in carriers or _multiplies(graph, node, tensor) or is_pointwise(node.anchor)
         or node.op == "Fused" and tensor not in node.anchor.inputs for node in readers)
 
 
@@ -143,10 +197,11 @@ class _Smoothing(GraphEditor):
 
     def run(self) -> Graph:
         for node in self.graph.nodes:
-            for tensor in self._scaled(node.inputs):
-                node = self._reading(node, tensor)
-            for tensor in self._scaled(node.outputs):
-                node = self._making(node, tensor)
+            if not _carries(self.graph, node):
+                for tensor in self._scaled(node.inputs):
+                    node = self._reading(node, tensor)
+                for tensor in self._scaled(node.outputs):
+                    node = self._making(node, tensor)
             self.nodes.append(node)
         return self.finish()
 
