@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPConnection, HTTPException
@@ -46,6 +46,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _PRIORITY, _RST, _SETTINGS, _PING, _GOAWAY, _WINDOW, _CONTINUATION = 0, 1, 2, 3, 4, 6, 7, 8, 9
 _END_STREAM, _END_HEADERS = 1, 4
 _SECS = 20.0                        # time for the server to close a connection or to respond
+_SEND_SECS = 3.0                    # time for the server to take a piece of an attack
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -161,25 +162,48 @@ ATTACKS: tuple[Attack, ...] = (
     zero_windows, window_overflow, lying_lengths, slow_bodies, goaways)
 
 
-def attack(address: tuple[str, int], pieces: Pieces, linger_secs: float = 3.0) -> str:
-    """Send the pieces on a connection without reading. Returns how the connection ended."""
-    with closing(socket.create_connection(address, timeout=linger_secs)) as connection:
-        try:
-            connection.sendall(_PREFACE + frame(_SETTINGS, 0, 0))
-            for piece in pieces:
-                connection.sendall(piece)
-        except TimeoutError:
-            return "the server takes no more"
-        except OSError:
-            return "closed while it was sent"
-        try:
-            while connection.recv(1 << 16):
-                pass
-        except TimeoutError:
-            return "open"
-        except OSError:                 # reset: the server closed the connection before it read everything
-            pass
+# Attacks at which the server closes the connection, however busy the machine is.
+CLOSED: frozenset[Attack] = frozenset((continuation_flood, settings_flood, ping_flood, window_overflow))
+
+
+def attack(connection: socket.socket, pieces: Pieces) -> str:
+    """Send the pieces on a connection without reading. Returns how that ended; "": everything was sent."""
+    try:
+        connection.sendall(_PREFACE + frame(_SETTINGS, 0, 0))
+        for piece in pieces:
+            connection.sendall(piece)
+    except TimeoutError:
+        return "the server takes no more"
+    except OSError:
+        return "closed while it was sent"
+    return ""
+
+
+def end_of(connection: socket.socket, until: float) -> str:
+    """Read until the server closes the connection, or until a time. Returns "closed" or "open"."""
+    try:
+        while (left := until - time.monotonic()) > 0:
+            connection.settimeout(left)
+            if not connection.recv(1 << 16):
+                return "closed"
+    except TimeoutError:
+        pass
+    except OSError:                 # reset: the server closed the connection before it read everything
         return "closed"
+    return "open"
+
+
+def attack_all(address: tuple[str, int], port: Port, attacks: tuple[Attack, ...], linger_secs: float) -> Counter[str]:
+    """Run attacks one after another, then wait for all connections at once. Returns how they ended."""
+    with ExitStack() as stack:
+        connections, sent = [], []
+        for each in attacks:
+            connections.append(stack.enter_context(closing(socket.create_connection(address, _SEND_SECS))))
+            sent.append(attack(connections[-1], each(port)))
+        began = time.monotonic()
+        return Counter(
+            f"{each.__name__}: {how or end_of(connection, began + (_SECS if each in CLOSED else linger_secs))}"
+            for connection, each, how in zip(connections, attacks, sent, strict=True))
 
 
 def exchange(port: Port, message: bytes) -> bytes:
@@ -251,15 +275,14 @@ class Watcher(threading.Thread):
         self.join(2 * _SECS)
 
 
-def run(address: str, seeds: int, first_seed: int = 0, attacks: tuple[Attack, ...] = ATTACKS, port: Port = GRPC
-        ) -> tuple[Counter[str], Watcher]:
+def run(address: str, seeds: int, first_seed: int = 0, attacks: tuple[Attack, ...] = ATTACKS, port: Port = GRPC,
+        linger_secs: float = 3.0) -> tuple[Counter[str], Watcher]:
     """Run all attacks, and `seeds` connections whose bytes are mutated. Returns how these ended, and the watcher."""
     host, _, number = address.rpartition(":")
     where = host, int(number)
-    watcher, seen = Watcher(port, address), Counter[str]()
+    watcher = Watcher(port, address)
     watcher.start()
-    for pieces in attacks:
-        seen[f"{pieces.__name__}: {attack(where, pieces(port))}"] += 1
+    seen = attack_all(where, port, attacks, linger_secs)
     message = b"\x0a\x01m"
     for seed in range(first_seed, first_seed + seeds):
         rng = random.Random(seed)
