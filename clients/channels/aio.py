@@ -153,17 +153,13 @@ class AioChannel(ChannelBase):
     async def _new_connection(self, address: Address) -> AioConnection:
         """Return a connection to a server that speaks HTTP/2. Raises OSError."""
         loop = asyncio.get_running_loop()
-
-        def protocol() -> AioConnection:
-            connection = AioConnection(self._keepalive, self._config.health_service)
-            self._open.add(connection)
-            connection.ended.add_done_callback(lambda _: self._open.discard(connection))
-            return connection
-
+        protocol = functools.partial(AioConnection, self._keepalive, self._config.health_service)
         tls, host = self._tls, (self._tls_host or address.host) if self._tls else None
         transport, connection = await (
             loop.create_unix_connection(protocol, address.path, ssl=tls, server_hostname=host) if address.path else
             loop.create_connection(protocol, address.host, address.port, ssl=tls, server_hostname=host))
+        self._open.add(connection)              # only now: connection_lost() is not called after a failed TLS handshake
+        connection.ended.add_done_callback(lambda _: self._open.discard(connection))
         try:
             if tls:
                 require_http2(transport.get_extra_info("ssl_object").selected_alpn_protocol())

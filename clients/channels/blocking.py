@@ -199,6 +199,8 @@ class BlockingConnection:
         """Read from the socket and process the frames. Raises StatusError, OSError."""
         check = self._http2.check()
         self._send(deadline)
+        if not (self._http2.takes_calls or self._http2.calls):      # the server did not answer a ping
+            return
         self._limit(check if deadline is None else min(deadline, check))
         try:
             self._take()

@@ -171,20 +171,20 @@ def test_calls_go_to_servers_that_say_that_they_serve(kind: str, monkeypatch: py
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_peer_that_answers_no_ping_is_lost_and_one_that_does_is_waited_for(kind: str) -> None:
     def stops_reading(peer: Peer, stream: int, headers: dict[bytes, bytes]) -> None:
-        dead.append(peer)
         peer.socket.sendall(peer.http2.data_to_send())
-        time.sleep(0.5)
+        assert is_lost.wait(TIMEOUT_SECS)
 
-    dead: list[Peer] = []
+    is_lost = threading.Event()
     pings = {"keepalive_secs": 0.02, "keepalive_timeout_secs": 0.05}
-    with scripted(stops_reading) as (url, _), client_of(kind, url, **pings) as client, pytest.raises(
-            ServerUnavailableError, match="did not answer a keepalive ping"):
-        client.is_server_live(timeout=TIMEOUT_SECS)
-    assert dead
-    with scripted(answering_late(0.3)) as (url, server), client_of(
+    with scripted(stops_reading) as (url, server), client_of(kind, url, **pings) as client:
+        with pytest.raises(ServerUnavailableError, match="did not answer a keepalive ping"):
+            client.is_server_live(timeout=TIMEOUT_SECS)
+        is_lost.set()
+        assert server.requests
+    with scripted(answering_behind_a_ping) as (url, server), client_of(
             kind, url, keepalive_secs=0.02, keepalive_timeout_secs=TIMEOUT_SECS) as client:
         assert client.is_server_live(timeout=TIMEOUT_SECS)
-        assert any(isinstance(event, http2.PingReceived) for event in server.peers[0].events)
+        assert is_pinged(server.peers[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,12 +200,20 @@ def test_a_server_that_is_pinged_too_often_is_pinged_half_as_often(kind: str) ->
         assert keepalive_secs(client) == 160.0
 
 
-def answering_late(secs: float) -> Any:
-    """Return a handler that answers each call after `secs`."""
-    def handle(peer: Peer, stream: int, headers: dict[bytes, bytes]) -> None:
-        threading.Timer(secs, lambda: (peer.answer(stream), peer.socket.sendall(peer.http2.data_to_send()))).start()
+def answering_behind_a_ping(peer: Peer, stream: int, headers: dict[bytes, bytes]) -> None:
+    """Answer the call once the client has sent a ping."""
+    def answer() -> None:
+        if not is_pinged(peer):
+            threading.Timer(0.01, answer).start()
+            return
+        peer.answer(stream)
+        peer.socket.sendall(peer.http2.data_to_send())
 
-    return handle
+    answer()
+
+
+def is_pinged(peer: Peer) -> bool:
+    return any(isinstance(event, http2.PingReceived) for event in peer.events)
 
 
 @pytest.mark.parametrize(("url", "expected"), [
