@@ -42,8 +42,8 @@ def test_the_client_gets_what_the_model_computes_and_the_servers_reasons(reposit
 
 def test_many_users_are_batched_and_the_split_of_their_time_adds_up(repository: Path, tmp_path: Path) -> None:
     with serving(repository) as server:
-        assert main(["-m", "affine", "-u", server.address, "--concurrency", "1,32", "--duration", "0.5",
-                     "--warmup", "0.2", "--json", str(tmp_path / "report.json")]) == FINE
+        assert main(["-m", "affine", "-u", server.address, "--concurrency", "1,32", "--duration", "0.3",
+                     "--warmup", "0.1", "--json", str(tmp_path / "report.json")]) == FINE
     one, many = json.loads((tmp_path / "report.json").read_text())["levels"]
     assert one["server"]["batch_sizes"].keys() == {"1"}
     assert 1 < max(map(int, many["server"]["batch_sizes"])) <= MAX_BATCH
@@ -55,7 +55,7 @@ def test_many_users_are_batched_and_the_split_of_their_time_adds_up(repository: 
 def test_a_model_of_fixed_shape_is_sent_as_it_is_declared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path, "fixed", max_batch=0, shape=[1, 4])
     with serving(tmp_path) as server:
-        arguments = ["-m", "fixed", "-u", server.address, "--duration", "0.3", "--warmup", "0"]
+        arguments = ["-m", "fixed", "-u", server.address, "--duration", "0.1", "--warmup", "0"]
         assert main(arguments) == FINE
         assert main([*arguments, "--batch", "2"]) == CANNOT_RUN
     assert "does not batch" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from infer_server.clients.load.cli import CANNOT_RUN, FAILED, FINE, INTERRUPTED,
 from infer_server.clients.load.report import CSV_COLUMNS
 from tests.clients.server import TIMEOUT_SECS, Doubler, serving
 
-FAST = ["--duration", "0.6", "--warmup", "0.1"]
+FAST = ["--duration", "0.3", "--warmup", "0.05"]
 
 
 def load_test(url: str, *arguments: str, json_to: Path | None = None) -> int:
@@ -42,7 +42,7 @@ def test_a_closed_loop_reports_every_level_on_screen_and_in_all_files(tmp_path: 
     assert "concurrency 1" in shown and "concurrency 3" in shown
 
     report = json.loads(files["json"].read_text())
-    assert (report["model"], report["url"], report["batch"], report["duration_s"]) == ("doubler", url, 2, 0.6)
+    assert (report["model"], report["url"], report["batch"], report["duration_s"]) == ("doubler", url, 2, 0.3)
     one, three = report["levels"]
     assert [(level["mode"], level["concurrency"], level["rate"]) for level in (one, three)] == [
         ("closed", 1, None), ("closed", 3, None)]
@@ -96,9 +96,9 @@ def test_the_test_servers_stall_is_met_by_requests_that_come_together() -> None:
 
 
 def test_an_open_loop_sends_at_its_rate_whatever_the_server_does(tmp_path: Path) -> None:
-    with serving(Doubler(delay_s=0.5)) as url:
+    with serving(Doubler(delay_s=0.25)) as url:
         assert load_test(url, "--rate", "20,40", json_to=tmp_path / "r.json") == FINE
-    one_at_a_time = 1 / 0.5
+    one_at_a_time = 1 / 0.25
     for level in levels_of(tmp_path / "r.json"):
         assert 2 * one_at_a_time < level["requests"] / level["measured_s"] < 2 * level["rate"]
 

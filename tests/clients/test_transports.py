@@ -198,7 +198,7 @@ def test_an_answer_that_is_not_the_protocols_is_said_without_a_traceback(
         def log_message(self, *_: object) -> None: ...
 
     with HTTPServer(("127.0.0.1", 0), Another) as another, ThreadPoolExecutor(1) as pool:
-        serves = pool.submit(another.serve_forever)
+        serves = pool.submit(another.serve_forever, 0.01)
         try:
             assert main(["-m", "m", "-u", f"http://127.0.0.1:{another.server_port}"]) == CANNOT_RUN
         finally:

@@ -83,7 +83,7 @@ def test_a_server_that_hangs_makes_one_call_late(kind: str, monkeypatch: pytest.
         late = 0
         for _ in range(10):
             try:
-                assert client.is_server_live(timeout=2.0)
+                assert client.is_server_live(timeout=1.0)
             except DeadlineExceededError:
                 late += 1
         assert late == 1 and len(calls(good)) == 9
