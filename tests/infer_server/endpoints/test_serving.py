@@ -3,17 +3,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
+import shutil
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -25,19 +26,43 @@ from tritonclient.utils import InferenceServerException
 
 from infer_server import protos
 from infer_server.batching.statistics import Counters, Failure
-from infer_server.protos import health
+from infer_server.protos import health, inference
 from infer_server.server import Server
 from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, Gate, load_numpy_engine, write_model
 from tests.infer_server.serving import DEFAULTS, FRONTS, WORKERS, RunningServer, options, serving
 
+Serve = Callable[..., RunningServer]
 ONE = np.ones((1, 4), np.float32)
 GROWING_SECS = (0.3, 3.0, 30.0)     # deadlines of requests that must reach a model before: the first that is enough
 
 
-@pytest.fixture(params=FRONTS + WORKERS, autouse=True)
-def front(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", params=FRONTS + WORKERS, autouse=True)
+def front(request: pytest.FixtureRequest) -> Iterator[None]:
     """Set the gRPC implementation used in this module's tests."""
-    monkeypatch.setitem(DEFAULTS, "grpc_front", request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DEFAULTS, "grpc_front", request.param)
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared(front: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with serving(tmp_path_factory.mktemp("models"), explicit_control=True) as running:
+        yield running
+
+
+@pytest.fixture
+def serve(shared: RunningServer) -> Iterator[Serve]:
+    """Return a function that serves a model "m" as write_model() describes it, on the server of this module."""
+    def load(**model: Any) -> RunningServer:
+        write_model(shared.folder, "m", **model)
+        client.load_model("m")
+        return shared
+
+    with triton.InferenceServerClient(shared.address) as client:
+        yield load
+        client.unload_model("m")
+        assert eventually(lambda: not client.is_model_ready("m"))
+        shutil.rmtree(shared.folder / "m")
 
 
 def infer(client: triton.InferenceServerClient, model: str = "m", **options: object) -> np.ndarray:
@@ -84,9 +109,9 @@ def gate(request: pytest.FixtureRequest) -> Gate:
 
 
 def test_what_gathers_while_an_instance_is_busy_is_one_batch(
-        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
-    write_model(tmp_path, "m", max_batch=32, gate=request.node.name)
-    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+        serve: Serve, gate: Gate, request: pytest.FixtureRequest) -> None:
+    server = serve(max_batch=32, gate=request.node.name)
+    with (triton.InferenceServerClient(server.address) as client,
           ThreadPoolExecutor(32) as clients):
         with gate.closed():
             first = clients.submit(infer, client)
@@ -100,9 +125,9 @@ def test_what_gathers_while_an_instance_is_busy_is_one_batch(
 
 
 def test_requests_whose_items_would_depend_on_each_other_are_never_merged(
-        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
-    write_model(tmp_path, "m", max_batch=32, gate=request.node.name, dependence="it normalises over the items")
-    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+        serve: Serve, gate: Gate, request: pytest.FixtureRequest) -> None:
+    server = serve(max_batch=32, gate=request.node.name, dependence="it normalises over the items")
+    with (triton.InferenceServerClient(server.address) as client,
           ThreadPoolExecutor(4) as clients):
         with gate.closed():
             requested = [clients.submit(infer, client) for _ in range(4)]
@@ -113,9 +138,9 @@ def test_requests_whose_items_would_depend_on_each_other_are_never_merged(
 
 
 def test_many_clients_that_ask_again_and_again_share_batches(
-        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
+        serve: Serve, gate: Gate, request: pytest.FixtureRequest) -> None:
     """A batch holds all clients that wait when an execution ends, so two consecutive batches serve every client."""
-    write_model(tmp_path, "m", max_batch=32, gate=request.node.name)
+    server = serve(max_batch=32, gate=request.node.name)
     stop = threading.Event()
 
     def ask(client: triton.InferenceServerClient) -> bool:
@@ -124,7 +149,7 @@ def test_many_clients_that_ask_again_and_again_share_batches(
             right &= bool((infer(client) == 3).all())
         return right
 
-    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+    with (triton.InferenceServerClient(server.address) as client,
           ThreadPoolExecutor(8) as clients):
         with gate.closed():
             asking = [clients.submit(ask, client) for _ in range(8)]
@@ -139,8 +164,8 @@ def test_many_clients_that_ask_again_and_again_share_batches(
         assert all(future.result() for future in asking)
 
 
-def test_each_request_of_a_batch_gets_its_own_rows(tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
-    write_model(tmp_path, "m", max_batch=32, gate=request.node.name)
+def test_each_request_of_a_batch_gets_its_own_rows(serve: Serve, gate: Gate, request: pytest.FixtureRequest) -> None:
+    server = serve(max_batch=32, gate=request.node.name)
 
     def ask(client: triton.InferenceServerClient, i: int) -> bool:
         x = np.full((1 + i % 3, 4), i, np.float32)
@@ -149,7 +174,7 @@ def test_each_request_of_a_batch_gets_its_own_rows(tmp_path: Path, gate: Gate, r
         y = client.infer("m", [tensor]).as_numpy("y")
         return y.shape == x.shape and bool((y == 2 * i + 1).all())
 
-    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+    with (triton.InferenceServerClient(server.address) as client,
           ThreadPoolExecutor(16) as clients):
         with gate.closed():
             first = clients.submit(ask, client, 0)
@@ -160,9 +185,9 @@ def test_each_request_of_a_batch_gets_its_own_rows(tmp_path: Path, gate: Gate, r
         assert executions(server) == 2
 
 
-def test_two_instances_execute_at_the_same_time(tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
-    write_model(tmp_path, "m", config="instance_group { count: 2 } max_batch_size: 1", gate=request.node.name)
-    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+def test_two_instances_execute_at_the_same_time(serve: Serve, gate: Gate, request: pytest.FixtureRequest) -> None:
+    server = serve(config="instance_group { count: 2 } max_batch_size: 1", gate=request.node.name)
+    with (triton.InferenceServerClient(server.address) as client,
           ThreadPoolExecutor(3) as clients, gate.closed()):
         for _ in range(3):
             clients.submit(infer, client)
@@ -171,10 +196,10 @@ def test_two_instances_execute_at_the_same_time(tmp_path: Path, gate: Gate, requ
 
 
 def test_a_full_queue_refuses_at_once_and_the_waiting_are_answered(
-        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
-    write_model(tmp_path, "m", gate=request.node.name, config="""
+        serve: Serve, gate: Gate, request: pytest.FixtureRequest) -> None:
+    server = serve(gate=request.node.name, config="""
         max_batch_size: 1 dynamic_batching { default_queue_policy { max_queue_size: 1 } }""")
-    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+    with (triton.InferenceServerClient(server.address) as client,
           ThreadPoolExecutor(2) as clients):
         with gate.closed():
             executing = clients.submit(infer, client)
@@ -189,10 +214,10 @@ def test_a_full_queue_refuses_at_once_and_the_waiting_are_answered(
 
 
 def test_a_request_whose_timeout_passes_in_the_queue_is_refused(
-        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
-    write_model(tmp_path, "m", gate=request.node.name, config="""
+        serve: Serve, gate: Gate, request: pytest.FixtureRequest) -> None:
+    server = serve(gate=request.node.name, config="""
         max_batch_size: 1 dynamic_batching { default_queue_policy { allow_timeout_override: true } }""")
-    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+    with (triton.InferenceServerClient(server.address) as client,
           ThreadPoolExecutor(2) as clients):
         with gate.closed():
             executing = clients.submit(infer, client)
@@ -205,9 +230,9 @@ def test_a_request_whose_timeout_passes_in_the_queue_is_refused(
 
 
 def test_a_request_that_its_client_gives_up_is_dropped_from_the_queue(
-        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
-    write_model(tmp_path, "m", gate=request.node.name, config="max_batch_size: 1")
-    with (serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client,
+        serve: Serve, gate: Gate, request: pytest.FixtureRequest) -> None:
+    server = serve(gate=request.node.name, config="max_batch_size: 1")
+    with (triton.InferenceServerClient(server.address) as client,
           ThreadPoolExecutor(1) as clients):
         with gate.closed():
             executing = clients.submit(infer, client)
@@ -225,9 +250,9 @@ def test_a_request_that_its_client_gives_up_is_dropped_from_the_queue(
 
 
 def test_a_deadline_that_no_execution_can_meet_is_refused_and_not_executed(
-        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest) -> None:
-    write_model(tmp_path, "m", gate=request.node.name)
-    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        serve: Serve, gate: Gate, request: pytest.FixtureRequest) -> None:
+    server = serve(gate=request.node.name)
+    with triton.InferenceServerClient(server.address) as client:
         for items in (1, 8):
             server.server.repository.find("m").record_time(items, 10**12)
         with gate.closed(), pytest.raises(InferenceServerException, match="the request was not executed") as caught:
@@ -239,9 +264,9 @@ def test_a_deadline_that_no_execution_can_meet_is_refused_and_not_executed(
 
 @pytest.mark.parametrize("timeouts", [GROWING_SECS, [None]], ids=["deadline", "cancel"])
 def test_an_answer_that_nobody_waits_for_any_more_is_no_success(
-        tmp_path: Path, gate: Gate, request: pytest.FixtureRequest, timeouts: Sequence[float | None]) -> None:
-    write_model(tmp_path, "m", gate=request.node.name)
-    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        serve: Serve, gate: Gate, request: pytest.FixtureRequest, timeouts: Sequence[float | None]) -> None:
+    server = serve(gate=request.node.name)
+    with triton.InferenceServerClient(server.address) as client:
         tensor = triton.InferInput("x", [1, 4], "FP32")
         tensor.set_data_from_numpy(ONE)
         calls = []
@@ -264,9 +289,9 @@ def test_an_answer_that_nobody_waits_for_any_more_is_no_success(
     assert 1 <= counted.failures[Failure.CANCELED] <= len(calls), "those before may have been given up in the queue"
 
 
-def test_garbage_on_the_ports_harms_nobody(tmp_path: Path) -> None:
-    write_model(tmp_path, "m")
-    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+def test_garbage_on_the_ports_harms_nobody(serve: Serve) -> None:
+    server = serve()
+    with triton.InferenceServerClient(server.address) as client:
         for port in (server.ports.grpc, server.ports.http, server.ports.metrics):
             for garbage in (os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n", b"", b"x" * 100_000,
                             b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(500)):
@@ -279,20 +304,21 @@ def test_garbage_on_the_ports_harms_nobody(tmp_path: Path) -> None:
         assert infer(client).all()
 
 
-def test_a_client_that_is_killed_mid_request_takes_nobody_with_it(tmp_path: Path) -> None:
-    write_model(tmp_path, "m", seconds=0.1)
-    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
-        script = textwrap.dedent(f"""
-            import numpy, sys, threading, tritonclient.grpc as triton
-            client = triton.InferenceServerClient("{server.address}")
-            x = triton.InferInput("x", [1, 4], "FP32"); x.set_data_from_numpy(numpy.ones((1, 4), numpy.float32))
-            for _ in range(8):
-                threading.Thread(target=client.infer, args=("m", [x])).start()
-            print("sent", flush=True)
-        """)
-        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as killed:
-            assert killed.stdout is not None and killed.stdout.readline() == b"sent\n"
-            killed.send_signal(signal.SIGKILL)
+def test_a_client_that_is_killed_mid_request_takes_nobody_with_it(
+        serve: Serve, gate: Gate, request: pytest.FixtureRequest) -> None:
+    server = serve(gate=request.node.name)
+    message = inference.ModelInferRequest(model_name="m", raw_input_contents=[ONE.tobytes()])
+    message.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+    script = textwrap.dedent(f"""
+        import grpc
+        call = grpc.insecure_channel("{server.address}").unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        calls = [call.future({message.SerializeToString()}) for _ in range(8)]
+        calls[0].result()
+    """)
+    with triton.InferenceServerClient(server.address) as client:
+        with gate.closed(), subprocess.Popen([sys.executable, "-c", script]) as killed:
+            assert gate.holds(1)
+            killed.kill()
         assert infer(client).all()
 
 
@@ -383,9 +409,9 @@ def test_a_health_watcher_sees_the_server_go_and_does_not_hold_it_up(
         assert next(seen).status == health.HealthCheckResponse.NOT_SERVING
 
 
-def test_metrics_have_tritons_names_and_count(tmp_path: Path) -> None:
-    write_model(tmp_path, "m")
-    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+def test_metrics_have_tritons_names_and_count(serve: Serve) -> None:
+    server = serve()
+    with triton.InferenceServerClient(server.address) as client:
         for _ in range(3):
             infer(client)
         text = scrape(server)
