@@ -21,7 +21,8 @@ from infer_server.endpoints.http2.settings import settings_of
 from infer_server.grpc_ports import NGHTTP2
 from infer_server.protos import http2, inference
 from infer_server.protos.grpc_framing import prefix_of
-from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
+from infer_server.protos.http2 import ResponseReceived
+from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.http2_client import INFER, LIVE, Http2Client, headers
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
@@ -36,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("models")
     write_model(folder, "m")
     write_model(folder, "large", shape=[1 << 16], max_batch=1)
-    write_model(folder, "slow", seconds=0.5)
+    write_model(folder, "gated", gate="nghttp2")
     with serving(folder, grpc_front=NGHTTP2, max_message_bytes=MAX_BYTES) as running:
         yield running
 
@@ -148,9 +149,9 @@ def test_answers_are_compressed_if_that_is_asked_for_and_the_client_takes_it(tmp
 
 @pytest.mark.parametrize("timeout", [b"50m", b"50000u", b"50000000n"])
 def test_a_deadline_that_passes_ends_the_call(client: Http2Client, timeout: bytes) -> None:
-    began = time.monotonic()
-    fields, _ = client.answer(client.call(INFER, infer_request("slow"), (b"grpc-timeout", timeout)))
-    assert fields[b"grpc-status"] == DEADLINE_EXCEEDED and time.monotonic() - began < 0.45
+    with GATES["nghttp2"].closed():
+        fields, _ = client.answer(client.call(INFER, infer_request("gated"), (b"grpc-timeout", timeout)))
+        assert fields[b"grpc-status"] == DEADLINE_EXCEEDED
 
 
 @pytest.mark.parametrize("timeout", [b"0m", b"1n", b"100u", b"499u"])
@@ -176,15 +177,16 @@ def test_a_malformed_timeout_is_refused(client: Http2Client) -> None:
 
 
 def test_a_call_that_its_client_resets_is_cancelled(server: RunningServer, client: Http2Client) -> None:
-    first = client.call(INFER, infer_request("slow"))
-    queued = client.call(INFER, infer_request("slow"))
-    client.http2.reset_stream(queued)
-    client.send()
+    with GATES["nghttp2"].closed():
+        first = client.call(INFER, infer_request("gated"))
+        assert GATES["nghttp2"].holds(1)
+        queued = client.call(INFER, infer_request("gated"))
+        model = server.server.repository.find("gated")
+        assert eventually(lambda: model.pending == 1)
+        client.http2.reset_stream(queued)
+        client.send()
+        assert eventually(lambda: model.pending == 0)
     assert client.answer(first)[0][b"grpc-status"] == OK
-    end = time.monotonic() + 10
-    while server.server.repository.find("slow").pending and time.monotonic() < end:
-        time.sleep(0.01)
-    assert server.server.repository.find("slow").pending == 0
 
 
 def test_a_stream_is_answered_before_its_client_has_sent_everything(client: Http2Client) -> None:
@@ -213,11 +215,12 @@ def test_pings_between_answers_are_allowed(client: Http2Client) -> None:
 
 
 def test_a_connection_of_some_age_is_drained(tmp_path: Path) -> None:
-    write_model(tmp_path, "slow", seconds=1.0)
+    write_model(tmp_path, "gated", gate="age")
     with (serving(tmp_path, grpc_front=NGHTTP2, grpc_channel={"grpc.max_connection_age_ms": 200}) as running,
           Http2Client(running.ports.grpc) as client):
-        stream = client.call(INFER, infer_request("slow"))
-        assert client.went_away() == (0, b"")
+        with GATES["age"].closed():
+            stream = client.call(INFER, infer_request("gated"))
+            assert client.went_away() == (0, b"")
         assert client.answer(stream)[0][b"grpc-status"] == OK           # which was open
         assert client.waits_for_close()
 
@@ -327,18 +330,19 @@ def test_a_message_that_arrives_too_slowly_ends_its_call(tmp_path: Path) -> None
 
 
 def test_answers_that_are_not_read_are_counted_and_end_their_connection(tmp_path: Path) -> None:
-    write_model(tmp_path, "large", shape=[1 << 18], max_batch=1)
-    with serving(tmp_path, grpc_front=NGHTTP2, max_inflight_bytes=64 << 20, send_timeout_secs=1.0) as running:
+    write_model(tmp_path, "large", shape=[1 << 16], max_batch=1)
+    message = infer_request("large", 1 << 16)
+    with serving(tmp_path, grpc_front=NGHTTP2, max_inflight_bytes=16 << 20, send_timeout_secs=1.0) as running:
         with Http2Client(running.ports.grpc, window_bytes=0) as client:         # which grants no window
             for _ in range(64):
-                client.call(INFER, infer_request("large", 1 << 18))
+                client.call(INFER, message)
             held = []
             end = time.monotonic() + 20
             while not client.waits_for_close(0.05) and time.monotonic() < end:
                 held.append(running.run(_held(running)))
-            assert client.is_closed and max(held) <= 64 << 20
+            assert client.is_closed and max(held) <= 16 << 20
         with Http2Client(running.ports.grpc) as client:
-            assert client.answer(client.call(INFER, infer_request("large", 1 << 18)))[0][b"grpc-status"] == OK
+            assert client.answer(client.call(INFER, message))[0][b"grpc-status"] == OK
         end = time.monotonic() + 10
         while running.run(_held(running)) and time.monotonic() < end:
             time.sleep(0.01)
@@ -355,13 +359,14 @@ def test_messages_that_are_never_finished_are_bounded(tmp_path: Path) -> None:
         clients = [Http2Client(running.ports.grpc) for _ in range(4)]
         refused = 0
         for client in clients:
+            streams = set()
             for _ in range(20):
-                stream = client.http2.send_request(headers(INFER))
+                streams.add(stream := client.http2.send_request(headers(INFER)))
                 client.http2.send_data(stream, prefix_of(8 << 20) + bytes(900_000))
                 client.send()
-                while client.read(0.02):
-                    pass
-            refused += client.kinds().count("ResponseReceived")
+                client.answer(client.call(LIVE))        # the server has read what was sent before
+            refused += sum(isinstance(event, ResponseReceived) and event.stream_id in streams
+                           for event in client.events)
         assert refused >= 40 and running.run(_held(running)) <= 24 << 20
         assert is_served(running)
         for client in clients:

@@ -189,7 +189,7 @@ def test_ports_are_encrypted_and_may_ask_for_certificates(
 @pytest.mark.parametrize("run", [uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
 def test_what_comes_behind_the_last_request_over_tls_does_not_reset_its_answer(
         tmp_path: Path, certificates: Path, run: RunLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_SILENCE_SECS", 3.0)       # the client may be kept from running meanwhile,
+    monkeypatch.setattr(connection, "_SILENCE_SECS", 2.0)       # the client may be kept from running meanwhile,
     monkeypatch.setattr(connection, "_LINGER_SECS", TIMEOUT_SECS)       # and takes its time to send
     tls = ServerTls(certificates / "server.pem", certificates / "server.key")
     context = ssl.create_default_context(cafile=certificates / "server.pem")
@@ -244,7 +244,7 @@ def test_the_end_of_a_connection_over_tls_leaves_its_client_the_time_to_read_the
     with asked_for_much(tmp_path, certificates, asyncio.run, "Connection: close",
                         send_timeout_secs=TIMEOUT_SECS) as (_, connection):
         begun = connection.recv(1 << 10)
-        time.sleep(0.5)                 # after which the answer would be cut off
+        time.sleep(0.1)                 # after which the answer would be cut off
         assert len(begun) + sum(map(len, iter(lambda: connection.recv(1 << 16), b""))) > 16 << 20
 
 

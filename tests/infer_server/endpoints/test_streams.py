@@ -234,7 +234,7 @@ def test_a_client_that_does_not_read_its_stream_is_disconnected(
         front: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     requested = 8
     write_model(tmp_path, "large", shape=[1 << 20], max_batch=1)
-    with (serving(tmp_path, grpc_front=front, send_timeout_secs=1.0) as server,
+    with (serving(tmp_path, grpc_front=front, send_timeout_secs=0.4) as server,
           grpc.insecure_channel(server.address, [("grpc.max_receive_message_length", -1)]) as channel):
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         request = request_of("large", shape=(1, 1 << 20), raw=bytes(4 << 20))
