@@ -2,7 +2,8 @@
 
 A fenced block is run by its language: `bash`, `python`. A comment before the block, <!-- not run: reason -->, keeps it
 from being run. A bash block that begins with `infer-server` starts the server for the blocks behind it, in place of the
-one before. The server gets free ports, which replace the usual ones in later blocks.
+one before. The server gets free ports, which replace the usual ones in later blocks, and refuses requests as soon as it
+stops.
 
 Starting Python and importing a command takes longer than most commands of a page. A line that is a command of ours and
 needs nothing of the shell is therefore called in this process; bash runs the other lines.
@@ -121,7 +122,8 @@ class Reader:
     def _start(self, code: str) -> None:
         self.stop()
         self._ports = tuple(free_port() for _ in PORTS)
-        options = [f"--{name}-port={port}" for name, port in zip(("grpc", "http", "metrics"), self._ports, strict=True)]
+        options = ["--drain-grace-secs=0", *(
+            f"--{name}-port={port}" for name, port in zip(("grpc", "http", "metrics"), self._ports, strict=True))]
         command = shlex.split(code.replace("\\\n", " "), comments=True)
         log = self._folder / ".server.log"
         with log.open("w") as output:
@@ -135,7 +137,7 @@ class Reader:
             except (URLError, OSError) as error:
                 if isinstance(error, HTTPError):
                     error.close()
-                time.sleep(0.1)
+                time.sleep(0.02)
         raise AssertionError(f"{self._page}: the server did not become ready:\n{log.read_text()}")
 
     def stop(self) -> None:

@@ -3,13 +3,16 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import infer_server.calibration.run as calibration_run
+from infer_server import server
 from infer_server.config.fields import Verdict, findings
 from infer_server.config.pbtxt import read_config
+from infer_server.engines.backends.llvm.tuning import peaks
 from tests.docs.pages import ROOT, Block, blocks, reader, steps
 
 DOCS = ROOT / "docs"
@@ -19,7 +22,9 @@ EXAMPLES = sorted((ROOT / "examples").glob("*/README.md"))
 CONFIGURED = sorted(page for page in DOCS.rglob("*.md") if "```pbtxt" in page.read_text())
 DEMO = ROOT / "scripts" / "demo_data"
 EACH = 16           # one of so many calibration images is used
-FURTHER = {"build-engine": "--no-timing"}       # options by command; tests/demo builds as users do
+# Options by command, behind those of a page; tests/demo builds as users do.
+FURTHER = {"build-engine": "--no-timing", "load-test": "--duration 0.3 --warmup 0.1", "run-engine": "--seconds 0.1",
+           "plan-capacity": "--requests 2000"}
 
 
 def link_data(folder: Path) -> None:
@@ -51,9 +56,15 @@ def run(page: Path, folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture(autouse=True)
-def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Try few ranges of single tensors, as the search takes most of a build; tests/demo tries as many as users do."""
+def in_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try few ranges of single tensors, measure peaks once and in small memory, and stop servers without a grace.
+
+    The search for ranges takes most of a build; tests/demo tries as many as users do.
+    """
+    monkeypatch.setattr(server, "ServerOptions", partial(server.ServerOptions, drain_grace_secs=0.0))
     monkeypatch.setattr(calibration_run, "MOST_TRIALS", 2)
+    monkeypatch.setattr(peaks, "ROUNDS", 1)
+    monkeypatch.setattr(peaks, "MOST_BYTES", 1 << 24)
 
 
 @pytest.fixture
