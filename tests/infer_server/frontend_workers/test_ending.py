@@ -19,7 +19,7 @@ from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.cli.test_serve import process
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.frontend_workers.several_workers import children_of, infer, is_alive, pids, workers_of
-from tests.infer_server.serving import WORKERS, serving
+from tests.infer_server.serving import WORKERS, RunningServer, serving
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
@@ -32,12 +32,11 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [
     signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_to_all_is_for_the_process_that_drains_the_workers(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_to_all_is_for_the_process_that_drains_the_workers(
+        server: RunningServer, number: signal.Signals) -> None:
     """Terminals and service managers send signals to the whole process group."""
-    write_model(tmp_path, "m", gate="signalled")
     x = np.ones((1, 4), np.float32)
-    with (serving(tmp_path, grpc_front=WORKERS[0]) as server, ThreadPoolExecutor(1) as pool,
-          triton.InferenceServerClient(server.address) as client):
+    with ThreadPoolExecutor(1) as pool, triton.InferenceServerClient(server.address) as client:
         before = pids(server)
         with GATES["signalled"].closed():
             requested = pool.submit(infer, client, x)

@@ -29,7 +29,7 @@ from scripts.testing.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_grpc import request_of
 from tests.infer_server.endpoints.test_serving import eventually, scrape, statistics
 from tests.infer_server.frontend_workers.several_workers import SOME, infer, open_calls, waiting, workers_of
-from tests.infer_server.serving import WORKERS, serving
+from tests.infer_server.serving import WORKERS, RunningServer, serving
 
 
 @pytest.mark.parametrize("front", WORKERS)
@@ -92,44 +92,42 @@ def test_what_is_held_is_counted_over_all_workers(front: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_answers_whose_size_is_not_known_before_are_counted_until_they_are_read(tmp_path: Path, protocol: str) -> None:
-    write_model(tmp_path, "text", kind="echo", dtype="object", shape=[1], max_batch=1)
+def test_answers_whose_size_is_not_known_before_are_counted_until_they_are_read(
+        server: RunningServer, protocol: str) -> None:
     raw = serialize_byte_tensor(np.array([b"x" * (4 << 20)], np.object_)).item()
-    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        if protocol == "grpc":
-            client: Any = MuteClient(server.ports.grpc)
-            client.send_request("/inference.GRPCInferenceService/ModelInfer",
-                                request_of("text", datatype="BYTES", shape=(1, 1), raw=raw).SerializeToString())
-        else:
-            head = json.dumps({"inputs": [{"name": "x", "datatype": "BYTES", "shape": [1, 1],
-                                           "parameters": {"binary_data_size": len(raw)}}],
-                               "parameters": {"binary_data_output": True}}).encode()
-            client = socket.socket()
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)        # sockets have no room for the answer
-            client.settimeout(TIMEOUT_SECS)
-            client.connect(("127.0.0.1", server.ports.http))
-            client.sendall(b"POST /v2/models/text/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n"
-                           b"Content-Length: %d\r\n\r\n%b" % (len(head), len(head) + len(raw), head + raw))
-        with closing(client):
-            assert eventually(lambda: server.server._inflight.held_bytes > 3 * len(raw)), "it, and its answer twice"
-        assert eventually(lambda: server.server._inflight.held_bytes == 0)
+    if protocol == "grpc":
+        client: Any = MuteClient(server.ports.grpc)
+        client.send_request("/inference.GRPCInferenceService/ModelInfer",
+                            request_of("text", datatype="BYTES", shape=(1, 1), raw=raw).SerializeToString())
+    else:
+        head = json.dumps({"inputs": [{"name": "x", "datatype": "BYTES", "shape": [1, 1],
+                                       "parameters": {"binary_data_size": len(raw)}}],
+                           "parameters": {"binary_data_output": True}}).encode()
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)        # sockets have no room for the answer
+        client.settimeout(TIMEOUT_SECS)
+        client.connect(("127.0.0.1", server.ports.http))
+        client.sendall(b"POST /v2/models/text/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n"
+                       b"Content-Length: %d\r\n\r\n%b" % (len(head), len(head) + len(raw), head + raw))
+    with closing(client):
+        assert eventually(lambda: server.server._inflight.held_bytes > 3 * len(raw)), "it, and its answer twice"
+    assert eventually(lambda: server.server._inflight.held_bytes == 0)
 
 
-def test_a_stream_that_is_left_before_it_began_is_forgotten(tmp_path: Path) -> None:
-    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        opened = workers_of(server)._workers[0]._end._streams
+def test_a_stream_that_is_left_before_it_began_is_forgotten(server: RunningServer) -> None:
+    opened = workers_of(server)._workers[0]._end._streams
 
-        async def open_and_leave() -> None:
-            opened.received(Frame(link.STREAM, 1, b"", about=b"[]"))
-            opened.received(Frame(link.LEFT_STREAM, 1, b""))
-            assert len(opened._open) == 1
+    async def open_and_leave() -> None:
+        opened.received(Frame(link.STREAM, 1, b"", about=b"[]"))
+        opened.received(Frame(link.LEFT_STREAM, 1, b""))
+        assert len(opened._open) == 1
 
-        server.run(open_and_leave())
-        assert eventually(lambda: not opened._open)
+    server.run(open_and_leave())
+    assert eventually(lambda: not opened._open)
 
 
-def test_a_call_that_is_none_is_unimplemented(tmp_path: Path) -> None:
-    with serving(tmp_path, grpc_front=WORKERS[0]) as server, grpc.insecure_channel(server.address) as channel:
+def test_a_call_that_is_none_is_unimplemented(server: RunningServer) -> None:
+    with grpc.insecure_channel(server.address) as channel:
         for _ in range(20):
             for method in ("inference.GRPCInferenceService/Nothing",
                            "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"):       # without the option
@@ -138,25 +136,25 @@ def test_a_call_that_is_none_is_unimplemented(tmp_path: Path) -> None:
                 assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_a_response_without_a_body_has_the_headers_that_one_process_gives_it(tmp_path: Path) -> None:
-    def headers(front: str) -> list[tuple[str, str]]:
-        with (serving(tmp_path, grpc_front=front) as server,
-              urlopen(f"http://127.0.0.1:{server.ports.http}/v2/health/live", timeout=TIMEOUT_SECS) as response):
+def test_a_response_without_a_body_has_the_headers_that_one_process_gives_it(
+        server: RunningServer, tmp_path: Path) -> None:
+    def headers(running: RunningServer) -> list[tuple[str, str]]:
+        with urlopen(f"http://127.0.0.1:{running.ports.http}/v2/health/live", timeout=TIMEOUT_SECS) as response:
             return list(response.getheaders())
 
-    assert headers(WORKERS[0]) == headers("grpcio") != []
+    with serving(tmp_path, grpc_front="grpcio") as alone:
+        assert headers(server) == headers(alone) != []
 
 
-def test_metrics_have_each_process_and_the_page_says_how_many_there_are(tmp_path: Path) -> None:
-    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        text = scrape(server)
-        for family in ("process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"):
-            assert [line.split("}")[0] for line in text.splitlines() if line.startswith(f"{family}{{")] == [
-                f'{family}{{process="{name}"' for name in ("engines", "front 0", "front 1")]
-        with urlopen(f"http://127.0.0.1:{server.ports.http}/status/data.json", timeout=TIMEOUT_SECS) as page:
-            assert b'"workers":2,' in page.read()
-    with serving(tmp_path) as server:
-        assert "\nprocess_open_fds " in scrape(server)
+def test_metrics_have_each_process_and_the_page_says_how_many_there_are(server: RunningServer, tmp_path: Path) -> None:
+    text = scrape(server)
+    for family in ("process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"):
+        assert [line.split("}")[0] for line in text.splitlines() if line.startswith(f"{family}{{")] == [
+            f'{family}{{process="{name}"' for name in ("engines", "front 0", "front 1")]
+    with urlopen(f"http://127.0.0.1:{server.ports.http}/status/data.json", timeout=TIMEOUT_SECS) as page:
+        assert b'"workers":2,' in page.read()
+    with serving(tmp_path) as alone:
+        assert "\nprocess_open_fds " in scrape(alone)
 
 
 def json_bodies() -> Iterator[dict[str, Any]]:
@@ -177,26 +175,25 @@ def json_bodies() -> Iterator[dict[str, Any]]:
 
 
 def test_tensors_as_json_are_answered_as_by_one_process_and_read_in_the_front(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_model(tmp_path, "m", shape=[512])
+        server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path, "wide", shape=[512])
     handed_on: list[int] = []
     take = EngineEnd.received
     monkeypatch.setattr(EngineEnd, "received", lambda end, frame: (
         handed_on.append(len(frame.payload)) if frame.kind == link.HTTP else None, take(end, frame))[1])
     bodies = [json.dumps(body) for body in json_bodies()]
 
-    def answers(front: str) -> list[tuple[int, bytes]]:
-        with serving(tmp_path, grpc_front=front) as server:
-            connection = HTTPConnection("127.0.0.1", server.ports.http, timeout=TIMEOUT_SECS)
-            with closing(connection):
-                actual = []
-                for body in bodies:
-                    connection.request("POST", "/v2/models/m/infer", body)
-                    response = connection.getresponse()
-                    actual.append((response.status, response.read()))
-                return actual
+    def answers(running: RunningServer) -> list[tuple[int, bytes]]:
+        actual = []
+        with closing(HTTPConnection("127.0.0.1", running.ports.http, timeout=TIMEOUT_SECS)) as connection:
+            for body in bodies:
+                connection.request("POST", "/v2/models/wide/infer", body)
+                response = connection.getresponse()
+                actual.append((response.status, response.read()))
+        return actual
 
-    expected = answers("grpcio")
+    with serving(tmp_path, grpc_front="grpcio") as alone:
+        expected = answers(alone)
     assert [status for status, _ in expected] == [200] * 3 + [400] * (len(bodies) - 3)
-    assert answers(WORKERS[0]) == expected
+    assert answers(server) == expected
     assert all(size < 4 * 1024 + 300 < len(body) for size, body in zip(handed_on[:3], bodies[:3], strict=True))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_a_front_of_other_code_is_not_started(tmp_path: Path) -> None:
     package = tmp_path / "site" / "infer_server"
     models = tmp_path / "models"
     models.mkdir()
-    shutil.copytree(Path(infer_server.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(Path(infer_server.__file__).parent, package)        # with its bytecode
     path = os.pathsep.join([str(package.parent), *sys.path])
     with process(models, "--workers", "2", environment={"PYTHONPATH": path}) as (running, address):
         first, second = children_of(running.pid)
@@ -83,7 +84,9 @@ def test_a_front_knows_of_no_models() -> None:
 
 
 @pytest.mark.parametrize("front", WORKERS)
-def test_a_worker_that_is_killed_takes_its_own_requests_with_it_and_comes_back(front: str, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_takes_its_own_requests_with_it_and_comes_back(
+        front: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_PAUSE_SECS", 0.01)
     write_model(tmp_path, "m", gate="killed", max_batch=1)
     with serving(tmp_path, grpc_front=front) as server, ThreadPoolExecutor(64) as pool:
         model, before = server.server.repository.find("m"), pids(server)
@@ -172,18 +175,23 @@ def test_a_worker_that_is_closed_as_it_comes_back_is_not_started_again(
 
 
 def test_a_port_of_another_server_is_refused_and_workers_share_theirs(tmp_path: Path) -> None:
+    async def start(workers: int, **ports: int) -> None:
+        started = Server(replace(options(tmp_path, workers=workers), **ports), load_numpy_engine)
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{next(iter(ports.values()))}"):
+            await started.start()
+        await started._listeners.close(answered=True)
+
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        for taken in ({"grpc_port": server.ports.grpc}, {"http_port": server.ports.http}):
-            for workers in (1, 2):
-                done = subprocess.run(
-                    [sys.executable, "-m", "scripts.testing.numpy_server", "--model-repository", str(tmp_path),
-                     "--workers", str(workers), "--metrics-port", "0",
-                     "--grpc-port", str(taken.get("grpc_port", 0)), "--http-port", str(taken.get("http_port", 0))],
-                    capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)
-                assert done.returncode == 1
-                assert f"cannot listen on 127.0.0.1:{next(iter(taken.values()))}" in done.stderr
+        for workers in (1, 2):
+            asyncio.run(start(workers, grpc_port=server.ports.grpc))
+            asyncio.run(start(workers, http_port=server.ports.http))
         with socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS):
             assert len(pids(server)) == 2
+        done = subprocess.run(
+            [sys.executable, "-m", "scripts.testing.numpy_server", "--model-repository", str(tmp_path),
+             "--workers", "2", "--metrics-port", "0", "--http-port", "0", "--grpc-port", str(server.ports.grpc)],
+            capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)
+    assert done.returncode == 1 and f"cannot listen on {server.address}" in done.stderr
 
 
 def test_a_server_whose_workers_cannot_listen_says_why_and_leaves_none(
