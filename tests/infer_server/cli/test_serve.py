@@ -20,10 +20,10 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from infer_server.cli.serve import _run, main
+from infer_server.cli.serve import _run, main, options_of
 from scripts.testing.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.serving import serving
+from tests.infer_server.serving import RunningServer, serving
 
 
 def ipv6() -> bool:
@@ -115,13 +115,25 @@ def test_a_repository_that_cannot_be_looked_at_is_named(tmp_path: Path, capsys: 
         assert f"{name}: {why}" in capsys.readouterr().err
 
 
+@contextmanager
+def in_process(repository: Path, *more: str) -> Iterator[RunningServer]:
+    """Run a server with the options of a command line on free ports, in this process."""
+    running = RunningServer(options_of(["--model-repository", str(repository), "--grpc-port", "0", "--http-port", "0",
+                                        "--metrics-port", "0", "--drain-grace-secs", "0", *more]))
+    running.start()
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
 @pytest.mark.parametrize("strict", ["true", "false"])
-def test_without_its_repository_it_is_not_live_where_it_is_told_to_go_on(tmp_path: Path, strict: str) -> None:
+def test_without_its_repository_it_is_not_live_where_it_is_told_to_go_on(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture, strict: str) -> None:
     options = ("--exit-on-error=false", f"--strict-readiness={strict}")
-    with process(tmp_path / "nowhere", *options) as (running, address):
-        log = running.stderr or ()
-        assert any("nowhere: No such file" in line for line in log)
-        with triton.InferenceServerClient(address) as client:
+    with in_process(tmp_path / "nowhere", *options) as running:
+        assert "nowhere: No such file" in caplog.text
+        with triton.InferenceServerClient(running.address) as client:
             assert not client.is_server_live() and not client.is_server_ready()
             assert client.get_server_metadata().name == "infer-server"
             with pytest.raises(InferenceServerException, match="nowhere: No such file"):
@@ -130,8 +142,8 @@ def test_without_its_repository_it_is_not_live_where_it_is_told_to_go_on(tmp_pat
 
 def test_a_repository_that_is_given_twice_is_served_once(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
-    with (process(tmp_path, "--model-repository", f"{tmp_path}/../{tmp_path.name}") as (_, address),
-          triton.InferenceServerClient(address) as client):
+    with (in_process(tmp_path, "--model-repository", f"{tmp_path}/../{tmp_path.name}") as running,
+          triton.InferenceServerClient(running.address) as client):
         assert eventually(lambda: "has no version" in client.get_model_repository_index().models[0].reason)
 
 
@@ -174,7 +186,8 @@ def logged_process(repository: Path, file: Path, *options: str) -> Iterator[subp
     """Run the command in a process group of its own, with a log file."""
     repository.mkdir()
     command = [sys.executable, "-P", "-m", "infer_server", "infer-server", "--model-repository", str(repository),
-               "--log-file", str(file), "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", *options]
+               "--log-file", str(file), "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0",
+               "--drain-grace-secs", "0.3", *options]
     with subprocess.Popen(command, start_new_session=True) as running:
         try:
             assert eventually(partial(contains, file, "ready"))
@@ -247,10 +260,9 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_if_that_is_asked_for(
 @pytest.mark.skipif(not ipv6(), reason="this machine has no IPv6")
 @pytest.mark.parametrize("host", ["::1", "[::1]", "::", "[::]"])
 def test_it_listens_on_ipv6(tmp_path: Path, host: str) -> None:
-    with process(tmp_path, "--host", host) as (_, address):
-        port = int(address.rsplit(":", 1)[1])
+    with in_process(tmp_path, "--host", host) as running:
         for name in ["[::1]"] + ["127.0.0.1"] * (host.strip("[]") == "::"):
-            with triton.InferenceServerClient(f"{name}:{port}") as client:
+            with triton.InferenceServerClient(f"{name}:{running.ports.grpc}") as client:
                 assert client.is_server_live()
 
 
