@@ -218,7 +218,8 @@ def demo(work: Path, results: Path, seconds: float) -> str:
         check(differ == 0, f"{differ} of {len(images)} served answers differ from the engine's own")
         report = results / "load-test.json"
         print(run("load-test", "-m", MODEL, "-u", address, "--concurrency", ",".join(map(str, CONCURRENCY)),
-                  "--duration", seconds, "--json", report, "--plot", results / "load-test.png"))
+                  "--duration", seconds, "--warmup", min(1.0, seconds), "--json", report,
+                  "--plot", results / "load-test.png"))
         load = json.loads(report.read_text())["levels"]
     return summary(engines, mean_batch, load)
 
