@@ -12,7 +12,9 @@ from tests.infer_server.serving import FRONTS, WORKERS, serving
 
 
 @pytest.mark.parametrize("front", FRONTS + WORKERS)
-def test_what_is_no_message_is_refused_over_both_protocols(tmp_path: Path, front: str) -> None:
+def test_what_is_no_message_is_refused_over_both_protocols(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, front: str) -> None:
+    monkeypatch.setattr("scripts.fuzz.MORE_SECS", 0.15)
     write_model(tmp_path, MODEL)
     with serving(tmp_path, allow_client_shm=True, grpc_front=front) as server:
         seen = asyncio.run(fuzz(server.address, server.ports.http, 600, 0))

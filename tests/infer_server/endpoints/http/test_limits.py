@@ -83,15 +83,16 @@ def test_partial_bodies_leave_room_for_whole_requests(limited: RunningServer) ->
     assert eventually(lambda: limited.server._inflight.held_bytes == 0)
 
 
-@pytest.mark.parametrize("sent", [
-    announcing(5 * MIB) + b"{", announcing(100), announcing(5 * MIB) + bytes(2 * MIB),
-    f"POST {INFER} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{{\r\n".encode(),
-    f"POST {INFER} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;".encode() + b"a" * 2000,
-], ids=["large", "small", "begun", "chunked", "extension"])
-def test_a_body_that_comes_too_slowly_ends(limited: RunningServer, sent: bytes) -> None:
-    with connect(limited) as client:
-        client.sendall(sent)
-        assert answer_of(client).startswith(b"HTTP/1.1 408 ")
+def test_a_body_that_comes_too_slowly_ends(limited: RunningServer) -> None:
+    chunked = f"POST {INFER} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1".encode()
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connect(limited)) for _ in range(5)]      # which are slow at the same time
+        for client, sent in zip(clients, (
+                announcing(5 * MIB) + b"{", announcing(100), announcing(5 * MIB) + bytes(2 * MIB),
+                chunked + b"\r\n{\r\n", chunked + b";" + b"a" * 2000), strict=True):
+            client.sendall(sent)
+        for client in clients:
+            assert answer_of(client).startswith(b"HTTP/1.1 408 ")
     assert eventually(lambda: limited.server._inflight.held_bytes == 0)
 
 
