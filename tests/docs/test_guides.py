@@ -12,8 +12,8 @@ import infer_server.calibration.run as calibration_run
 from infer_server import server
 from infer_server.config.fields import Verdict, findings
 from infer_server.config.pbtxt import read_config
-from infer_server.engines.backends.llvm.tuning import peaks
 from tests.docs.pages import ROOT, Block, blocks, reader, steps
+from tests.infer_server.brief_peaks import measure_briefly
 
 DOCS = ROOT / "docs"
 # The blocks of clients.md need a server: test_clients_page.py runs them.
@@ -57,14 +57,13 @@ def run(page: Path, folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(autouse=True)
 def in_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Try few ranges of single tensors, measure peaks once and in small memory, and stop servers without a grace.
+    """Try few ranges of single tensors, measure the machine's peaks briefly, and stop servers without a grace.
 
     The search for ranges takes most of a build; tests/demo tries as many as users do.
     """
     monkeypatch.setattr(server, "ServerOptions", partial(server.ServerOptions, drain_grace_secs=0.0))
     monkeypatch.setattr(calibration_run, "MOST_TRIALS", 2)
-    monkeypatch.setattr(peaks, "ROUNDS", 1)
-    monkeypatch.setattr(peaks, "MOST_BYTES", 1 << 24)
+    measure_briefly(monkeypatch)
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def test_compressed_messages_are_served(server: RunningServer, coding: grpc.Comp
 @pytest.mark.parametrize("call", ["ModelInfer", "ModelMetadata", "RepositoryModelLoad", "ModelStreamInfer"])
 def test_what_becomes_too_large_is_refused_while_it_does(server: RunningServer, call: str,
                                                          coding: grpc.Compression) -> None:
-    bomb = bytes(24 * MIB)
+    bomb = bytes(8 * MIB)
     with grpc.insecure_channel(server.address, options=[("grpc.max_send_message_length", -1)],
                                compression=coding) as channel:
         if call == "ModelStreamInfer":
