@@ -14,9 +14,9 @@ from scripts.interop.peers import Target, program
 from scripts.stress import Running, serving
 
 ECHO = "echo"                       # y = x, of any length
-SLOW = "slow"                       # in Python: y = x after 2 s
+SLOW = "slow"                       # in Python: y = x after SLOW_SECS
 COUNTED = "counted"                 # in Python, decoupled: x[0, 0] responses, numbered
-SLOW_SECS = 2.0
+SLOW_SECS = 1.0
 LARGE = 5 << 18                     # floats of 5 MiB
 COMMAND = (sys.executable, "-c", "import sys; from infer_server.cli.serve import main; sys.exit(main())")
 
@@ -73,6 +73,6 @@ def server(repository: Path, *options: str, certificate: Path | None = None) -> 
     for each in ("grpc", "http") if certificate else ():
         key = str(certificate.with_suffix(".key"))
         options += (f"--{each}-use-ssl", f"--{each}-server-cert", str(certificate), f"--{each}-server-key", key)
-    with serving(repository, "--cores", "1", *options, command=COMMAND) as running:
+    with serving(repository, "--cores", "1", "--drain-grace-secs", "0", *options, command=COMMAND) as running:
         yield running, Target(running.address, *(f"127.0.0.1:{port}" for port in (
             running.http_port, running.metrics_port)), certificate)

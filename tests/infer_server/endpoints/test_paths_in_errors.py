@@ -98,6 +98,7 @@ def test_no_error_names_a_directory_of_the_server(server: RunningServer, client:
         assert received in together, received
 
 
+@pytest.mark.parametrize("server", WORKERS[:1], indirect=True)
 def test_a_model_that_came_with_its_load_names_no_temporary_folder(server: RunningServer) -> None:
     with (tritonclient.grpc.InferenceServerClient(server.address) as connected,
           pytest.raises(InferenceServerException, match="sent/1/model.onnx failed") as raised):
