@@ -63,18 +63,28 @@ ZOO: dict[str, Architecture] = {
     "layout_traps": oddities.layout_traps,
 }
 
-# ---- each shrunk until it builds and runs in a fraction of a second, and no layer disappears; deep ones keep 2x2
+# ---- each shrunk until it builds and runs in a fraction of a second, with blocks of every kind; deep ones keep 2x2
 # pixels to the end, because statistics of single pixels say little about the next picture, and INT8 suffers
 _SHALLOW = {"depths": (1, 2, 1, 1)}
+_SHUFFLED = {"depths": (2, 2, 1)}
+_DETECTOR: dict[str, object] = {"size": 64, "width": 0.25, "classes": 4}
 _SHRUNK: dict[str, dict[str, object]] = {
     **dict.fromkeys(("resnet50", "resnet50_d"), {"width": 0.125, **_SHALLOW}),
     "resnext50": {"width": 0.125, "groups": 4, **_SHALLOW},
     "densenet": {"width": 0.25, "depths": (2, 3, 2, 2)},
     "alexnet": {"size": 64, "width": 0.125},
     "inception_v3": {"size": 80, "width": 0.125},
-    **dict.fromkeys((name for name in ZOO if name.startswith(("mobilenet", "efficientnet", "shufflenet", "regnet"))),
-                    {"size": 64}),
-    **dict.fromkeys(("yolo_tiny", "yolo_v5", "yolo_v5_serial", "nanodet"), {"size": 64, "width": 0.25, "classes": 4}),
+    **dict.fromkeys(("googlenet", "googlenet_lrn"), {"modules": ("3a", "3b", "4c", "5b")}),
+    "preact_resnet18": {"depths": (1, 2, 1, 1)},
+    "regnet_y": {"size": 64, "depths": (1, 1, 2, 1)},
+    **dict.fromkeys(("mobilenet_v1", "efficientnet_v2"), {"size": 64}),
+    **dict.fromkeys(("mobilenet_v2", "efficientnet_b0", "efficientnet_lite0"),
+                    {"size": 64, "depths": (1, 2, 1, 1, 2, 1, 1)}),
+    **dict.fromkeys((name for name in ZOO if name.startswith("mobilenet_v3")),
+                    {"size": 64, "blocks": (0, 1, 2, 3, 4, 6, 8, 9)}),
+    **dict.fromkeys((name for name in ZOO if name.startswith("shufflenet")), {"size": 64, **_SHUFFLED}),
+    **dict.fromkeys(("yolo_tiny", "yolo_v5", "yolo_v5_serial", "nanodet"), _DETECTOR),
+    "nanodet": {**_DETECTOR, **_SHUFFLED},
 }
 _DEFAULT: dict[str, object] = {"size": 32, "width": 0.25, "classes": 10}
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from benchmarks.zoo.architecture import architecture
 from benchmarks.zoo.builder import Net, Tensor
-from benchmarks.zoo.vision.mobile import shufflenet_unit
+from benchmarks.zoo.vision.mobile import SHUFFLE_DEPTHS, shufflenet_unit
 from benchmarks.zoo.vision.resnet import RESIDUAL_GAIN
 
 
@@ -60,7 +60,7 @@ def _pyramid_pool(net: Net, x: Tensor, out: int, name: str, *, serial: bool) -> 
 
 
 @architecture(size=640)
-def yolo_v5(net: Net, x: Tensor, focus: bool = True) -> dict[str, Tensor]:
+def yolo_v5(net: Net, x: Tensor, focus: bool = True, depths: tuple[int, ...] = (1, 2, 3, 1)) -> dict[str, Tensor]:
     """Build YOLOv5n. focus: the stem slices pixels into channels (up to v5.0), else it is a 6x6 convolution."""
     widths = [net.scaled(c) for c in (16, 32, 64, 128, 256)]
     if focus:
@@ -70,7 +70,7 @@ def yolo_v5(net: Net, x: Tensor, focus: bool = True) -> dict[str, Tensor]:
     else:
         x = net.conv_bn_act(x, widths[0], 6, stride=2, pads=2, act="silu", name="stem")
     features = []
-    for index, (out, depth) in enumerate(zip(widths[1:], (1, 2, 3, 1), strict=True)):
+    for index, (out, depth) in enumerate(zip(widths[1:], depths, strict=True)):
         x = net.conv_bn_act(x, out, 3, stride=2, act="silu", name=f"down{index}")
         x = _csp(net, x, out, depth, f"csp{index}")
         features.append(x)
@@ -94,11 +94,11 @@ def yolo_v5(net: Net, x: Tensor, focus: bool = True) -> dict[str, Tensor]:
 
 
 @architecture(size=416)
-def nanodet(net: Net, x: Tensor) -> dict[str, Tensor]:
+def nanodet(net: Net, x: Tensor, depths: tuple[int, ...] = SHUFFLE_DEPTHS) -> dict[str, Tensor]:
     """Build NanoDet: ShuffleNet v2 with LeakyRelu, a pyramid with bilinear Resize and Add, depthwise heads."""
     x = net.max_pool(net.conv_bn_act(x, net.scaled(24), 3, stride=2, act="leaky", name="conv1"), 3, 2, 1)
     features = []
-    for stage, (out, depth) in enumerate(((116, 4), (232, 8), (464, 4))):
+    for stage, (out, depth) in enumerate(zip((116, 232, 464), depths, strict=True)):
         for block in range(depth):
             with net.scope(f"backbone.stage{stage + 2}.{block}"):
                 x = shufflenet_unit(net, x, net.scaled(out), 1 if block else 2, act="leaky")

@@ -1,6 +1,8 @@
 """Networks that concatenate: GoogLeNet (Szegedy et al. 2015), Inception v3 (2016), DenseNet (Huang et al. 2017)."""
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from benchmarks.zoo.architecture import architecture
 from benchmarks.zoo.builder import Kernel, Net, Tensor
 
@@ -11,7 +13,7 @@ INCEPTIONS = {"3a": (64, 96, 128, 16, 32, 32), "3b": (128, 128, 192, 32, 96, 64)
               "5b": (384, 192, 384, 48, 128, 128)}
 
 
-def _googlenet(net: Net, x: Tensor, normalised: bool) -> Tensor:
+def _googlenet(net: Net, x: Tensor, normalised: bool, modules: Iterable[str]) -> Tensor:
     def conv(x: Tensor, out: int, kernel: int, name: str, stride: int = 1) -> Tensor:
         if normalised:
             return net.conv_bn_act(x, net.scaled(out), kernel, stride=stride, name=name)
@@ -29,25 +31,27 @@ def _googlenet(net: Net, x: Tensor, normalised: bool) -> Tensor:
     x = x if normalised else net.lrn(x)
     x = conv(conv(x, 64, 1, "conv2"), 192, 3, "conv3")
     x = net.max_pool(x if normalised else net.lrn(x), 3, 2, ceil_mode=True)
-    for name, plan in INCEPTIONS.items():
-        if name in ("4a", "5a"):
-            x = net.max_pool(x, *((3, 2) if name == "4a" else (2, 2)), ceil_mode=True)
+    stage = "3"
+    for name in modules:
+        if name[0] != stage:
+            stage = name[0]
+            x = net.max_pool(x, *((3, 2) if stage == "4" else (2, 2)), ceil_mode=True)
         with net.scope(f"inception{name}"):
-            x = inception(x, plan)
+            x = inception(x, INCEPTIONS[name])
     x = net.linear(net.dropout(net.flatten(net.global_avg_pool(x))), net.classes, name="fc")
     return x if normalised else net.softmax(x)
 
 
 @architecture(size=224)
-def googlenet(net: Net, x: Tensor) -> Tensor:
+def googlenet(net: Net, x: Tensor, modules: Iterable[str] = INCEPTIONS) -> Tensor:
     """Build GoogLeNet as in torchvision: batch normalisation, and 3x3 instead of the paper's 5x5."""
-    return _googlenet(net, x, normalised=True)
+    return _googlenet(net, x, True, modules)
 
 
 @architecture(size=224)
-def googlenet_lrn(net: Net, x: Tensor) -> Tensor:
+def googlenet_lrn(net: Net, x: Tensor, modules: Iterable[str] = INCEPTIONS) -> Tensor:
     """Build GoogLeNet as in the paper: biases, local response normalisation, 5x5, Softmax."""
-    return _googlenet(net, x, normalised=False)
+    return _googlenet(net, x, False, modules)
 
 
 @architecture(size=299)

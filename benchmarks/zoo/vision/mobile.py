@@ -48,12 +48,12 @@ def mobilenet_v1(net: Net, x: Tensor) -> Tensor:
 
 
 @architecture(size=224)
-def mobilenet_v2(net: Net, x: Tensor) -> Tensor:
+def mobilenet_v2(net: Net, x: Tensor, depths: tuple[int, ...] = (1, 2, 3, 4, 3, 3, 1)) -> Tensor:
     """Build MobileNetV2 with ReLU6 as Clip, and flattened by a chain of shape operators as in old exports."""
     x = net.conv_bn_act(x, net.scaled(32), 3, stride=2, act="relu6", name="features.0")
     index = 1
-    for expansion, out, depth, stride in ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1),
-                                          (6, 160, 3, 2), (6, 320, 1, 1)):
+    stages = ((1, 16, 1), (6, 24, 2), (6, 32, 2), (6, 64, 2), (6, 96, 1), (6, 160, 2), (6, 320, 1))
+    for (expansion, out, stride), depth in zip(stages, depths, strict=True):
         for block in range(depth):
             with net.scope(f"features.{index}"):
                 x = inverted_residual(net, x, net.scaled(out), stride=1 if block else stride,
@@ -66,14 +66,18 @@ def mobilenet_v2(net: Net, x: Tensor) -> Tensor:
 
 @architecture(size=224)
 def mobilenet_v3(net: Net, x: Tensor, hardswish: str = "hardswish_by_hardsigmoid",
-                 hardsigmoid: str = "hardsigmoid") -> Tensor:
-    """Build MobileNetV3-Small. hardswish, hardsigmoid: the forms of these activations (Net.act)."""
+                 hardsigmoid: str = "hardsigmoid", blocks: Sequence[int] = range(11)) -> Tensor:
+    """Build MobileNetV3-Small.
+
+    hardswish, hardsigmoid: the forms of these activations (Net.act). blocks: numbers of the blocks to build.
+    """
     x = net.conv_bn_act(x, net.scaled(16), 3, stride=2, act=hardswish, name="features.0")
     table = ((3, 16, 16, True, "relu", 2), (3, 72, 24, False, "relu", 2), (3, 88, 24, False, "relu", 1),
              (5, 96, 40, True, hardswish, 2), (5, 240, 40, True, hardswish, 1), (5, 240, 40, True, hardswish, 1),
              (5, 120, 48, True, hardswish, 1), (5, 144, 48, True, hardswish, 1), (5, 288, 96, True, hardswish, 2),
              (5, 576, 96, True, hardswish, 1), (5, 576, 96, True, hardswish, 1))
-    for index, (kernel, expanded, out, excited, act, stride) in enumerate(table):
+    for index in blocks:
+        kernel, expanded, out, excited, act, stride = table[index]
         with net.scope(f"features.{index + 1}"):
             x = inverted_residual(net, x, net.scaled(out), kernel=kernel, stride=stride, expanded=net.scaled(expanded),
                                   act=act, squeezed=net.scaled(expanded // 4) if excited else 0, gate=hardsigmoid)
@@ -82,13 +86,14 @@ def mobilenet_v3(net: Net, x: Tensor, hardswish: str = "hardswish_by_hardsigmoid
     return net.linear(net.dropout(x), net.classes, name="classifier.3")
 
 
-EFFICIENT = ((1, 16, 1, 1, 3), (6, 24, 2, 2, 3), (6, 40, 2, 2, 5), (6, 80, 3, 2, 3), (6, 112, 3, 1, 5),
-             (6, 192, 4, 2, 5), (6, 320, 1, 1, 3))     # expansion, channels, depth, stride, kernel
+EFFICIENT = ((1, 16, 1, 3), (6, 24, 2, 3), (6, 40, 2, 5), (6, 80, 2, 3), (6, 112, 1, 5), (6, 192, 2, 5),
+             (6, 320, 1, 3))        # expansion, channels, stride, kernel
+EFFICIENT_DEPTHS = (1, 2, 2, 3, 3, 4, 1)
 
 
-def _efficientnet(net: Net, x: Tensor, act: str, excited: bool) -> Tensor:
+def _efficientnet(net: Net, x: Tensor, depths: tuple[int, ...], act: str, excited: bool) -> Tensor:
     x = net.conv_bn_act(x, net.scaled(32), 3, stride=2, act=act, name="features.0")
-    for stage, (expansion, out, depth, stride, kernel) in enumerate(EFFICIENT):
+    for stage, ((expansion, out, stride, kernel), depth) in enumerate(zip(EFFICIENT, depths, strict=True)):
         for block in range(depth):
             with net.scope(f"features.{stage + 1}.{block}"):
                 x = inverted_residual(net, x, net.scaled(out), kernel=kernel, stride=1 if block else stride,
@@ -99,15 +104,15 @@ def _efficientnet(net: Net, x: Tensor, act: str, excited: bool) -> Tensor:
 
 
 @architecture(size=224)
-def efficientnet_b0(net: Net, x: Tensor) -> Tensor:
+def efficientnet_b0(net: Net, x: Tensor, depths: tuple[int, ...] = EFFICIENT_DEPTHS) -> Tensor:
     """Build EfficientNet-B0: SiLU and squeeze-and-excite."""
-    return _efficientnet(net, x, "silu", excited=True)
+    return _efficientnet(net, x, depths, "silu", excited=True)
 
 
 @architecture(size=224)
-def efficientnet_lite0(net: Net, x: Tensor) -> Tensor:
+def efficientnet_lite0(net: Net, x: Tensor, depths: tuple[int, ...] = EFFICIENT_DEPTHS) -> Tensor:
     """Build EfficientNet-Lite0, made for integers: ReLU6, no squeeze-and-excite."""
-    return _efficientnet(net, x, "relu6", excited=False)
+    return _efficientnet(net, x, depths, "relu6", excited=False)
 
 
 @architecture(size=224)
@@ -127,8 +132,11 @@ def efficientnet_v2(net: Net, x: Tensor) -> Tensor:
     return net.linear(x, net.classes, name="classifier.1")
 
 
+SHUFFLE_DEPTHS = (4, 8, 4)
+
+
 @architecture(size=224)
-def shufflenet_v1(net: Net, x: Tensor, groups: int = 4) -> Tensor:
+def shufflenet_v1(net: Net, x: Tensor, groups: int = 4, depths: tuple[int, ...] = SHUFFLE_DEPTHS) -> Tensor:
     """Build ShuffleNet v1: grouped 1x1 convolutions around a channel shuffle; strided units append an average pool."""
     def unit(x: Tensor, out: int, stride: int, first: bool) -> Tensor:
         middle = out // 4
@@ -141,7 +149,7 @@ def shufflenet_v1(net: Net, x: Tensor, groups: int = 4) -> Tensor:
         return net.act(joined, "relu")
 
     x = net.max_pool(net.conv_bn_act(x, net.scaled(24), 3, stride=2, name="conv1"), 3, 2, 1)
-    for stage, (out, depth) in enumerate(((272, 4), (544, 8), (1088, 4))):
+    for stage, (out, depth) in enumerate(zip((272, 544, 1088), depths, strict=True)):
         for block in range(depth):
             with net.scope(f"stage{stage + 2}.{block}"):
                 x = unit(x, net.scaled(out, 4 * groups), 1 if block else 2, first=stage == 0 and block == 0)
@@ -163,10 +171,10 @@ def shufflenet_unit(net: Net, x: Tensor, out: int, stride: int, act: str = "relu
 
 
 @architecture(size=224)
-def shufflenet_v2(net: Net, x: Tensor, by_slices: bool = False) -> Tensor:
+def shufflenet_v2(net: Net, x: Tensor, by_slices: bool = False, depths: tuple[int, ...] = SHUFFLE_DEPTHS) -> Tensor:
     """Build ShuffleNet v2. by_slices: halves are taken by Slice instead of Split."""
     x = net.max_pool(net.conv_bn_act(x, net.scaled(24), 3, stride=2, name="conv1"), 3, 2, 1)
-    for stage, (out, depth) in enumerate(((116, 4), (232, 8), (464, 4))):
+    for stage, (out, depth) in enumerate(zip((116, 232, 464), depths, strict=True)):
         for block in range(depth):
             with net.scope(f"stage{stage + 2}.{block}"):
                 x = shufflenet_unit(net, x, net.scaled(out), 1 if block else 2, by_slices=by_slices)

@@ -98,10 +98,10 @@ def resnext50(net: Net, x: Tensor, depths: tuple[int, ...] = (3, 4, 6, 3), group
 
 
 @architecture(size=224)
-def preact_resnet18(net: Net, x: Tensor) -> Tensor:
+def preact_resnet18(net: Net, x: Tensor, depths: tuple[int, ...] = (2, 2, 2, 2)) -> Tensor:
     """Build a pre-activation ResNet-18 (He et al. 2016b), where BN and ReLU precede each convolution."""
     x = net.conv(x, net.scaled(64), 3, stride=2, name="conv1")
-    for stage, depth in enumerate((2, 2, 2, 2)):
+    for stage, depth in enumerate(depths):
         for block in range(depth):
             with net.scope(f"layer{stage + 1}.{block}"):
                 out, stride = net.scaled(64 << stage), 2 if stage and not block else 1
@@ -115,11 +115,11 @@ def preact_resnet18(net: Net, x: Tensor) -> Tensor:
 
 
 @architecture(size=224)
-def regnet_y(net: Net, x: Tensor) -> Tensor:
+def regnet_y(net: Net, x: Tensor, depths: tuple[int, ...] = (1, 3, 6, 2)) -> Tensor:
     """Build RegNetY with groups of 8 channels and squeeze-and-excite."""
     group = 8
     x = net.conv_bn_act(x, net.scaled(32), 3, stride=2, name="stem")
-    for stage, (out, depth) in enumerate(((48, 1), (104, 3), (208, 6), (440, 2))):
+    for stage, (out, depth) in enumerate(zip((48, 104, 208, 440), depths, strict=True)):
         for block in range(depth):
             with net.scope(f"trunk.{stage}.{block}"):
                 channels = net.scaled(out, group)

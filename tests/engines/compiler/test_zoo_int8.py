@@ -15,13 +15,13 @@ ITEMS = 16
 # What ONNX Runtime's own INT8 reaches on the same pictures (static Q/DQ, min-max, a weight scale a channel): SQNR
 # in dB of a model's worst output. Random weights are harder than trained ones of the same depth.
 PEER_DB = {
-    "resnet18": 19.3, "resnet50": 16.7, "resnet50_d": 15.5, "preact_resnet18": 25.0,
-    "resnext50": 18.7, "regnet_y": 17.6, "alexnet": 23.2, "vgg16_bn": 28.8,
-    "squeezenet": 36.6, "googlenet": 18.4, "googlenet_lrn": 28.4, "inception_v3": 32.0, "densenet": 18.7,
-    "mobilenet_v1": 28.6, "mobilenet_v2": 23.1, "mobilenet_v3": 21.3, "mobilenet_v3_by_clip": 21.1,
-    "mobilenet_v3_by_op": 21.3, "efficientnet_b0": 18.8, "efficientnet_lite0": 20.5, "efficientnet_v2": 20.8,
-    "shufflenet_v1": 12.9, "shufflenet_v2": 19.8, "shufflenet_v2_by_slices": 19.8, "yolo_tiny": 27.5, "yolo_v5": 19.9,
-    "yolo_v5_serial": 23.0, "nanodet": 16.2, "unet": 33.3, "deeplab": 26.8, "super_resolution": 18.1, "decoder": 26.4,
+    "resnet18": 19.3, "resnet50": 16.7, "resnet50_d": 15.5, "preact_resnet18": 27.7,
+    "resnext50": 18.7, "regnet_y": 25.0, "alexnet": 23.2, "vgg16_bn": 28.8,
+    "squeezenet": 36.6, "googlenet": 24.6, "googlenet_lrn": 27.5, "inception_v3": 32.0, "densenet": 18.7,
+    "mobilenet_v1": 28.6, "mobilenet_v2": 32.2, "mobilenet_v3": 27.8, "mobilenet_v3_by_clip": 27.3,
+    "mobilenet_v3_by_op": 27.8, "efficientnet_b0": 28.3, "efficientnet_lite0": 29.4, "efficientnet_v2": 20.8,
+    "shufflenet_v1": 29.1, "shufflenet_v2": 33.2, "shufflenet_v2_by_slices": 33.2, "yolo_tiny": 27.5, "yolo_v5": 19.9,
+    "yolo_v5_serial": 23.0, "nanodet": 28.4, "unet": 33.3, "deeplab": 26.8, "super_resolution": 18.1, "decoder": 26.4,
     "explicit_pads": 35.5, "odd_channels": 35.6, "activations": 11.1, "pointwise": 33.6, "shared_readers": 25.5,
     "views": 26.4, "layout_traps": 33.7,
 }
