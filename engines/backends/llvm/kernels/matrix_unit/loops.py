@@ -25,83 +25,16 @@ from infer_server.engines.backends.llvm.codegen.tiles import AMX, Tiles
 from infer_server.engines.backends.llvm.kernels.contraction.loops import Part, TiledLoops
 from infer_server.engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from infer_server.engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from infer_server.engines.backends.llvm.kernels.matrix_unit.pending import LINE, Pending, StoredSums
 from infer_server.engines.backends.llvm.kernels.matrix_unit.registers import PixelRuns, Registers
-from infer_server.engines.codegen.extents import TABLE
 from infer_server.engines.codegen.ir_builder import Function, Module, Value
 from infer_server.engines.codegen.types import I1, I16, I32, PTR, vector
 
 WOVEN_PRODUCTS = 16             # products of a tile between which the epilogue of the tile before is distributed
-LINE = 64
+GROUP = 4                       # pixels in each turn of an epilogue that is not interleaved with products
 AHEAD = 8 << 10                 # prefetch distance in bytes of weights
 SCRATCH = STAGE = 4 << 10       # bytes of a tile's accumulators (four registers), and of the pixels that are copied
 Level = tuple[str, int, int]    # a loop of K: name, iterations, bytes of x per iteration
-
-
-class _StoredSums(Sequence[Value]):
-    """Accumulators of a pixel in scratch memory; indexing loads one."""
-
-    def __init__(self, isa: Isa, address: Value, vectors: int, exact: bool) -> None:
-        self._isa, self._address, self._vectors, self._exact = isa, address, vectors, exact
-
-    def __len__(self) -> int:
-        return self._vectors
-
-    def __getitem__(self, v: Any) -> Any:
-        if v >= self._vectors:
-            raise IndexError(v)
-        isa, at = self._isa, self._address + v * LINE
-        if not self._exact:
-            return at.f.load(isa.floats, at, LINE, "sum")
-        return isa.to_float(at.f.load(isa.ints, at, LINE, "sum"))
-
-
-class _Pending:
-    """Record of the pending tile, followed by the scratch memory."""
-
-    def __init__(self, record: Value, operands: int) -> None:
-        self.record = record
-        self.names = ("constants", "y", *(f"operand{n}" for n in range(operands)))
-
-    @property
-    def size(self) -> int:
-        """Return the bytes of the record, in whole cache lines."""
-        return -(-8 * (2 + len(self.names)) // LINE) * LINE
-
-    @property
-    def scratch(self) -> Value:
-        return self.record + self.size
-
-    @property
-    def finish(self) -> Value:
-        return self.record.f.load(PTR, self.record, 8, "finish")
-
-    @finish.setter
-    def finish(self, function: Value) -> None:
-        self.record.f.store(function, self.record, 8)
-
-    @property
-    def configuration(self) -> Value:
-        """Return the address of the current configuration of the tile registers."""
-        return self.record.f.load(PTR, self.record + 8, 8, "configuration")
-
-    @configuration.setter
-    def configuration(self, address: Value) -> None:
-        self.record.f.store(address, self.record + 8, 8)
-
-    def addresses(self) -> dict[str, Value]:
-        return {name: self.record.f.load(PTR, self.record + 8 * n, 8, f"pending {name}")
-                for n, name in enumerate(self.names, 2)}
-
-    def remember(self, addresses: Mapping[str, Value]) -> None:
-        for n, name in enumerate(self.names, 2):
-            self.record.f.store(addresses[name], self.record + 8 * n, 8)
-
-    def run(self) -> None:
-        """Call the pending epilogue, if there is one."""
-        f, finish = self.record.f, self.finish
-        with f.when(finish.compare("ne", Value(f, PTR, "null"))):
-            table = f", {PTR} %{TABLE}" if f.module.trace else ""
-            f.write(f"call void {finish.name}({self.record}{table})")
 
 
 class MatrixLoops(TiledLoops):
@@ -142,8 +75,8 @@ class MatrixLoops(TiledLoops):
 
     def loops(self, f: Function, tensors: list[Value]) -> None:
         operands = len(self.problem.operands)
-        size = _Pending(f.parameters["operands"], operands).size + SCRATCH + (STAGE if self.staged else 0)
-        self.pending = _Pending(f.alloca(size, LINE, "record"), operands)
+        size = Pending(f.parameters["operands"], operands).size + SCRATCH + (STAGE if self.staged else 0)
+        self.pending = Pending(f.alloca(size, LINE, "record"), operands)
         null = Value(f, PTR, "null")
         self.pending.finish, self.pending.configuration = null, null
         super().loops(f, tensors)
@@ -196,7 +129,7 @@ class MatrixLoops(TiledLoops):
                 work.configured(pending)
                 work.write()
             with f.when(waiting):
-                work.write(lambda: self._epilogue(f, part, channels, pending))
+                work.write(lambda: self._epilogue(f, part, channels, {**pending.addresses(), "sums": pending.scratch}))
         else:
             pending.run()
             work.configured(pending)
@@ -205,8 +138,8 @@ class MatrixLoops(TiledLoops):
         pending.remember(f.parameters)
         return name
 
-    def _products(self, f: Function, part: Part, channels: int) -> tuple[_Pending, _TileProducts]:
-        pending = _Pending(f.parameters["record"], len(self.problem.operands))
+    def _products(self, f: Function, part: Part, channels: int) -> tuple[Pending, _TileProducts]:
+        pending = Pending(f.parameters["record"], len(self.problem.operands))
         return pending, _TileProducts(self, f, part, self._lanes(channels).vectors, pending.scratch)
 
     @property
@@ -228,16 +161,37 @@ class MatrixLoops(TiledLoops):
         f = self.module.function(name, internal=True, record=PTR)
         pending, work = self._products(f, part, channels)
         work.store()
-        self._epilogue(f, part, channels, pending)
+        self._looped_epilogue(f, part, channels, pending)
         pending.finish = Value(f, PTR, "null")
         return f"@{name}"
 
-    def _epilogue(self, f: Function, part: Part, channels: int, pending: _Pending) -> None:
-        problem, scratch, lanes = self.problem, pending.scratch, self._lanes(channels)
+    def _looped_epilogue(self, f: Function, part: Part, channels: int, pending: Pending) -> None:
+        """Emit a tile's epilogue as loops over its rows and over groups of its pixels."""
+        views = {"y": self.problem.y, **{f"operand{n}": view for n, view in enumerate(self.problem.operands)}}
+        row_positions, pitch = self.cut(part).position(1, 0), self._lanes(channels).vectors * LINE
+
+        def advance(at: dict[str, Value], start: Mapping[str, Value], axis: int, count: int, positions: int) -> None:
+            at |= {name: start[name] + count * view.strides[axis] for name, view in views.items()}
+            at["sums"] = start["sums"] + positions * pitch
+
+        at = {**pending.addresses(), "sums": pending.scratch}
+        groups, rest = divmod(part.cols, GROUP)
+        for _ in f.loop("row", part.rows, at=at):
+            start = dict(at)
+            for _ in f.loop("pixels", groups, at=at) if groups else ():
+                self._epilogue(f, Part(1, GROUP), channels, at)
+                advance(at, dict(at), 1, GROUP, GROUP)
+            if rest:
+                self._epilogue(f, Part(1, rest), channels, at)
+            advance(at, start, 0, 1, row_positions)
+
+    def _epilogue(self, f: Function, part: Part, channels: int, addresses: Mapping[str, Value]) -> None:
+        """Emit the epilogue of the pixels of a tile, whose sums are in memory at addresses["sums"]."""
+        problem, lanes = self.problem, self._lanes(channels)
         pitch, positions = lanes.vectors * LINE, [self.cut(part).position(i, j) for i, j in part.pixels]
         emit_epilogue(f, lanes, problem.program, problem.operands, problem.y, part.pixels,
-                      lambda p: _StoredSums(self.isa, scratch + positions[p] * pitch, lanes.vectors, self.exact),
-                      pending.addresses(), sums_in_memory=True)
+                      lambda p: StoredSums(self.isa, addresses["sums"] + positions[p] * pitch, lanes.vectors,
+                                            self.exact), addresses, sums_in_memory=True)
 
 
 def _of_item(call: Callable[..., None], row: Value, column: Value, offsets: Sequence[Value]) -> Callable[..., None]:
@@ -262,7 +216,7 @@ class _TileProducts:
         self.even = all(start == number * loops.depth for number, start in enumerate(starts))
         self.whole_blocks = len(starts) - (not self.even)
 
-    def configured(self, pending: _Pending) -> None:
+    def configured(self, pending: Pending) -> None:
         """Configure the tile registers unless they have these shapes already."""
         address = self.tiles.configuration(self.registers.shapes)
         with self.f.when(pending.configuration.compare("ne", address)):

@@ -12,7 +12,8 @@ import pytest
 from infer_server.engines.backends.llvm.codegen.isa import AVX512_AMX, AVX512_VNNI, Isa
 from infer_server.engines.backends.llvm.codegen.tiles import AMX, Shapes
 from infer_server.engines.backends.llvm.kernels.matrix_unit.contraction import AmxTile, MatrixUnitContraction
-from infer_server.engines.backends.llvm.kernels.matrix_unit.loops import _Pending, _TileProducts
+from infer_server.engines.backends.llvm.kernels.matrix_unit.loops import _TileProducts
+from infer_server.engines.backends.llvm.kernels.matrix_unit.pending import Pending
 from infer_server.engines.backends.llvm.kernels.matrix_unit.registers import Registers
 from infer_server.engines.codegen.ir_builder import Value
 from infer_server.engines.codegen.types import PTR
@@ -72,7 +73,7 @@ def test_rows_of_pixels_and_accumulators_that_differ_are_refused(register: str, 
 
 def test_a_configuration_that_is_not_put_back_after_a_tail_is_noticed(tmp_path: Path,
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    def kept(self: _TileProducts, pending: _Pending) -> None:
+    def kept(self: _TileProducts, pending: Pending) -> None:
         """Configure tiles of whole registers before the first one only."""
         if self.registers.rows[0] < AMX.rows:
             CONFIGURED(self, pending)
