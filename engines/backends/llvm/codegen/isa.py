@@ -142,10 +142,8 @@ class Isa(Primitives):
 
     def unsigned(self, quads: Value) -> Pixel:
         """Convert a vector of bytes to dot4's u8 operand."""
-        def quarter(e: int) -> Value:       # byte e of every lane, zero-extended
-            bytes_ = quads.f.shuffle(quads, None, range(e, self.bytes, 4), "quarter")
-            return quads.f.cast("zext", bytes_, self.ints, "wide")
-        return tuple(quarter(e) for e in range(4))
+        words = quads.f.cast("bitcast", quads, self.ints, "words")
+        return (*(words.binary("lshr", 8 * e).binary("and", 255) for e in range(3)), words.binary("lshr", 24))
 
     def dot4(self, acc: Value, pixel: Pixel, weights: Weights) -> Value:
         for x, w in zip(pixel, weights, strict=True):
@@ -170,9 +168,8 @@ class Isa(Primitives):
     def dot2(self, acc: Value, a: Value, b: Value) -> Value:
         """Return acc + the sum of two products of int16 in each lane; the sum wraps."""
         for e in (0, 1):
-            wide = (v.f.cast("sext", v.f.shuffle(v, None, range(e, 2 * self.lanes, 2), "half"), self.ints, "wide")
+            x, y = (v.f.cast("sext", v.f.shuffle(v, None, range(e, 2 * self.lanes, 2), "half"), self.ints, "wide")
                     for v in (a, b))
-            x, y = wide
             acc = acc + x * y
         return acc
 
@@ -193,6 +190,10 @@ class Portable(Isa):
         x, y, z = (f.cast("fpext", value, doubles, "double") for value in (a, a.like(b), a.like(c)))
         product = f.op(doubles, f"fmul {x}, {y.name}", "product")
         return f.cast("fptrunc", f.op(doubles, f"fadd {product}, {z.name}", "sum"), self.floats, "fma")
+
+    def dot4(self, acc: Value, pixel: Pixel, weights: Weights) -> Value:
+        """Add four products. Shifts tell LLVM that weights have 16 bits: x86-64's baseline has no products of 32."""
+        return super().dot4(acc, pixel, tuple(w.binary("shl", 16).binary("ashr", 16) for w in weights))
 
     def unary(self, word: str, x: Value) -> Value:
         if word in ("sqrt", "fabs"):
