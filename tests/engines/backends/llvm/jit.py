@@ -29,9 +29,12 @@ from infer_server.engines.machine.tiles import permitted
 _CPUINFO = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "avxvnni": "avx_vnni",
             "neon": "asimd", "dotprod": "asimddp", "amx-tile": "amx_tile", "amx-int8": "amx_int8",
             "amx-bf16": "amx_bf16", "amx-fp16": "amx_fp16"}
-# Instruction set -> the one for which LLVM makes the same code of a text without the instructions that only it has.
-PLAINER = {AVX_VNNI.name: AVX2, **dict.fromkeys((AVX512_BF16.name, AVX512_AMX.name, AVX512_AMX_FP16.name), AVX512_VNNI)}
-_OWN = re.compile(r"llvm\.x86\.|bfloat")
+# Instruction set -> the one for which LLVM makes the same code of a text without the instructions that only it has, and
+# what such instructions contain.
+_OF_VNNI = re.compile(r"llvm\.x86\.(?!avx2\.pack)|bfloat")
+_OF_TILES = re.compile(r"llvm\.x86\.(?:ldtile|tile|tdp)|bfloat|bf16")
+PLAINER = {AVX_VNNI.name: (AVX2, _OF_VNNI), **dict.fromkeys(
+    (AVX512_BF16.name, AVX512_AMX.name, AVX512_AMX_FP16.name), (AVX512_VNNI, _OF_TILES))}
 
 
 @cache
@@ -48,7 +51,8 @@ def runs_here(isa: Isa) -> bool:
 
 def plainer(ir: str, isa: Isa) -> Isa:
     """Return the instruction set to compile a text for, so that equal texts for several are compiled once."""
-    return isa if _OWN.search(ir) else PLAINER.get(isa.name, isa)
+    other, own = PLAINER.get(isa.name, (isa, None))
+    return isa if own and own.search(ir) else other
 
 
 def _machine(ir: str, isa: Isa, emulate: bool) -> tuple[str, str, str]:
