@@ -3,11 +3,15 @@
 GPUs are many and their emulation is slow: INFER_TEST_GPUS=sm_61,sm_80 names those that take part, none by default;
 `cuda` is the GPU of this machine itself. tests/gpu has a few problems of every family for every run. Dynamic kernels
 run a part of the suite, and all of it with INFER_TEST_DYNAMIC=1.
+
+Where three parameters meet, tests run combinations in which every pair of values occurs; INFER_TEST_COMBINATIONS=1 runs
+all of them.
 """
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -43,7 +47,8 @@ def _each(name: str, runners: Sequence[Runner]) -> pytest.MarkDecorator:
 
 EVERY_BACKEND = _each("runner", [*RUNNERS, *(DYNAMIC if "INFER_TEST_DYNAMIC" in os.environ else [])])
 # For kernels without dot products: there the CPUs differ in their lanes and packs only.
-EVERY_WIDTH = _each("runner", [*map(CpuRunner, (AVX512_VNNI, AVX2, PORTABLE)), *DYNAMIC, *OTHERS])
+WIDTHS: list[Runner] = [*map(CpuRunner, (AVX512_VNNI, AVX2, PORTABLE)), *DYNAMIC, *OTHERS]
+EVERY_WIDTH = _each("runner", WIDTHS)
 # CPUs that differ in products of bytes by vectors: AVX512_AMX and AVX512_BF16 have those of AVX512_VNNI.
 DOT_CPUS = [runner for runner in CPUS if runner.isa not in (AVX512_AMX, AVX512_BF16)]
 EVERY_DOT = _each("cpu", DOT_CPUS)
@@ -51,9 +56,32 @@ EVERY_DOT = _each("cpu", DOT_CPUS)
 # AVX512_BF16 have instructions for bfloat16.
 FLOAT_CPUS: dict[str, tuple[Isa, ...]] = dict.fromkeys(("fp32", "fp16"), (AVX512_VNNI, AVX2, AARCH64, PORTABLE))
 FLOAT_CPUS["bf16"] = (AVX512_AMX, AVX512_BF16, *FLOAT_CPUS["fp32"])
-EVERY_FLOAT = pytest.mark.parametrize("precision, runner", [
-    pytest.param(precision, runner, id=f"{precision}-{runner.name}") for precision, isas in FLOAT_CPUS.items()
-    for runner in [*map(CpuRunner, isas), *OTHERS, *(DYNAMIC if "INFER_TEST_DYNAMIC" in os.environ else [])]])
+_FLOATS = [(precision, runner) for precision, isas in FLOAT_CPUS.items()
+           for runner in [*map(CpuRunner, isas), *OTHERS, *(DYNAMIC if "INFER_TEST_DYNAMIC" in os.environ else [])]]
+ALL_COMBINATIONS = "INFER_TEST_COMBINATIONS" in os.environ
 # For what only kernels of CPUs have, tactics for example.
 EVERY_ISA = _each("cpu", CPUS)
-EVERY_ISA_WIDTH = _each("cpu", list(map(CpuRunner, (AVX512_VNNI, AVX2, PORTABLE))))
+ISA_WIDTHS = list(map(CpuRunner, (AVX512_VNNI, AVX2, PORTABLE)))
+EVERY_ISA_WIDTH = _each("cpu", ISA_WIDTHS)
+
+
+def every_float(shapes: Mapping[str, Any]) -> pytest.MarkDecorator:
+    """Parametrise by `shape`, `precision` and `runner`: half of the runners for each shape in each precision."""
+    order = {runner.name: n for n, (_, runner) in enumerate(reversed(_FLOATS))}
+    return pytest.mark.parametrize("shape, precision, runner", [
+        pytest.param(shape, precision, runner, id=f"{name}-{precision}-{runner.name}")
+        for n, (name, shape) in enumerate(shapes.items()) for precision, runner in _FLOATS
+        if ALL_COMBINATIONS or (n + [*FLOAT_CPUS].index(precision) + order[runner.name]) % 2 == 0])
+
+
+def rotated(names: str, first: Mapping[str, Any], second: Mapping[str, Any],
+            third: Mapping[str, Any]) -> pytest.MarkDecorator:
+    """Parametrise by all pairs of `first` and `second`, with values of `third` in turn; values by their ids."""
+    assert len(third) <= min(len(first), len(second)), "a pair would not occur"
+    return pytest.mark.parametrize(names, [
+        pytest.param(first[a], second[b], third[c], id=f"{a}-{b}-{c}") for i, a in enumerate(first)
+        for j, b in enumerate(second) for k, c in enumerate(third) if ALL_COMBINATIONS or (i + j) % len(third) == k])
+
+
+def by_name(runners: Iterable[Runner]) -> dict[str, Runner]:
+    return {runner.name: runner for runner in runners}

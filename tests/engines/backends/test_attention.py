@@ -11,7 +11,7 @@ from infer_server.engines.lowering.problems.matmul import Attention
 from infer_server.engines.lowering.problems.view import View, dense_view
 from scripts.testing.suite import check, random_array
 from tests.engines.backends.llvm.runner import DynamicRunner
-from tests.engines.backends.runners import EVERY_BACKEND, EVERY_FLOAT
+from tests.engines.backends.runners import EVERY_BACKEND, every_float
 
 BATCH = 2
 TOLERANCE = {"int8": 0, "fp32": 2e-5, "bf16": 1e-2, "fp16": 2e-3}
@@ -96,8 +96,7 @@ def test_attention_of_bytes_equals_its_reference_bit_for_bit(shape, runner):
     check(spec, runner, inputs, constants, pieces=2, slack=4)
 
 
-@EVERY_FLOAT
-@EVERY_SHAPE
+@every_float(SHAPES)
 def test_attention_of_floats_agrees_with_its_reference(shape, precision, runner):
     spec, inputs, constants = problem(shape, precision, result="float32")
     check(spec, runner, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)

@@ -21,7 +21,17 @@ from infer_server.engines.ops.blocks import QuantizeBlocks
 from scripts.testing.suite import check, gapped, random_array, requantise, run
 from tests.engines.backends.llvm.jit import assembly, spills
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
-from tests.engines.backends.runners import EVERY_BACKEND, EVERY_DOT, EVERY_FLOAT, EVERY_ISA
+from tests.engines.backends.runners import (
+    ALL_COMBINATIONS,
+    DOT_CPUS,
+    EVERY_BACKEND,
+    EVERY_DOT,
+    EVERY_ISA,
+    RUNNERS,
+    by_name,
+    every_float,
+    rotated,
+)
 
 BATCH = 2
 STORED = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -95,9 +105,10 @@ def test_an_integer_contraction_equals_its_reference_bit_for_bit(shape, runner):
         check(way, runner, inputs, constants, pieces=2, slack=15)
 
 
-@EVERY_BACKEND
-@pytest.mark.parametrize("shape", [Shape(7, 9, 24, 40), Shape(1, 37, 100, 70), Shape(1, 1, 100, 70)], ids=str)
-@pytest.mark.parametrize("long", [False, True])
+SCALED = {str(shape): shape for shape in (Shape(7, 9, 24, 40), Shape(1, 37, 100, 70), Shape(1, 1, 100, 70))}
+
+
+@rotated("runner, shape, long", by_name(RUNNERS), SCALED, {"short": False, "long": True})
 def test_a_scale_of_each_row_multiplies_its_sums(long, shape, runner):
     random, couts = np.random.default_rng(0), shape.cout
     b = ProgramBuilder(True)
@@ -114,8 +125,7 @@ def test_a_scale_of_each_row_multiplies_its_sums(long, shape, runner):
         check(way, runner, [x, scales], constants, pieces=2, slack=15)
 
 
-@EVERY_FLOAT
-@EVERY_SHAPE
+@every_float(SHAPES)
 def test_a_float_contraction_agrees_with_its_reference(shape, precision, runner):
     spec, inputs, constants = problem(shape, precision)
     if precision == "bf16":     # a rounding to the other side is one unit of 2**-8
@@ -161,9 +171,11 @@ def test_rows_that_are_rounded_by_the_same_blocks_are_multiplied_as_integers(row
     weights = random.integers(0, 16, (shape.cout, depth)).astype(np.uint8)
     constants |= {"weights": weights, "scales": scales, "offsets": offsets}
     kernel, = cpu.ways(spec)
-    tactics = kernel.tactics(cpu.isa)
-    some = (tactics[0], tactics[len(tactics) // 2])
-    for tactic in (*tactics, replace(tactics[0], prefetch=True)) if block == 32 else some:
+    first, *others = kernel.tactics(cpu.isa)
+    every = (*others, replace(first, prefetch=True))
+    some = every[(DOT_CPUS.index(cpu) + rows) % 2::1 if ALL_COMBINATIONS else 2] if block == 32 else (
+        others[len(others) // 2],)
+    for tactic in (first, *some):
         check(spec, cpu, [x, residual], constants, 1e-4, pieces=2, tactic=tactic)
 
 
@@ -228,10 +240,12 @@ def zeros_around(x, border):
     return result
 
 
-@EVERY_DOT
-@pytest.mark.parametrize("tile", [Tile(1, 3, 2, 2, skip=True), Tile(2, 7, 1, skip=True)], ids=str)
-@pytest.mark.parametrize("shape, border", BORDERED.values(), ids=BORDERED)
-def test_taps_in_a_border_of_zeros_are_left_out(shape, border, tile, cpu):
+SKIPPING = {str(tile): tile for tile in (Tile(1, 3, 2, 2, skip=True), Tile(2, 7, 1, skip=True))}
+
+
+@rotated("cpu, bordered, tile", by_name(DOT_CPUS), BORDERED, SKIPPING)
+def test_taps_in_a_border_of_zeros_are_left_out(bordered, tile, cpu):
+    shape, border = bordered
     spec, (x, *others), constants = problem(shape, "int8")
     spec = replace(spec, border=border)
     tile = replace(tile, cols=min(tile.cols, shape.cols))

@@ -11,7 +11,7 @@ from infer_server.engines.lowering.problems.view import View, dense_view
 from scripts.testing.suite import check, gapped, random_array, requantise, run
 from tests.engines.backends.llvm.jit import assembly, spills
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
-from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA_WIDTH, EVERY_WIDTH
+from tests.engines.backends.runners import ALL_COMBINATIONS, EVERY_BACKEND, EVERY_ISA_WIDTH, EVERY_WIDTH, ISA_WIDTHS
 
 BATCH = 2
 DTYPES = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -69,7 +69,7 @@ def test_any_window(taps, stride, dilation, runner):
 @EVERY_ISA_WIDTH
 @pytest.mark.parametrize("precision, target", [("int8", "uint8"), ("fp32", "float32"), ("fp16", "float16")])
 def test_the_code_of_a_large_window_is_bounded_and_right(precision, target, cpu):
-    spec, constants = depthwise(20, (13, 31), (2, 1), outputs=(3, 9), precision=precision, target=target)
+    spec, constants = depthwise(24, (13, 31), (2, 1), outputs=(3, 8), precision=precision, target=target)
     kernel = kernel_of(spec)
     for tactic in kernel.tactics(cpu.isa):
         check(spec, cpu, data(spec), constants, tactic=tactic)
@@ -83,9 +83,10 @@ def test_the_code_of_a_large_window_is_bounded_and_right(precision, target, cpu)
                                                     ((2, 6), 1, False)])
 def test_every_tactic_is_the_same_function(taps, stride, residual, cpu):
     spec, constants = depthwise(80, taps, (stride, stride), outputs=(3, 5), residual=residual)
-    assert kernel_of(spec).tactics(cpu.isa)
-    for tactic in (kernel_of(spec).tactics(cpu.isa)[-1], DepthwiseTile(1, 4, 2), DepthwiseTile(2, 3, 1),
-                   DepthwiseTile(2, 4, 4)):
+    tactics = (kernel_of(spec).tactics(cpu.isa)[-1], DepthwiseTile(1, 4, 2), DepthwiseTile(2, 3, 1),
+               DepthwiseTile(2, 4, 4))
+    number = ISA_WIDTHS.index(cpu) + sum(taps) // 2 + stride
+    for tactic in tactics[number % 2::1 if ALL_COMBINATIONS else 2]:
         check(spec, cpu, data(spec), constants, tactic=tactic)
 
 
@@ -120,7 +121,7 @@ def test_tactics_of_one_packing_share_their_constants(cpu):
 @pytest.mark.parametrize("precision, target", [
     ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("int8", "float32"), ("fp32", "uint8")])
 def test_floats_are_added_in_the_order_of_the_reference(precision, target, runner):
-    for taps in ((3, 3), (8, 11))[:1 if precision in ("bf16", "fp16") else 2]:      # which unroll both
+    for taps in ((3, 3), (2, 41))[:1 if precision in ("bf16", "fp16") else 2]:      # which unroll both
         spec, constants = depthwise(24, taps, outputs=(3, 5), precision=precision, target=target)
         check(spec, runner, data(spec), constants)
 
@@ -137,7 +138,10 @@ def test_no_usual_tactic_spills_on_a_machine_of_32_registers():
     for precision in ("fp32", "bf16", "fp16", "int8"):
         for taps, stride in (((3, 3), (1, 1)), ((3, 3), (2, 2)), ((5, 5), (1, 1))):
             spec, _ = depthwise(128, taps, stride, outputs=(14, 28), residual=False, precision=precision)
-            for tactic in kernel_of(spec).tactics(AVX512_BF16):
+            tactics = kernel_of(spec).tactics(AVX512_BF16)
+            # A tile of fewer columns is the beginning of a wider one.
+            widest = {(tile.rows, tile.vectors, tile.by_tap): tile for tile in sorted(tactics, key=lambda t: t.cols)}
+            for tactic in tactics if ALL_COMBINATIONS else widest.values():
                 module = Module()
                 kernel_of(spec).emit(module, "kernel", AVX512_BF16, tactic)
                 assert spills(assembly(module.text(), AVX512_BF16)) == 0, (precision, taps, stride, tactic)

@@ -7,7 +7,7 @@ from infer_server.engines.lowering.problems.movement import Permute
 from infer_server.engines.lowering.problems.view import View, dense_view
 from scripts.testing.suite import check, gapped, random_array, run
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
-from tests.engines.backends.runners import EVERY_WIDTH
+from tests.engines.backends.runners import EVERY_WIDTH, WIDTHS, by_name, rotated
 
 BATCH = 2
 
@@ -38,9 +38,12 @@ def test_a_float_image_becomes_u8_pixels(channels, shape, halo, runner):
     check(spec, runner, data(x), constants, pieces=2)
 
 
-@EVERY_WIDTH
-@pytest.mark.parametrize("dtype", ["uint8", "float32", "float16", "int64"])
-@pytest.mark.parametrize("shape", [(3, 5, 7), (2, 4, 29), (24, 3, 11), (33, 4, 5), (1, 5, 5), (116, 1, 1)])
+TRANSPOSED = {str(shape): shape for shape in (
+    (3, 5, 7), (2, 4, 29), (24, 3, 11), (33, 4, 5), (1, 5, 5), (116, 1, 1))}
+
+
+@rotated("shape, runner, dtype", TRANSPOSED, by_name(WIDTHS),
+         {dtype: dtype for dtype in ("uint8", "float32", "float16", "int64")})
 def test_channels_first_and_last_are_transposes(dtype, shape, runner):
     first = dense_view(dtype, shape)
     last = dense_view(dtype, (*shape[1:], shape[0]))

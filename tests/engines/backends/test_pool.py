@@ -7,7 +7,7 @@ from infer_server.engines.lowering.problems.images import Pool
 from infer_server.engines.lowering.problems.view import dense_view
 from scripts.testing.suite import check, gapped, random_array, requantise, run
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
-from tests.engines.backends.runners import EVERY_ISA_WIDTH, EVERY_WIDTH
+from tests.engines.backends.runners import EVERY_ISA_WIDTH, EVERY_WIDTH, WIDTHS, by_name, rotated
 
 BATCH = 2
 PLAIN = EpilogueProgram((), 0, 0)
@@ -20,7 +20,6 @@ WINDOWS = {     # kernel, stride, pads, dilation, extent of x
     "3x3 padded at the end": ((3, 3), (2, 2), (0, 0, 1, 1), (1, 1), (8, 8)),
     "volumes": ((3, 2, 3), (2, 1, 2), (1, 0, 1, 1, 1, 0), (1, 2, 1), (5, 6, 7)),
 }
-EVERY_WINDOW = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 
 
 def pool(kind, dtype, channels, window, program=PLAIN, target=None, operands=0, **options):
@@ -37,18 +36,15 @@ def data(spec):
     return [random_array(random, view.dtype, (BATCH, *view.shape)) for view in spec.inputs]
 
 
-@EVERY_WIDTH
-@EVERY_WINDOW
-@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+@rotated("window, runner, dtype", WINDOWS, by_name(WIDTHS), {"uint8": "uint8", "float32": "float32"})
 def test_a_maximum_is_that_of_the_window_inside_the_image(window, dtype, runner):
     spec = pool("max", dtype, 17, window)
     check(spec, runner, data(spec), {"program": []}, pieces=2)
 
 
-@EVERY_WIDTH
-@EVERY_WINDOW
-@pytest.mark.parametrize("include, dtype", [(True, "uint8"), (False, "float32")])
-def test_an_average_counts_padded_taps_as_asked(window, include, dtype, runner):
+@rotated("window, runner, include", WINDOWS, by_name(WIDTHS), {"uint8": True, "float32": False})
+def test_an_average_counts_padded_taps_as_asked(window, include, runner):
+    dtype = "uint8" if include else "float32"
     program, constants = requantise(10, np.random.default_rng(0), residual=True)
     spec = pool("average", dtype, 10, window, program, operands=1, count_include_pad=include, pad_value=13)
     check(spec, runner, data(spec), constants, pieces=2)

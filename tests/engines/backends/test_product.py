@@ -15,7 +15,7 @@ from infer_server.engines.plan.plan import SLACK
 from scripts.testing.suite import check, gapped, random_array, requantise
 from tests.engines.backends.llvm.jit import assembly, spills
 from tests.engines.backends.llvm.runner import CpuRunner, DynamicRunner, kernel_of
-from tests.engines.backends.runners import EVERY_BACKEND, EVERY_DOT, EVERY_FLOAT, EVERY_ISA
+from tests.engines.backends.runners import DOT_CPUS, EVERY_BACKEND, EVERY_ISA, by_name, every_float, rotated
 
 BATCH = 2
 STORED = {"int8": "uint8", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -74,9 +74,10 @@ def test_a_product_of_bytes_equals_its_reference_bit_for_bit(shape, runner):
     check(spec, runner, inputs, constants, pieces=2, slack=4)
 
 
-@EVERY_DOT
-@pytest.mark.parametrize("zeros", [("uint8", "uint8"), ("uint8", ""), ("", "int8"), ("", "")], ids=str)
-@EVERY_SHAPE
+ZEROS = {str(zeros): zeros for zeros in (("uint8", "uint8"), ("uint8", ""), ("", "int8"), ("", ""))}
+
+
+@rotated("shape, cpu, zeros", SHAPES, by_name(DOT_CPUS), ZEROS)
 def test_a_product_with_zero_points_in_memory_is_exact(shape, zeros, cpu):
     """The sums exceed the integers that float32 represents."""
     exact_integers(shape, zeros, cpu)
@@ -117,8 +118,7 @@ def number(dtype):
     return View(dtype, (1,), (1,), 0)
 
 
-@EVERY_FLOAT
-@EVERY_SHAPE
+@every_float(SHAPES)
 def test_a_product_of_floats_agrees_with_its_reference(shape, precision, runner):
     spec, inputs, constants = problem(shape, precision, result="float32")
     check(spec, runner, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)

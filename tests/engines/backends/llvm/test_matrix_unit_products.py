@@ -16,8 +16,9 @@ from scripts.testing.suite import check, run
 from tests.engines.backends import test_attention, test_product
 from tests.engines.backends.llvm.jit import runs_here
 from tests.engines.backends.llvm.runner import CpuRunner, DynamicRunner
+from tests.engines.backends.runners import ALL_COMBINATIONS, rotated
 
-CPU = CpuRunner(AVX512_AMX)
+CPU, HERE = CpuRunner(AVX512_AMX), runs_here(AVX512_AMX)
 ATTENTION = test_attention.SHAPES | {
     "heads of 32, 128 keys": test_attention.Shape(2, 48, 128, 32, 32, "keys"),
     "heads of 64, queries past a block": test_attention.Shape(1, 37, 130, 64, 64),
@@ -32,7 +33,7 @@ PRODUCTS = test_product.SHAPES | {
 EVERY_ATTENTION = pytest.mark.parametrize("name", ATTENTION)
 EVERY_PRODUCT = pytest.mark.parametrize("name", PRODUCTS)
 NATIVE = pytest.mark.parametrize("native", [
-    False, pytest.param(True, marks=pytest.mark.skipif(not runs_here(AVX512_AMX), reason="no tile registers here"))])
+    False, pytest.param(True, marks=pytest.mark.skipif(not HERE, reason="no tile registers here"))])
 
 
 def tactics_of(kernel):
@@ -47,23 +48,23 @@ def attention(name, precision, **options):
     return MatrixUnitAttention(spec), inputs, constants
 
 
+def check_in_turn(kernel, inputs, constants, tolerance, number):
+    """Check all tactics, natively and emulated in turn, `number` first; emulated if this machine has no tiles."""
+    for n, tactic in enumerate(tactics_of(kernel), number):
+        for native in (False, True) if ALL_COMBINATIONS and HERE else (HERE and n % 2 == 1,):
+            check(kernel, CPU, inputs, constants, tolerance, tactic=tactic, pieces=2, slack=4, native=native)
 
 
-@NATIVE
 @EVERY_ATTENTION
-def test_attention_of_bytes_equals_its_reference_bit_for_bit(name, native):
+def test_attention_of_bytes_equals_its_reference_bit_for_bit(name):
     kernel, inputs, constants = attention(name, "int8")
-    for tactic in tactics_of(kernel):
-        check(kernel, CPU, inputs, constants, tactic=tactic, pieces=2, slack=4, native=native)
+    check_in_turn(kernel, inputs, constants, 0, [*ATTENTION].index(name))
 
 
-@NATIVE
 @EVERY_ATTENTION
-def test_attention_of_bfloat_agrees_with_its_reference(name, native):
+def test_attention_of_bfloat_agrees_with_its_reference(name):
     kernel, inputs, constants = attention(name, "bf16", result="float32")
-    for tactic in tactics_of(kernel):
-        check(kernel, CPU, inputs, constants, test_attention.TOLERANCE["bf16"], tactic=tactic, pieces=2, slack=4,
-              native=native)
+    check_in_turn(kernel, inputs, constants, test_attention.TOLERANCE["bf16"], [*ATTENTION].index(name) + 1)
 
 
 @EVERY_ATTENTION
@@ -81,21 +82,16 @@ def product(name, precision, **options):
     return MatrixUnitProduct(spec), inputs, constants
 
 
-@NATIVE
 @EVERY_PRODUCT
-def test_a_product_of_bytes_equals_its_reference_bit_for_bit(name, native):
+def test_a_product_of_bytes_equals_its_reference_bit_for_bit(name):
     kernel, inputs, constants = product(name, "int8")
-    for tactic in tactics_of(kernel):
-        check(kernel, CPU, inputs, constants, tactic=tactic, pieces=2, slack=4, native=native)
+    check_in_turn(kernel, inputs, constants, 0, [*PRODUCTS].index(name))
 
 
-@NATIVE
 @EVERY_PRODUCT
-def test_a_product_of_bfloat_agrees_with_its_reference(name, native):
+def test_a_product_of_bfloat_agrees_with_its_reference(name):
     kernel, inputs, constants = product(name, "bf16", result="float32")
-    for tactic in tactics_of(kernel):
-        check(kernel, CPU, inputs, constants, test_product.TOLERANCE["bf16"], tactic=tactic, pieces=2, slack=4,
-              native=native)
+    check_in_turn(kernel, inputs, constants, test_product.TOLERANCE["bf16"], [*PRODUCTS].index(name) + 1)
 
 
 @EVERY_PRODUCT
@@ -106,13 +102,11 @@ def test_a_product_that_reads_its_extents_at_run_time_agrees_with_its_reference(
           tactic=tactics_of(kernel)[0], pieces=2, slack=4)
 
 
-@NATIVE
-@pytest.mark.parametrize("zeros", [("uint8", "uint8"), ("uint8", ""), ("", "int8"), ("", "")], ids=str)
-@EVERY_PRODUCT
-def test_a_product_with_zero_points_in_memory_is_exact(name, zeros, native):
-    spec, inputs = test_product.integers(PRODUCTS[name], zeros)
+@rotated("shape, zeros, emulated", PRODUCTS, test_product.ZEROS, {"emulated": True, "native": False})
+def test_a_product_with_zero_points_in_memory_is_exact(shape, zeros, emulated):
+    spec, inputs = test_product.integers(shape, zeros)
     kernel = MatrixUnitIntegerProduct(spec)
-    check(kernel, CPU, inputs, {}, tactic=tactics_of(kernel)[0], pieces=2, slack=4, native=native)
+    check(kernel, CPU, inputs, {}, tactic=tactics_of(kernel)[0], pieces=2, slack=4, native=HERE and not emulated)
 
 
 # ---- the choice of tactics
