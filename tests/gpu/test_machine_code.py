@@ -1,8 +1,12 @@
 """NVIDIA's assembler compiles kernels without spills, and with few instructions beside the products."""
 from __future__ import annotations
 
+import pickle
 import re
+import shutil
 import subprocess
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from infer_server.engines.lowering.problems.convolution import Contraction
 from infer_server.engines.lowering.problems.images import Pool
 from infer_server.engines.lowering.problems.matmul import Attention
 from infer_server.engines.lowering.problems.view import dense_view
+from infer_server.engines.machine import object_cache
 from scripts.testing.gpu.cases import product
 from scripts.testing.gpu.runner import Way, every_way, text_of, way_of
 from scripts.testing.recurrence import Case as Layer
@@ -26,20 +31,53 @@ from tests.gpu.network import Plans
 NO_SPILLS = "0 bytes spill stores, 0 bytes spill loads"
 
 
-def assembled(ptx: str, target: str) -> tuple[bytes, str]:
-    """Return a cubin and the assembler's report. Skips the test without an assembler."""
+@cache
+def assembler() -> str:
+    """Return the version of the assembler, or "" if none is installed."""
     try:
-        return assemble.report_of(ptx, GPUS[target])
+        return subprocess.run([assemble.ptxas(), "--version"], capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        return ""
+
+
+def assembled(ptx: str, target: str) -> tuple[bytes, str]:
+    """Return a cubin and the assembler's report, from the object cache if they are there.
+
+    Skips the test without an assembler.
+    """
+    objects = object_cache.current() if assembler() else None
+    key = object_cache.digest("ptxas", assembler(), target, ptx)
+    if objects and (content := objects.fetch(key)) is not None:
+        cubin, report = pickle.loads(content)
+        return cubin, report
+    try:
+        made = assemble.report_of(ptx, GPUS[target])
     except FileNotFoundError as missing:
         pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
+    if objects:
+        objects.store(key, pickle.dumps(made))
+    return made
 
 
-def disassembled(cubin: bytes) -> str:
-    """Return the SASS of a cubin. Skips the test without a disassembler."""
-    try:
-        return assemble.sass_of(cubin)
-    except FileNotFoundError as missing:
-        pytest.skip(f"no disassembler: install the extra 'cuda' ({missing})")
+@pytest.fixture(scope="module")
+def disassembler() -> None:
+    """Skip a test without a disassembler, before anything is compiled for it."""
+    if not shutil.which(assemble.nvdisasm()):
+        pytest.skip("no disassembler: install the extra 'cuda'")
+
+
+def test_ptx_comes_from_the_object_cache_for_the_same_ir_and_gpu(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(object_cache.VARIABLE, str(tmp_path / "objects"))
+    compiled: list[str] = []
+    compile_ = assemble._ptx_of
+    monkeypatch.setattr(assemble, "_ptx_of", lambda text, gpu: compiled.append(gpu.name) or compile_(text, gpu))
+    texts = [assemble.ptx_of("define void @f() { ret void }", GPUS[name]) for name in ("sm_61", "sm_80", "sm_61")]
+    assert texts[0] == texts[2] and ".target sm_61" in texts[0] and ".target sm_80" in texts[1]
+    assemble.ptx_of("define void @g() { ret void }", GPUS["sm_61"])
+    assert compiled == ["sm_61", "sm_80", "sm_61"]
+    monkeypatch.setenv(object_cache.VARIABLE, object_cache.OFF)
+    assert assemble.ptx_of("define void @f() { ret void }", GPUS["sm_80"]) == texts[1] and len(compiled) == 4
 
 
 @pytest.mark.parametrize("target", ["sm_61", "sm_80", "sm_90a"])
@@ -90,26 +128,28 @@ def test_a_recurrent_layer_on_tensor_cores_has_all_registers_of_its_threads() ->
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.usefixtures("disassembler")
 def test_the_sass_of_the_loop_over_k_is_little_more_than_its_products(target: str) -> None:
     """A block of 128 pixels by 128 output channels and 64 bytes of K has 64 products."""
     view, program = dense_view("uint8", (16, 16, 256)), EpilogueProgram()
     problem = Contraction(view, dense_view("uint8", (14, 14, 256)), (), program, "int8", (3, 3))
     way = Way(GpuContraction(problem, GPUS[target], (256, 256)), Tile(128, 128, (2, 2), 64, 4))
     cubin, report = assembled(text_of(way), target)
-    loop = max(loops(disassembled(cubin)), key=len)
+    loop = max(loops(assemble.sass_of(cubin)), key=len)
     assert NO_SPILLS in report
     assert sum("IMMA" in line for line in loop) == 64 and len(loop) <= 150
 
 
 @pytest.mark.parametrize("across", [True, False])
 @pytest.mark.parametrize(("precision", "least"), [("int8", 17), ("fp16", 14)])
+@pytest.mark.usefixtures("disassembler")
 def test_the_sass_of_a_product_of_two_tensors_has_many_multiply_adds_to_an_instruction(
         precision: str, least: int, across: bool) -> None:
     problem, _, _ = product(precision, across, rows=256, depth=2048, columns=256)
     way, *_ = every_way(problem, GPUS["sm_80"])
     assert str(way.tactic) == "64 x 64 a block, in shared memory"
     cubin, report = assembled(text_of(way), "sm_80")
-    loop = max(loops(disassembled(cubin)), key=len)
+    loop = max(loops(assemble.sass_of(cubin)), key=len)
     assert NO_SPILLS in report
     of_lane = 32 * 32 * 64 // problem.a.size // 32
     assert of_lane / len(loop) >= least
@@ -127,6 +167,7 @@ def loops(sass: str) -> list[list[str]]:
 @pytest.mark.parametrize(("target", "units", "precision", "most"), [
     ("sm_75", 64, "int16", 950), ("sm_80", 64, "int16", 800), ("sm_80", 256, "int8", 800),
     ("sm_80", 512, "int8", 1700)])
+@pytest.mark.usefixtures("disassembler")
 def test_the_sass_of_a_step_of_a_recurrent_layer_is_so_many_instructions(
         target: str, units: int, precision: str, most: int) -> None:
     """An LSTM step for 8 items has 16 units a warp, or 32 with two tiles.
@@ -138,7 +179,7 @@ def test_the_sass_of_a_step_of_a_recurrent_layer_is_so_many_instructions(
     reports = []
     for way in ways:
         cubin, report = assembled(text_of(way), target)
-        reports.append((max(map(len, loops(disassembled(cubin)))), report))
+        reports.append((max(map(len, loops(assemble.sass_of(cubin)))), report))
     assert reports and all(NO_SPILLS in report for _, report in reports)
     assert ways[0].tactic.items == 8 and 600 * ways[0].tactic.tiles <= reports[0][0] <= most
 
@@ -170,6 +211,7 @@ def test_the_cubin_of_an_attention_spills_nothing_by_any_tactic(target: str) -> 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(("dtype", "most"), [("uint8", 32), ("float16", 12), ("bfloat16", 12)])
+@pytest.mark.usefixtures("disassembler")
 def test_the_sass_of_an_attention_is_so_many_instructions_a_score(dtype: str, most: int, target: str) -> None:
     """It has 64 columns, any number of keys, and 32 scores a lane in an iteration; both loops are checked."""
     view = dense_view(dtype, (4, 384, 64))
@@ -177,6 +219,6 @@ def test_the_sass_of_an_attention_is_so_many_instructions_a_score(dtype: str, mo
     way, *_ = every_way(Attention(view, view, view, view, None, EpilogueProgram(), precision), GPUS[target])
     assert str(way.tactic) == "64 queries a block, keys in shared memory"
     cubin, report = assembled(text_of(way), target)
-    sizes = sorted(map(len, loops(disassembled(cubin))))[-2:]
+    sizes = sorted(map(len, loops(assemble.sass_of(cubin))))[-2:]
     assert NO_SPILLS in report
     assert sum(sizes) / 32 <= most

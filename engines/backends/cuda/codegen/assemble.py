@@ -15,13 +15,17 @@ import tempfile
 from functools import cache, partial
 from pathlib import Path
 
+import llvmlite
 import llvmlite.binding as llvm
 
 from infer_server.engines.backends.cuda.codegen.gpu import Gpu, gpu_named
 from infer_server.engines.codegen.compiler_pool import CompilerPool, serve
 from infer_server.engines.errors import CompilerFault
+from infer_server.engines.machine import object_cache
 
 _TRIPLE = "nvptx64-nvidia-cuda"
+_OPT = 3
+_OPTIONS = ("--nvptx-short-ptr",)       # pointers to shared memory are 32 bits
 _IS_PTX = 2             # NVJITLINK_INPUT_PTX
 _CLASSES = ("IDP", "IMMA", "HMMA", "IGMMA", "HGMMA", "FFMA", "LDSM", "LDGSTS", "LDG", "STG", "LDS", "STS", "BAR",
             "SHFL", "LDL", "STL")       # the last two: spills
@@ -31,18 +35,42 @@ _CLASSES = ("IDP", "IMMA", "HMMA", "IGMMA", "HGMMA", "FFMA", "LDSM", "LDGSTS", "
 def _target() -> llvm.Target:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    llvm.set_option("", "--nvptx-short-ptr")        # pointers to shared memory are 32 bits
+    for option in _OPTIONS:
+        llvm.set_option("", option)
     return llvm.Target.from_triple(_TRIPLE)
 
 
 def ptx_of(text: str, gpu: Gpu) -> str:
-    """Compile a module to PTX for an architecture. Raise RuntimeError with LLVM's message if the IR is invalid."""
-    machine = _target().create_target_machine(cpu=gpu.name, features=f"+ptx{gpu.ptx}", opt=3)
+    """Compile a module to PTX for an architecture, or take the PTX from the object cache.
+
+    Raises
+    ------
+    RuntimeError
+        The IR is invalid; the message is LLVM's.
+    """
+    cache = object_cache.current()
+    if cache is None:
+        return _ptx_of(text, gpu)
+    key = object_cache.digest("ptx", text, gpu.name, _features(gpu), repr((
+        _TRIPLE, _OPT, _OPTIONS, llvm.llvm_version_info, llvmlite.__version__)))
+    code = cache.fetch(key)
+    if code is None:
+        code = _ptx_of(text, gpu).encode()
+        cache.store(key, code)
+    return code.decode()
+
+
+def _ptx_of(text: str, gpu: Gpu) -> str:
+    machine = _target().create_target_machine(cpu=gpu.name, features=_features(gpu), opt=_OPT)
     module = llvm.parse_assembly(text)
     module.verify()
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=_OPT))
     builder.getModulePassManager().run(module, builder)
     return str(machine.emit_assembly(module))
+
+
+def _features(gpu: Gpu) -> str:
+    return f"+ptx{gpu.ptx}"
 
 
 def code_of(text: str, gpu: Gpu, cubin: bool) -> bytes:
@@ -75,7 +103,7 @@ def report_of(ptx: str, gpu: Gpu) -> tuple[bytes, str]:
     CompilerFault
         ptxas rejects the PTX.
     """
-    program = _find("nvidia.cuda_nvcc", "bin/ptxas") or "ptxas"
+    program = ptxas()
     with tempfile.TemporaryDirectory() as folder:
         source, result = Path(folder, "k.ptx"), Path(folder, "k.cubin")
         source.write_text(ptx)
@@ -86,6 +114,16 @@ def report_of(ptx: str, gpu: Gpu) -> tuple[bytes, str]:
         if run.returncode:
             raise CompilerFault(f"ptxas rejects a kernel for {gpu.name}: {run.stderr}")
         return result.read_bytes(), run.stderr
+
+
+def ptxas() -> str:
+    """Return the path of NVIDIA's assembler, or its name if no package has it."""
+    return _find("nvidia.cuda_nvcc", "bin/ptxas") or "ptxas"
+
+
+def nvdisasm() -> str:
+    """Return the path of NVIDIA's disassembler, or its name if no package has it."""
+    return _find("nvidia.cuda_nvdisasm", "bin/nvdisasm") or _find("nvidia.cu13", "bin/nvdisasm") or "nvdisasm"
 
 
 def _find(package: str, pattern: str) -> str:
@@ -128,11 +166,10 @@ def _linked(ptx: str, gpu: Gpu, library: str) -> bytes:
 # ---- disassembly
 def sass_of(cubin: bytes) -> str:
     """Disassemble machine code. Raise FileNotFoundError if nvdisasm is not installed."""
-    program = _find("nvidia.cuda_nvdisasm", "bin/nvdisasm") or _find("nvidia.cu13", "bin/nvdisasm") or "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([program, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([nvdisasm(), file.name], capture_output=True, text=True, check=True).stdout
 
 
 def instructions(sass: str) -> list[str]:
