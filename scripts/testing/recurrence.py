@@ -58,5 +58,5 @@ class Case:
         if gates == "bfloat16":
             self.inputs[0] = (self.inputs[0].view(np.uint32) >> 16).astype(np.uint16)
         if lengths:
-            self.inputs[-1] = np.resize(np.array([3, 0, STEPS, 1], np.int32), batch)
+            self.inputs[-1] = np.minimum(np.resize(np.array([3, 0, STEPS, 1], np.int32), batch), steps)
         self.node, self.real = node, [weights, *units]      # constants in the operator's layout

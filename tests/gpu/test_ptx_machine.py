@@ -377,7 +377,7 @@ def test_who_wrote_what_is_told_apart_over_any_number_of_launches() -> None:
     for launch in range(600):
         memory.begin_launch()
         memory.reads(places, places)
-        memory.writes(places, places + launch)
+        memory.writes(places, 1, places + launch)
         memory.reads(places, places + launch)
         with pytest.raises(Fault):
             memory.reads(places[:1], places[1:2] + launch)

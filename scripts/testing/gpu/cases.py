@@ -35,6 +35,8 @@ from scripts.testing.suite import gapped, random_array, requantise
 Case = tuple[Any, list[Array], dict[str, Any]]      # a problem, its inputs for some items, its constants
 TOLERANCE = {"int8": 0, "int16": 0, "fp32": 1e-4, "bf16": 4e-2, "fp16": 8e-3}    # tolerance for sums in another order
 
+RECURRENT_STEPS = 3     # both places of the states are written, and one of them again
+
 
 def inputs_of(problem: Problem, seed: int = 0) -> list[Array]:
     random = np.random.default_rng(seed)
@@ -306,7 +308,7 @@ def attention_by_parts(kind: type[AttentionPeaks | AttentionSums | JoinedAttenti
 
 def recurrence(precision: str) -> Case:
     """Return a bidirectional GRU of two stages, with lengths for each item and states between -1 and 1."""
-    layer = Layer(node_of("GRU", "bidirectional"), 37, precision, 11, lengths=True, states=True)
+    layer = Layer(node_of("GRU", "bidirectional"), 37, precision, 11, lengths=True, states=True, steps=RECURRENT_STEPS)
     for state in layer.inputs[1:-1]:
         np.clip(state, -1, 1, out=state)
     return layer.spec, layer.inputs, layer.constants
@@ -314,7 +316,8 @@ def recurrence(precision: str) -> Case:
 
 def lstm(rounds: bool, precision: str) -> Case:
     """Return a bidirectional LSTM of one stage. rounds: its state is rounded before each step."""
-    layer = Layer(node_of("LSTM", "bidirectional"), 37, precision, 11, states=rounds, rounds=rounds)
+    layer = Layer(node_of("LSTM", "bidirectional"), 37, precision, 11, states=rounds, rounds=rounds,
+                  steps=RECURRENT_STEPS)
     return layer.spec, layer.inputs, layer.constants
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -16,10 +17,14 @@ WARP = 32
 LANES = 1 << 16         # threads that run together, at most
 TOGETHER = {"bar": 0, "barrier": 0, "ldmatrix": WARP, "mma": WARP, "shfl": WARP, "wgmma": 4 * WARP}
 # ^ number of threads that must arrive; 0: all of the block
+BRANCHES = ("bra", "ret", "exit")
+SPECIAL = {*BRANCHES, *TOGETHER}
 
 TYPES = {f"{kind}{bits}": np.dtype(f"{name}{bits}") for kind, name in (("b", "uint"), ("u", "uint"), ("s", "int"))
          for bits in (8, 16, 32, 64)} | {"f16": np.dtype(np.float16), "f32": np.dtype(np.float32),
                                          "f64": np.dtype(np.float64), "pred": np.dtype(bool)}
+
+UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 Action = Callable[["Run", Instruction], None]
 ACTIONS: dict[str, tuple[Action, frozenset[str]]] = {}      # by opcode: its implementation and accepted modifiers
@@ -71,6 +76,7 @@ class Run:
             f"%ctaid.{axis}": np.repeat(values, threads).astype(np.uint32) for axis, values in axes}
         self.arguments = dict(zip(kernel.parameters, arguments, strict=True))
         self.registers: dict[str, Array] = {}
+        self.widths: dict[str, np.dtype[Any]] = {}
         self.copies: list[tuple[Array, Array, Array, Array]] = []       # threads, their group, places, bytes
         self.groups = np.zeros(self.lanes, np.int64)        # number of copy groups that a thread has committed
         self.sel: Array | None = None           # threads that run now; None: all of them
@@ -85,6 +91,10 @@ class Run:
         while pending:
             at = min(pending)
             who = pending.pop(at)
+            if (further := self._straight(at, min(pending, default=len(self.kernel.code)), who)) > at:
+                if further < len(self.kernel.code):
+                    pending[further] = _joined(who, pending.get(further))
+                continue
             together = TOGETHER.get(self.kernel.code[at].op[0])
             if together is not None:
                 who = _joined(who, waiting.pop(at, None))
@@ -98,12 +108,21 @@ class Run:
             texts = ", ".join(f"'{self.kernel.code[at].text}'" for at in waiting)
             raise Fault(f"{self.kernel.name}: not all threads reach {texts}")
 
+    def _straight(self, at: int, end: int, who: Array) -> int:
+        """Run instructions up to one that branches or waits for others, or to the end. Return its position."""
+        selected = None if len(who) == self.lanes else who
+        while at < end and (instruction := self.kernel.code[at]).op[0] not in SPECIAL:
+            self.sel = selected
+            self._step(instruction, who)
+            at += 1
+        return at
+
     def _after(self, at: int, who: Array) -> list[tuple[int, Array]]:
         """Run an instruction and return the next position of each of its threads."""
         self.sel = None if len(who) == self.lanes else who
         instruction = self.kernel.code[at]
         word = instruction.op[0]
-        if word not in ("bra", "ret", "exit"):
+        if word not in BRANCHES:
             self._step(instruction, who)
             return [(at + 1, who)]
         chosen = self._guard(instruction) if instruction.guard else np.ones(len(who), bool)
@@ -122,15 +141,15 @@ class Run:
         if word not in ACTIONS:
             raise Fault(f"'{instruction.text}' is not known here")
         function, modifiers = ACTIONS[word]
-        if unknown := set(instruction.op[1:]) - TYPES.keys() - modifiers:
-            raise Fault(f"'{instruction.text}': '.{min(unknown)}' is not known here")
+        if unknown := _unknown(instruction.op[1:], modifiers):
+            raise Fault(f"'{instruction.text}': '.{unknown}' is not known here")
         if instruction.guard:
             if word in TOGETHER:
                 raise Fault(f"'{instruction.text}': what takes whole warps has no guard here")
             self.sel = who[self._guard(instruction)]
             if not len(self.sel):
                 return
-        self.machine.count[".".join(instruction.op[:2]) if word in ("ld", "st", "cp") else word] += self.size
+        self.machine.count[f"{word}.{instruction.op[1]}" if word in ("ld", "st", "cp") else word] += self.size
         try:
             function(self, instruction)
         except Fault as fault:
@@ -156,45 +175,46 @@ class Run:
     # ---- operands
     def width(self, register: str) -> np.dtype[Any]:
         """Return the type that a register was declared with."""
-        return TYPES[self.kernel.registers[register.rstrip("0123456789")]]
+        dtype = self.widths.get(register)
+        if dtype is None:
+            dtype = self.widths[register] = TYPES[self.kernel.registers[register.rstrip("0123456789")]]
+        return dtype
 
     def get(self, operand: str, type_: str) -> Array:
         """Return an operand of the running threads as that type."""
         dtype = TYPES[type_]
-        if operand.startswith("%"):
-            values = self.pick(self.special[operand] if operand in self.special else self._register(operand))
-            if values.dtype.itemsize == dtype.itemsize:
-                return np.ascontiguousarray(values).view(dtype)
-            if values.dtype.itemsize < dtype.itemsize or dtype.kind == "f":
-                raise Fault(f"{operand} has {8 * values.dtype.itemsize} bits, not {8 * dtype.itemsize}")
-            return values.astype(f"u{dtype.itemsize}").view(dtype)
-        if operand == "shared":
-            return np.zeros(self.size, dtype)
-        if operand.startswith(("0f", "0d")):
-            return np.full(self.size, int(operand[2:], 16), "u4" if operand[1] == "f" else "u8").view(dtype)
-        if dtype.kind == "b":
-            return np.full(self.size, int(operand) != 0)
-        number = int(operand.rstrip("U"), 0)
-        return np.full(self.size, number & ((1 << 8 * dtype.itemsize) - 1), f"u{dtype.itemsize}").view(dtype)
-
-    def _register(self, name: str) -> Array:
-        if name not in self.registers:
-            raise Fault(f"{name} is read before it is written")
-        return self.registers[name]
+        if operand[0] != "%":
+            values = np.empty(self.size, dtype)
+            values.fill(_constant(operand, type_))
+            return values
+        values = self.registers.get(operand)
+        if values is None:
+            if operand not in self.special:
+                raise Fault(f"{operand} is read before it is written")
+            values = self.special[operand]
+        if self.sel is not None:
+            values = values[self.sel]
+        if values.dtype is dtype:
+            return values
+        if values.dtype.itemsize == dtype.itemsize:
+            return values.view(dtype)
+        if values.dtype.itemsize < dtype.itemsize or dtype.kind == "f":
+            raise Fault(f"{operand} has {8 * values.dtype.itemsize} bits, not {8 * dtype.itemsize}")
+        return values.astype(UNSIGNED[dtype.itemsize]).view(dtype)
 
     def put(self, name: str, values: Array) -> None:
         if name == "_":
             return
         dtype = self.width(name)
-        if values.dtype != dtype:
+        if values.dtype is not dtype:
             if values.dtype.itemsize == dtype.itemsize:
-                values = np.ascontiguousarray(values).view(dtype)
+                values = values.view(dtype)
             else:       # a narrow value in a wide register: extended by its own sign
                 assert values.dtype.itemsize < dtype.itemsize, name
                 values = values.view(f"u{values.dtype.itemsize}") if values.dtype.kind == "f" else values
                 values = values.astype(f"{'i' if values.dtype.kind == 'i' else 'u'}{dtype.itemsize}").view(dtype)
         if self.sel is None:
-            self.registers[name] = values
+            self.registers[name] = np.ascontiguousarray(values)
         else:
             if name not in self.registers:
                 self.registers[name] = np.zeros(self.lanes, dtype)
@@ -210,6 +230,26 @@ class Run:
     def warps(values: Array) -> Array:
         """Reshape values to [warps, 32]."""
         return values.reshape(-1, WARP)
+
+
+@cache
+def _unknown(words: tuple[str, ...], modifiers: frozenset[str]) -> str:
+    """Return a word that is neither a type nor one of the modifiers, or ""."""
+    return min(set(words) - TYPES.keys() - modifiers, default="")
+
+
+@cache
+def _constant(operand: str, type_: str) -> Any:
+    """Return the number that an operand spells, as that type."""
+    dtype = TYPES[type_]
+    if operand == "shared":
+        return dtype.type(0)
+    if operand.startswith(("0f", "0d")):
+        return np.array([int(operand[2:], 16)], "u4" if operand[1] == "f" else "u8").view(dtype)[0]
+    if dtype.kind == "b":
+        return dtype.type(int(operand) != 0)
+    number = int(operand.rstrip("U"), 0) & ((1 << 8 * dtype.itemsize) - 1)
+    return np.array([number], UNSIGNED[dtype.itemsize]).view(dtype)[0]
 
 
 def _joined(threads: Array, more: Array | None) -> Array:

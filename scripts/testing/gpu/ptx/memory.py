@@ -56,7 +56,7 @@ class Memory:
     def at(self, addresses: Array, size: int) -> Array:
         """Return indices into `bytes`. Raises Fault if memory is not allocated or an address not aligned."""
         offsets = addresses.astype(np.int64) - BASE
-        if np.any(offsets % size):
+        if (offsets % size).any():
             raise Fault(f"an address is not a multiple of {size}")
         if offsets.size and (offsets.min() < 0 or offsets.max() + size > len(self.owned)
                              or not (self.owned[offsets].all() and self.owned[offsets + size - 1].all())):
@@ -73,15 +73,18 @@ class Memory:
     def reads(self, offsets: Array, who: Array) -> None:
         """Check a read of these bytes by threads, given by their numbers in the grid."""
         writers = self._writers[offsets]
-        if np.any((writers >> 24 == self._launch) & (writers != self._stamp(who))):
+        if ((writers >> 24 == self._launch) & (writers != self._stamp(who))).any():
             raise Fault("reads what another thread of the launch wrote")
 
-    def writes(self, offsets: Array, who: Array) -> None:
-        stamp, writers = self._stamp(who), self._writers[offsets]
-        if np.any((writers >> 24 == self._launch) & (writers != stamp)):
+    def writes(self, offsets: Array, size: int, who: Array) -> None:
+        """Note writes of that many bytes each by threads, given by their numbers in the grid."""
+        stamp = self._stamp(who)[:, None]
+        places = offsets[:, None] + np.arange(size)
+        writers = self._writers[places]
+        if ((writers >> 24 == self._launch) & (writers != stamp)).any():
             raise Fault("overwrites what another thread of the launch wrote")
-        self._writers[offsets] = stamp
-        if np.any(self._writers[offsets] != stamp):
+        self._writers[places] = stamp
+        if (self._writers[places] != stamp).any():
             raise Fault("two threads write to one place")
 
     def _stamp(self, who: Array) -> Array:
@@ -118,11 +121,11 @@ class Shared:
         """Check a read of threads before it happens."""
         for words in _words(offsets, size):
             now = self.epoch[block]
-            if np.any(self.on_its_way[words]):
+            if self.on_its_way[words].any():
                 raise Fault("reads what a copy has yet to bring")
-            if np.any(self.written[words] < 0):
+            if (self.written[words] < 0).any():
                 raise Fault("reads shared memory that nothing wrote")
-            if np.any((self.written[words] == now) & (self.writer[words] != thread)):
+            if ((self.written[words] == now) & (self.writer[words] != thread)).any():
                 raise Fault("reads what another thread wrote, without a barrier between")
             again = self.read[words] == now
             self.reader[words] = np.where(again & (self.reader[words] != thread), _SEVERAL, thread)
@@ -137,12 +140,12 @@ class Shared:
     def will_write(self, block: Array, thread: Array, offsets: Array, size: int) -> None:
         for words in _words(offsets, size):
             now = self.epoch[block]
-            if np.any((self.read[words] == now) & (self.reader[words] != thread)):
+            if ((self.read[words] == now) & (self.reader[words] != thread)).any():
                 raise Fault("overwrites what another thread reads, without a barrier between")
             others = (self.written[words] == now) & (self.writer[words] != thread)
             if size < WORD:
                 others = others & ~self.in_parts[words] | self._written_in_parts(now, thread, offsets, size)
-            if np.any(others) or np.any(self.on_its_way[words]):
+            if others.any() or self.on_its_way[words].any():
                 raise Fault("overwrites what another thread writes, without a barrier between")
 
     def _written_in_parts(self, now: Array, thread: Array, offsets: Array, size: int) -> Array:

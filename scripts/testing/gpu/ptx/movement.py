@@ -34,9 +34,10 @@ def _ld(run: Run, i: Instruction) -> None:
     size = dtype.itemsize * _count(i, names)
     offsets = _offsets(run, i, i.one(1), size)
     shared = i.op[1] == "shared"
+    number = run.pick(run.number)
     for n, name in enumerate(names):
         if not shared:
-            run.memory.reads(offsets + n * dtype.itemsize, run.pick(run.number))
+            run.memory.reads(offsets + n * dtype.itemsize, number)
         elif name not in run.kernel.unread:
             run.shared.reads(*run.who, offsets + n * dtype.itemsize, dtype.itemsize)
     source = run.shared.bytes if shared else run.memory.bytes
@@ -54,8 +55,7 @@ def _st(run: Run, i: Instruction) -> None:
         run.shared.will_write(*run.who, offsets, size)
         run.shared.wrote(*run.who, offsets, size)
     else:
-        for at in range(size):
-            run.memory.writes(offsets + at, run.pick(run.number))
+        run.memory.writes(offsets, size, run.pick(run.number))
     target = run.shared.bytes if shared else run.memory.bytes
     for n, name in enumerate(names):
         target.view(dtype)[offsets // dtype.itemsize + n] = run.get(name, i.op[-1])

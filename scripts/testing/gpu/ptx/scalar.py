@@ -28,9 +28,13 @@ def _each(count: int, function: Callable[..., Any],
           read: Callable[[Run, Instruction, int], list[Array]] = _operands) -> Callable[[Run, Instruction], None]:
     """Return an instruction whose operands and result have one type."""
     def act(run: Run, i: Instruction) -> None:
-        with np.errstate(all="ignore"):
-            operands = read(run, i, count)
-            run.put(i.one(0), np.asarray(function(*operands), operands[0].dtype))
+        operands = read(run, i, count)
+        if operands[0].dtype.kind == "f":
+            with np.errstate(all="ignore"):
+                result = function(*operands)
+        else:       # arrays of integers wrap without a warning
+            result = function(*operands)
+        run.put(i.one(0), np.asarray(result, operands[0].dtype))
     return act
 
 
