@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,7 +27,17 @@ class Facts:
 @cache
 def facts(source: str) -> Facts:
     """Parse a module. Expressions are not visited: most nodes of a module are in them."""
-    found, tree = Facts(), ast.parse(source)
+    collects = gc.isenabled()
+    gc.disable()            # a tree is of thousands of objects, none of them in a cycle
+    try:
+        return _facts(ast.parse(source))
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _facts(tree: ast.Module) -> Facts:
+    found = Facts()
     if text := ast.get_docstring(tree):
         found.docstrings.append((1, text))
     for statement in tree.body:

@@ -67,11 +67,21 @@ def with_attribute(model: onnx.ModelProto, opset: int, attribute: str, value: An
     return changed
 
 
+@cache
+def schemas() -> dict[str, list[onnx.defs.OpSchema]]:
+    """Return ONNX's operators in every opset, by name."""
+    found: dict[str, list[onnx.defs.OpSchema]] = {}
+    for schema in onnx.defs.get_all_schemas_with_history():
+        if not schema.domain and not schema.deprecated:
+            found.setdefault(schema.name, []).append(schema)
+    return found
+
+
 def variants(op: str) -> Iterator[tuple[str, int, str, Any]]:
     """Yield (test, opset, attribute, value)."""
     newest = onnx.defs.get_schema(op).since_version
-    for schema in onnx.defs.get_all_schemas_with_history():
-        if schema.name != op or schema.domain or schema.deprecated or max(schema.since_version, OLDEST_OPSET) > newest:
+    for schema in schemas()[op]:
+        if max(schema.since_version, OLDEST_OPSET) > newest:
             continue
         opset = max(schema.since_version, OLDEST_OPSET)
         for test in models()[op][:EACH if schema.since_version == newest else 1]:
