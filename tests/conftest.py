@@ -16,6 +16,8 @@ import gc
 import os
 import sys
 import tempfile
+from contextlib import suppress
+from importlib import import_module
 
 import pytest
 
@@ -29,11 +31,29 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("KUBERNETES_SERVICE_HOST", None)     # set where tests run in a cluster, and changes defaults
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")     # of workers, which use all processors already
     os.environ["XDG_CACHE_HOME"] = _temporary_folder(config)
+    os.environ.setdefault("MPLCONFIGDIR", _kept_folder(config, "matplotlib"))       # its list of fonts takes a second
     if not os.environ.get(VARIABLE):
         os.environ[VARIABLE] = _kept_folder(config, "kernels")
     compiler_pool.ENOUGH = 1 << 60      # no build has so much text: none starts a pool
     if sys.dont_write_bytecode and os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
         os.environ["PYTHONPYCACHEPREFIX"] = _kept_folder(config, "bytecode")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Let each of pytest-xdist's workers import its share of the modules first: it compiles them for the others, too.
+
+    All workers collect the same modules in the same order, and would each compile all of them at the same time.
+    """
+    worker, count = (os.environ.get(f"PYTEST_XDIST_WORKER{what}", "") for what in ("", "_COUNT"))
+    if not worker:
+        return
+    config = session.config
+    folders = [path for name in config.args if (path := config.invocation_params.dir / name).is_dir()]
+    paths = sorted({path.relative_to(config.rootpath) for folder in folders for path in folder.rglob("test_*.py")})
+    for path in paths[int(worker.removeprefix("gw"))::int(count)]:
+        with suppress(Exception, pytest.skip.Exception):        # collection reports them
+            import_module(".".join(path.with_suffix("").parts))
 
 
 @pytest.hookimpl(tryfirst=True)
