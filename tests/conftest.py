@@ -62,6 +62,7 @@ def pytest_runtestloop() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(10_000)       # builds make many objects and few cycles
 
 
 def _kept_folder(config: pytest.Config, name: str) -> str:
