@@ -356,7 +356,7 @@ def relower(plan: Plan, target: str = "", timing: bool = False) -> Plan:
     specialiser = Specialiser(plan, target, timing=timing)
     first, *others = (specialiser.plan(one.extents, one.max_batch or None) for one in (plan, *plan.open.others))
     options = replace(plan.open.options, target=target)
-    part = replace(plan.open, others=tuple(others), options=options, symbolic=b"")     # they have code, too
+    part = replace(plan.open, others=tuple(others), options=options, symbolic=b"")     # compiled for the target, too
     return replace(first, metadata=plan.metadata, open=part)
 
 

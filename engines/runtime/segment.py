@@ -162,7 +162,7 @@ class Segment:
 
     @property
     def specialised(self) -> list[Extents]:
-        """Extents of the current specialisations, the last used at the end."""
+        """Extents of the current specialisations, least recently used first."""
         with self._lock:
             return [dict(zip(self._names, key, strict=True)) for key in self._ready]
 
