@@ -328,7 +328,8 @@ class CalibrationRun:
 
     def _with_carried(self, factors: Mapping[str, Iterable[float]]) -> Factors:
         """Return the factors with those of the observed tensors that max pools and concatenations make."""
-        return {name: s for name, s in _plain(carried(self._subject.graph, factors)).items() if name in self._edges}
+        edges = set(self._edges)
+        return {name: s for name, s in _plain(carried(self._subject.graph, factors)).items() if name in edges}
 
     def _best(self, judge: Judge, stage: str, name: str, tried: Iterable[tuple[str, CalibrationTable, T]]) -> T:
         """Return the result of the trial of highest SQNR. Trials are (label, table, result), the first "without"."""

@@ -75,11 +75,11 @@ def smoothing_factors(graph: Graph, peaks: Mapping[str, Array], alpha: float) ->
 
 def equalising_factors(graph: Graph, peaks: Mapping[str, Array], alpha: float) -> dict[str, Floats]:
     """Return the factors s, float64 [C], of each tensor with known peaks that a convolution reads. alpha: 0 to 1."""
-    factors, shares = {}, dict[str, Floats]()
+    factors, shares = {}, weight_shares(graph)
     for tensor, peak in peaks.items():
         x = np.maximum(np.asarray(peak, np.float64), LEAST_PEAK * peak.max())
         if x.max() > 0:
-            share = np.maximum(weight_shares(graph, tensor, shares), SMALLEST)
+            share = np.maximum(shares[tensor], SMALLEST)
             s = x ** ((1 + alpha) / 2 if share.min() == 1 else alpha) / share ** (1 - alpha)
             factors[tensor] = np.minimum(s, x.max() / (x / s).max())
     return factors

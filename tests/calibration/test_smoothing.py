@@ -1,4 +1,6 @@
+import sys
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -145,9 +147,9 @@ def test_an_equalised_graph_is_the_same_function() -> None:
 
 def test_weights_of_a_depthwise_layer_leave_all_steps_to_its_input() -> None:
     graph = bottleneck()
-    np.testing.assert_array_equal(weight_shares(graph, "a"), np.ones(CHANNELS))
+    np.testing.assert_array_equal(weight_shares(graph)["a"], np.ones(CHANNELS))
     down = np.abs(graph.constants["down"][:, :, 0, 0]).reshape(2, CHANNELS // 2, CHANNELS // 2)
-    np.testing.assert_allclose(weight_shares(graph, "b"), (down / down.max(axis=2, keepdims=True)).max(axis=1).ravel())
+    np.testing.assert_allclose(weight_shares(graph)["b"], (down / down.max(axis=2, keepdims=True)).max(axis=1).ravel())
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
@@ -208,5 +210,18 @@ def test_weights_behind_a_concatenation_count_for_their_part() -> None:
     second, third = (np.abs(graph.constants[name][:, :, 0, 0]) for name in ("second", "third"))
     for name, weights in {"second": second, "third": third}.items():
         share[name] = (weights / weights.max(axis=1, keepdims=True)).max(axis=0)
-    np.testing.assert_allclose(weight_shares(graph, "c"), share["third"][CHANNELS:])
-    np.testing.assert_allclose(weight_shares(graph, "a"), np.maximum(share["second"], share["third"][:CHANNELS]))
+    np.testing.assert_allclose(weight_shares(graph)["c"], share["third"][CHANNELS:])
+    np.testing.assert_allclose(weight_shares(graph)["a"], np.maximum(share["second"], share["third"][:CHANNELS]))
+
+
+def test_a_chain_of_pools_may_be_longer_than_the_recursion_limit() -> None:
+    graph = joined()
+    first, pool, *_ = graph.nodes
+    names = ["a", *(f"p{n}" for n in range(2 * sys.getrecursionlimit())), "p"]
+    pools = [replace(pool, inputs=(source,), outputs=(result,)) for source, result in pairwise(names)]
+    types = {**graph.types, **dict.fromkeys(names[1:], graph.types["p"])}
+    long = Graph("g", ("x",), ("y",), (first, *pools, *graph.nodes[2:]), graph.constants, types)
+    assert equalisable(long) == ("a", "c")
+    np.testing.assert_array_equal(weight_shares(long)["a"], weight_shares(graph)["a"])
+    even = smoothed(long, {"a": RNG.uniform(0.1, 10, CHANNELS)})
+    assert is_smoothed(even, "p") and not is_smoothed(even, "y")

@@ -18,7 +18,7 @@ equally.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -74,29 +74,17 @@ def weights_behind(graph: Graph, tensor: str) -> list[Array]:
             for node in graph.consumers[tensor] if _multiplies(graph, node, tensor)]
 
 
-def weight_shares(graph: Graph, tensor: str, known: dict[str, Floats] | None = None) -> Floats:
+def weight_shares(graph: Graph) -> dict[str, Floats]:
     """Return the largest weight of each channel relative to the scale of an output that reads it, float64 [C].
 
-    known: results by tensor, which calls for other tensors of the graph share.
+    For computed tensors that weights multiply, directly or behind nodes that carry channels.
     """
-    known = {} if known is None else known
-    if tensor in known:
-        return known[tensor]
-    shares = [np.zeros(_channels(graph, tensor))]
-    for node in graph.consumers[tensor]:
-        if _carries(graph, node):
-            behind, first = weight_shares(graph, node.outputs[0], known), 0
-            for name in node.inputs:
-                last = first + _channels(graph, name)
-                shares += [behind[first:last]] if name == tensor else []
-                first = last
-        elif _multiplies(graph, node, tensor):
-            by_output = _by_input(node.anchor, np.abs(graph.constants[node.anchor.inputs[1]]))   # [groups, O, C, taps]
-            peaks = by_output.max(axis=3).astype(np.float64)
-            rows = np.maximum(peaks.max(axis=2, keepdims=True), np.finfo(np.float32).tiny)
-            shares.append((peaks / rows).max(axis=1).reshape(-1))
-    known[tensor] = np.asarray(np.max(shares, axis=0), np.float64)
-    return known[tensor]
+    shares: dict[str, Floats] = {}
+    for name in (output for node in reversed(graph.nodes) for output in node.outputs):
+        parts = [part for reader in graph.consumers[name] for part in _shares_of(graph, reader, name, shares)]
+        if parts:
+            shares[name] = np.asarray(np.max(parts, axis=0), np.float64)
+    return shares
 
 
 def smoothed(graph: Graph, factors: Mapping[str, Iterable[float]]) -> Graph:
@@ -106,14 +94,15 @@ def smoothed(graph: Graph, factors: Mapping[str, Iterable[float]]) -> Graph:
 
 def is_smoothed(graph: Graph, tensor: str) -> bool:
     """Return True if `smoothed` has divided this tensor of the graph."""
-    if tensor not in graph.producer:
-        return False
-    node = graph.producer[tensor]
-    if _carries(graph, node):
-        return any(is_smoothed(graph, name) for name in node.inputs)
-    if node.op in NORMS:
-        return any(SMOOTHED in name for name in node.inputs[1:])
-    return any(name.startswith(f"{tensor}{SMOOTHED}") for part in node.body or (node,) for name in part.inputs)
+    sources = [tensor]
+    while sources:
+        name = sources.pop()
+        node = graph.producer.get(name)
+        if node is not None and _carries(graph, node):
+            sources += dict.fromkeys(node.inputs)
+        elif node is not None and _divides(node, name):
+            return True
+    return False
 
 
 # ---- conditions
@@ -140,6 +129,29 @@ def _multiplies(graph: Graph, node: Node, tensor: str) -> bool:
     if anchor.op == "Conv":
         return bool(anchor.attrs.get("channels_last"))
     return not anchor.attrs.get("transA") and graph.constants[anchor.inputs[1]].ndim == 2
+
+
+def _divides(node: Node, tensor: str) -> bool:
+    """Return True if constants that `smoothed` added divide the node's output."""
+    if node.op in NORMS:
+        return any(SMOOTHED in name for name in node.inputs[1:])
+    return any(name.startswith(f"{tensor}{SMOOTHED}") for part in node.body or (node,) for name in part.inputs)
+
+
+def _shares_of(graph: Graph, reader: Node, tensor: str, shares: Mapping[str, Floats]) -> Iterator[Floats]:
+    """Yield the shares that one reader's weights, or those behind it, have of a tensor's channels."""
+    if _multiplies(graph, reader, tensor):
+        by_output = _by_input(reader.anchor, np.abs(graph.constants[reader.anchor.inputs[1]]))   # [groups, O, C, taps]
+        peaks = by_output.max(axis=3).astype(np.float64)
+        rows = np.maximum(peaks.max(axis=2, keepdims=True), np.finfo(np.float32).tiny)
+        yield (peaks / rows).max(axis=1).reshape(-1)
+    elif _carries(graph, reader) and reader.outputs[0] in shares:
+        first = 0
+        for name in reader.inputs:
+            last = first + _channels(graph, name)
+            if name == tensor:
+                yield shares[reader.outputs[0]][first:last]
+            first = last
 
 
 def _is_convolved(graph: Graph, tensor: str) -> bool:
