@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -53,14 +53,14 @@ def compile_cached(ir: str, triple: str, cpu: str, features: str, opt: int = OPT
     RuntimeError
         The text is not valid IR; the message is LLVM's.
     """
-    cache = object_cache.current()
-    if cache is None:
+    objects = object_cache.current()
+    if objects is None:
         return _compile(ir, triple, cpu, features, opt)
     key = object_key(ir, triple, cpu, features, opt)
-    code = cache.fetch(key)
+    code = objects.fetch(key)
     if code is None:
         code = _compile(ir, triple, cpu, features, opt)
-        cache.store(key, code)
+        objects.store(key, code)
     return code
 
 
@@ -70,6 +70,7 @@ def object_key(ir: str, triple: str, cpu: str, features: str, opt: int = OPT) ->
                                repr((opt, _OPTIONS, _GLOBAL_OPTIONS, llvm.llvm_version_info, llvmlite.__version__)))
 
 
+@cache
 def target_machine(triple: str, cpu: str, features: str, opt: int = OPT) -> llvm.TargetMachine:
     """Return LLVM's code generator for a target, with the options that all kernels are compiled with."""
     target = llvm.Target.from_triple(triple or llvm.get_process_triple())
