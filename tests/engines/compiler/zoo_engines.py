@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from infer_server.calibration.table import make_table
 from infer_server.calibration.trials.judge import float_engines
 from infer_server.calibration.workflow import Calibration
 from infer_server.engines.compiler.build import EngineBuild, build_engine
+from infer_server.engines.compiler.builder import Builder
 from infer_server.engines.compiler.ranges import Calibrated
 from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.ir.recipe import Recipe
@@ -31,7 +32,10 @@ _RECIPES: dict[tuple[str, ...], Recipe] = {}        # by a digest of the model a
 
 @dataclass(frozen=True)
 class Widest:
-    """Source of the ranges that calibrator "minmax" finds. It does not measure the error that they make."""
+    """Source of the ranges that calibrator "minmax" finds. It does not measure the error that they make.
+
+    The float model runs on NumPy: compiling each network once more takes longer than the few pictures.
+    """
     model: onnx.ModelProto
     cache: str = ""
 
@@ -42,7 +46,8 @@ class Widest:
         edges = subject.builder.edges(subject.graph)
         key = hashlib.sha256(self.model.SerializeToString(deterministic=True)).hexdigest(), *edges
         if key not in _RECIPES:
-            engines, x = float_engines(subject, edges), images_for(self.model, CALIBRATION_ITEMS, seed=100)
+            interpreted = replace(subject, builder=Builder(replace(subject.builder.config, target="numpy")))
+            engines, x = float_engines(interpreted, edges), images_for(self.model, CALIBRATION_ITEMS, seed=100)
             parts = np.split(x, len(x) // engines.usual.plan.batch_slots)
             histograms = histograms_of(engines.show, [{"input": part} for part in parts], edges)
             _RECIPES[key] = make_table("minmax", "", CALIBRATION_ITEMS, histograms).recipe

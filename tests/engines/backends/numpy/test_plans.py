@@ -30,7 +30,7 @@ MODELS = ("mobilenet_v2", "densenet", "decoder", "resnext50", "shufflenet_v2_by_
 @pytest.mark.parametrize("name", MODELS)
 def test_a_quantised_graph_gives_the_same_bytes_as_by_kernels(name: str, tmp_path: Path) -> None:
     model = TINY[name]()
-    plan = compiled(model, tmp_path, precision="int8", target="portable").plan
+    plan = compiled(model, tmp_path, precision="int8").plan
     x = {"input": images_for(model, 6, seed=1)}      # in slices of max_batch, so the last one is smaller
     ours, theirs = Engine(relower(plan, "numpy")).run(x), Engine(plan).run(x)
     for output, value in theirs.items():
