@@ -239,10 +239,10 @@ class Calibration:
                     table.fault) else []
         for warning in (*table.notes, *lost):
             notify(warning)
-        kept, float_type = self._kept_for_target(subject, table, report, notify, progress)
+        kept = self._kept_for_target(subject, table, report, notify, progress)
         if self.sensitivity and self.data is not None and not report.get("target", {}).get("layers"):
             report["sensitivity"] = self._sensitivity(subject, table, progress)
-        return Calibrated(table.recipe, report, (*table.notes, *lost), bool(table.fault), kept, float_type)
+        return Calibrated(table.recipe, report, (*table.notes, *lost), bool(table.fault), *kept)
 
     def _items_of(self, source: Source, subject: Subject) -> CalibrationData:
         pixels = subject.builder.config.pixels is not None
@@ -258,18 +258,21 @@ class Calibration:
         return for_ranges(data, self._evaluation_source is not None, self._test_source is not None)
 
     def _kept_for_target(self, subject: Subject, table: CalibrationTable, report: dict[str, Any], notify: Notify,
-                         progress: Progress) -> tuple[tuple[str, ...], str]:
-        """Return the nodes to keep in float for the accuracy target, and their precision; add the report."""
+                         progress: Progress) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+        """Return the nodes to keep in float for the accuracy target, their precision, and those in float32 in any case.
+
+        It adds to the report.
+        """
         target = self.target
         if target is None:
-            return (), ""
+            return (), "", ()
         if (precision := subject.builder.config.precision) != "int8":
             raise ConfigError(f"an accuracy target is for int8; this build is {precision}")
         split = self._split(target, subject)
         outcome = TargetSearch(target, subject, split, notify, progress).run(table.recipe, lambda trials: judge_of(
             subject, split.evaluation.data if self.data is None else self._calibration_items(subject), trials))
         report["target"] = {**outcome.report, "calibration_items": table.items}
-        return outcome.kept, outcome.float_type
+        return outcome.kept, outcome.float_type, outcome.fp32
 
     def _split(self, target: AccuracyTarget, subject: Subject) -> Split:
         """Return the items for the choice of layers and for the reported score."""

@@ -19,11 +19,15 @@ from infer_server.engines.passes.quantization.recipe import prepared
 
 
 @contextmanager
-def keeping(builder: Builder, names: Collection[str], float_type: str) -> Iterator[None]:
-    """Keep these ONNX nodes in a float precision in all that the builder compiles inside the block."""
+def keeping(builder: Builder, names: Collection[str], float_type: str, fp32: Collection[str] = ()) -> Iterator[None]:
+    """Keep these ONNX nodes in a float precision in all that the builder compiles inside the block.
+
+    fp32: those of them that compute in float32 in any case.
+    """
     config = builder.config
     if names:
-        builder.config = replace(config, keep_float=(*config.keep_float, *names), float_type=float_type)
+        builder.config = replace(config, keep_float=(*config.keep_float, *names), float_type=float_type,
+                                 keep_fp32=(*config.keep_fp32, *fp32))
     try:
         yield
     finally:
@@ -55,10 +59,14 @@ class Evaluation:
     def __len__(self) -> int:
         return len(self._items.expected)
 
-    def score(self, recipe: Recipe, kept: Collection[str] = (), float_type: str = "fp32") -> float:
-        """Return the score of the model quantised by a recipe with these nodes kept in a float precision."""
+    def score(self, recipe: Recipe, kept: Collection[str] = (), float_type: str = "fp32",
+              fp32: Collection[str] = ()) -> float:
+        """Return the score of the model quantised by a recipe with these nodes kept in a float precision.
+
+        fp32: those of them that compute in float32 in any case.
+        """
         builder = self._subject.builder
-        with keeping(builder, kept, float_type):
+        with keeping(builder, kept, float_type, fp32):
             engines = GraphEngines(self._subject, lambda graph: builder.trial(
                 prepared(graph, recipe, builder.config.keep_float), recipe.ranges), self._tick)
             return self.metric.score(self._items, self._outputs(engines))

@@ -18,7 +18,7 @@ from infer_server.calibration.target.labels import FOLDERS, read_labels
 from infer_server.calibration.target.metrics import AGREEMENT, TOP1, check_metric
 from infer_server.calibration.target.selection import MOST_GROWING, Selection
 from infer_server.calibration.target.sensitivity import Layer, Sensitivity, costs_of, layers_of, sensitivities
-from infer_server.calibration.target.sets import Kept, LayerSets, nodes_of
+from infer_server.calibration.target.sets import Kept, LayerSets
 from infer_server.calibration.target.split import LabelledItems, Split
 from infer_server.calibration.trials.judge import Judge
 from infer_server.engines.compiler.ranges import Notify, Progress
@@ -109,11 +109,14 @@ class Outcome:
         ONNX nodes to keep in float.
     float_type : str
         Their precision; "" if there are none.
+    fp32 : tuple of str
+        Those of them that compute in float32 in any case.
     report : dict
         Fields for the plan's metadata: metric, items, scores, and the sensitivity of each layer.
     """
     kept: tuple[str, ...]
     float_type: str
+    fp32: tuple[str, ...]
     report: dict[str, Any]
 
 
@@ -202,12 +205,14 @@ class TargetSearch:
         evaluation, none, every = self._evaluation, frozenset[Layer](), frozenset(sets.layers)
         met = sets.drop(chosen) <= self._target.max_drop
         kept = [layer.name for layer in sets.in_order(chosen)]
+        fp32 = [layer.name for layer in sets.in_order(chosen & sets.fp32)]
         summary = f"{evaluation.metric.name} {evaluation.reference:.4f} in float, {sets.score(none):.4f} in INT8"
         timed = (("int8", none), ("chosen", chosen), ("float", every)) if kept else ()
         us = {name: sets.us(one) for name, one in timed}
         if kept:
             summary += (f", {sets.score(chosen):.4f} with {len(kept)} of {len(sets.layers)} layers in "
-                        f"{sets.float_type} ({', '.join(kept[:SHOWN])}{', ...' * (len(kept) > SHOWN)})")
+                        f"{sets.float_type}{f', but {len(fp32)} of them in fp32' if fp32 else ''} "
+                        f"({', '.join(kept[:SHOWN])}{', ...' * (len(kept) > SHOWN)})")
         if us.get("int8"):
             summary += f", at {us['chosen'] / us['int8']:.2f} times the time of INT8"
         verdict = "met" if met else "NOT met, the closest is taken"
@@ -215,16 +220,17 @@ class TargetSearch:
                      f"{len(evaluation)} items that the layers are chosen on")
         report = {"metric": evaluation.metric.name, "max_drop": self._target.max_drop, "met": met,
                   "items": len(evaluation), "float": evaluation.reference, "int8": sets.score(none),
-                  "score": sets.score(chosen), "kept": kept, "float_type": sets.float_type, "us": us,
+                  "score": sets.score(chosen), "kept": kept, "float_type": sets.float_type, "kept_fp32": fp32, "us": us,
                   "tried": sets.scored(),
                   "layers": [{**asdict(one), "layer": one.layer.name} for one in ranked]}
-        return Outcome(nodes_of(sets.in_order(chosen)), sets.float_type if kept else "", report)
+        nodes, exact = sets.nodes(chosen)
+        return Outcome(nodes, sets.float_type if kept else "", exact, report)
 
     def _tested(self, items: LabelledItems, recipe: Recipe, outcome: Outcome) -> dict[str, Any]:
         """Score the float model and the chosen layers on the test items; notify the user, and return the scores."""
         self._ran, self._runs = 0, 2 * (items.data.count or 0)
         evaluation = Evaluation(self._subject, items, self._evaluation.metric.name, self._tick)
-        score = evaluation.score(recipe, outcome.kept, outcome.float_type or "fp32")
+        score = evaluation.score(recipe, outcome.kept, outcome.float_type or "fp32", outcome.fp32)
         missed = "; this drop exceeds the target, so the items that choose layers are too few, --eval" * (
             round(evaluation.reference - score, 9) > self._target.max_drop)
         self._notify(f"test: {evaluation.metric.name} {evaluation.reference:.4f} in float, {score:.4f} as built; "

@@ -11,6 +11,7 @@ from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.ir.recipe import Recipe
 
 Kept = frozenset[Layer]
+_Key = tuple[str, Kept, Kept]
 
 
 def nodes_of(layers: Iterable[Layer]) -> tuple[str, ...]:
@@ -27,13 +28,15 @@ class LayerSets:
         All layers, in the order of the graph.
     float_type : str
         Precision of the layers of a set; it may change.
+    fp32 : frozenset of Layer
+        Layers of a set that compute in float32 in any case; it may change.
     """
 
     def __init__(self, subject: Subject, recipe: Recipe, layers: Sequence[Layer], evaluation: Evaluation) -> None:
         self._subject, self._recipe, self._evaluation = subject, recipe, evaluation
-        self.layers, self.float_type = layers, "fp32"
-        self._scores: dict[tuple[str, Kept], float] = {}
-        self._times: dict[tuple[str, Kept], float] = {}
+        self.layers, self.float_type, self.fp32 = layers, "fp32", Kept()
+        self._scores: dict[_Key, float] = {}
+        self._times: dict[_Key, float] = {}
 
     def in_order(self, kept: Kept) -> list[Layer]:
         """Return the layers of a set in the order of the graph."""
@@ -42,7 +45,7 @@ class LayerSets:
     def score(self, kept: Kept) -> float:
         """Return the metric on the items that choose layers."""
         if (key := self._key(kept)) not in self._scores:
-            self._scores[key] = self._evaluation.score(self._recipe, nodes_of(self.in_order(kept)), self.float_type)
+            self._scores[key] = self._evaluation.score(self._recipe, *self._precisions(kept))
         return self._scores[key]
 
     def drop(self, kept: Kept) -> float:
@@ -51,22 +54,30 @@ class LayerSets:
 
     def noise(self, judge: Judge, kept: Kept) -> float:
         """Return the noise power of the outputs relative to the signal."""
-        with keeping(self._subject.builder, nodes_of(self.in_order(kept)), self.float_type):
+        with keeping(self._subject.builder, *self._precisions(kept)):
             return noise_power(judge.errors(self._recipe).sqnr_db)
 
     def scored(self) -> list[dict[str, Any]]:
         """Return the sets that were scored, as JSON: layers, precision, score, and time (0: it was not measured)."""
-        return [{"kept": len(kept), "float_type": float_type, "score": score,
-                 "us": self._times.get((float_type, kept), 0.0)} for (float_type, kept), score in self._scores.items()]
+        return [{"kept": len(key[1]), "float_type": key[0], "fp32": len(key[2]), "score": score,
+                 "us": self._times.get(key, 0.0)} for key, score in self._scores.items()]
 
-    def _key(self, kept: Kept) -> tuple[str, Kept]:
-        """Return the precision and the set; the precision does not matter to an empty set."""
-        return self.float_type if kept else "", kept
+    def nodes(self, kept: Kept) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the ONNX nodes of a set, and those of its layers that compute in float32 in any case."""
+        return nodes_of(self.in_order(kept)), nodes_of(self.in_order(kept & self.fp32))
+
+    def _precisions(self, kept: Kept) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+        nodes, fp32 = self.nodes(kept)
+        return nodes, self.float_type, fp32
+
+    def _key(self, kept: Kept) -> _Key:
+        """Return the precision, the set and its float32 layers; the precision does not matter to an empty set."""
+        return self.float_type if kept else "", kept, kept & self.fp32
 
     def us(self, kept: Kept) -> float:
         """Return the time of all kernels in microseconds an item, conversions included; 0 without timing."""
         if (key := self._key(kept)) not in self._times:
             builder, graph = self._subject.builder, self._subject.graph
-            with keeping(builder, nodes_of(self.in_order(kept)), self.float_type):
+            with keeping(builder, *self._precisions(kept)):
                 self._times[key] = builder.time_us(graph, self._recipe.ranges)
         return self._times[key]

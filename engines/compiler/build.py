@@ -30,7 +30,7 @@ from infer_server.engines.frontend.weight_only.layers import Layer, Rounder, wit
 from infer_server.engines.ir.graph import Array, Graph
 from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.machine import object_cache
-from infer_server.engines.passes.quantization.kept import check_kept
+from infer_server.engines.passes.quantization.kept import check_kept, kept_nodes
 from infer_server.engines.passes.quantization.qdq import is_quantised
 from infer_server.engines.plan.coverage import Coverage, coverage_of
 from infer_server.engines.plan.file import write_plan
@@ -110,7 +110,8 @@ def build_engine(model: Model, *, calibration: RangeSource | None = None,
         True: the user's engine cache. A path or an EngineCache: that one. False: build in any case.
     progress
         Called with (stage, done, of, what). The stage is "calibrating", "quantising", "searching", "evaluating",
-        "ranking", "growing", "closing", "pruning", "compiling" or "tracing"; `of` is 0 where the total is unknown.
+        "ranking", "growing", "narrowing", "closing", "pruning", "widening", "compiling" or "tracing"; `of` is 0 where
+        the total is unknown.
     notify
         Called with each notice when it comes; the result has all of them.
     **options
@@ -143,6 +144,9 @@ def _check(model: Model, config: BuildConfig, calibration: RangeSource | None) -
                           "infer_server.Calibration(data, ...)")
     if config.float_type != "fp32" and config.precision != "int8":
         raise ConfigError(f"float_type is the precision of what int8 leaves in float; this build is {config.precision}")
+    if config.keep_fp32 and config.float_type == "fp32":
+        raise ConfigError("keep_fp32 names what stays in float32 where float_type is bf16 or fp16; this build's is "
+                          "fp32")
     if calibration is not None and not config.weight_only and config.precision not in ("int8", "best", "fp16"):
         raise ConfigError(f"calibration is for int8, best, fp16 and weight_only; this build is {config.precision}")
 
@@ -233,7 +237,8 @@ class _Build:
             found = calibration.calibrate(subject, self.add_notice, self.progress)
             recipe = self._usable(found, subject)
             builder.config = replace(builder.config, float_type=found.float_type or builder.config.float_type,
-                                     keep_float=(*builder.config.keep_float, *found.keep_float))
+                                     keep_float=(*builder.config.keep_float, *found.keep_float),
+                                     keep_fp32=(*builder.config.keep_fp32, *found.keep_fp32))
             metadata = {"notices": [*metadata["notices"], *found.warnings], **found.report}
         return compiled(subject, recipe, metadata)
 
@@ -245,6 +250,10 @@ class _Build:
         if config.keep_float and config.precision not in ("int8", "best") and not quantised:
             raise ConfigError(f"keep_float is for int8, best and weight_only; this build is {config.precision}")
         check_kept(graph, config.keep_float, quantised)
+        for entry in config.keep_fp32:
+            names = kept_nodes(graph, [entry])
+            if not names or not names <= kept_nodes(graph, config.keep_float):
+                raise ConfigError(f"keep_fp32: '{entry}' is not among the nodes that keep_float names; add it there")
 
     def _usable(self, calibrated: Calibrated, subject: Subject) -> Recipe | None:
         """Return the recipe, or None if INT8 is too inexact for "best" to choose it."""

@@ -80,6 +80,8 @@ class BuildConfig:
         ONNX nodes that an INT8 build leaves in float: names, patterns ("head/*"), "NODE..." for all that follows.
     float_type
         Precision of what an INT8 build leaves in float: "fp32", "bf16" or "fp16".
+    keep_fp32
+        ONNX nodes among those of keep_float that compute in float32 whatever the float_type is.
     weight_only
         Weights of a float build that are stored as INT8 or INT4: WeightOnly("int4"). None: as in the model.
     timing
@@ -103,6 +105,7 @@ class BuildConfig:
     pixels: Pixels | None = None
     keep_float: tuple[str, ...] = ()
     float_type: str = "fp32"
+    keep_fp32: tuple[str, ...] = ()
     weight_only: WeightOnly | None = None
     timing: bool = True
     timing_cache: str = ""
@@ -232,10 +235,11 @@ class Builder:
         if is_quantised(graph):
             graph = quantize_by_fake_quantize(graph, self.config.keep_float, log)
             floats = {"int8": self.config.float_type, "best": "fp32"}
-            return set_float_precision(graph, floats.get(precision, precision))
+            return set_float_precision(graph, floats.get(precision, precision), keep_fp32=self.config.keep_fp32)
         if precision in ("int8", "best") and ranges is not None:
             graph = quantize(graph, ranges, keep_float=self.config.keep_float, log=log)
-            return graph if self.config.float_type == "fp32" else set_float_precision(graph, self.config.float_type)
+            return graph if self.config.float_type == "fp32" else set_float_precision(
+                graph, self.config.float_type, keep_fp32=self.config.keep_fp32)
         if precision == "int8":
             raise ConfigError("an int8 build needs calibration: give --calib, or --calib-cache with a cache that "
                               "exists (from Python, calibration=Calibration(data, cache=...))")

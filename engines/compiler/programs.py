@@ -113,7 +113,7 @@ def _declared(builder: Builder, source: OnnxModel, partition: Partition) -> Plan
     config = builder.config
     precision = "fp32" if config.precision == "int8" else config.precision      # segments without calibration are float
     options = OpenOptions(precision, None, None, config.target, config.keep_float, None, config.threads,
-                          config.float_type)
+                          config.float_type, config.keep_fp32)
     part = ProgramPart(partition.main, options, partition.segments, partition.texts, partition.weights)
     outputs = tuple(IoTensor(name, kind.dtype, kind.shape)
                     for name, kind in zip(partition.main.outputs, partition.main.kinds, strict=True))

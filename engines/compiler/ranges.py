@@ -31,6 +31,7 @@ class Calibrated:
     poor        True if the quantised model is too inexact: "best" then builds in float
     keep_float  ONNX nodes to keep in float beside those that the options name
     float_type  their precision; "" leaves it to the options
+    keep_fp32   those of them that compute in float32 in any case
     """
     recipe: Recipe
     report: Mapping[str, Any]
@@ -38,6 +39,7 @@ class Calibrated:
     poor: bool = False
     keep_float: tuple[str, ...] = ()
     float_type: str = ""
+    keep_fp32: tuple[str, ...] = ()
 
 
 class RangeSource(Protocol):

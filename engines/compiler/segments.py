@@ -35,7 +35,7 @@ class SegmentMaker:
         self._part, options = part, part.options
         self._config = BuildConfig(precision or options.precision, None, None, options.target,
                                    keep_float=options.keep_float, timing=timing, threads=options.threads,
-                                   float_type=options.float_type)
+                                   float_type=options.float_type, keep_fp32=options.keep_fp32)
 
     def plan(self, part: SegmentPart, feed: Mapping[str, Array]) -> Plan:
         """Return the plan of a segment with open extents, specialised for this feed. Raises EngineError."""

@@ -87,7 +87,8 @@ def compiled(subject: Subject, recipe: Recipe | None = None, metadata: Mapping[s
                    for index, extents in enumerate(usual) if extents != subject.usual and extents not in usual[:index])
     config, source = subject.builder.config, subject.source
     options = OpenOptions(config.precision, config.max_batch, config.opt_batch, config.target, config.keep_float,
-                          vars(config.pixels) if config.pixels else None, config.threads, config.float_type)
+                          vars(config.pixels) if config.pixels else None, config.threads, config.float_type,
+                          config.keep_fp32)
     declared = tuple(IoTensor(name, kind.dtype.name, kind.shape) for name, kind in subject.types.items())
     part = OpenPart(subject.inputs, outputs, declared, options, recipe, subject.profiles,
                     subject.deciding, subject.builder.timed, source.document(), source.weights, others)
@@ -278,6 +279,7 @@ class Specialiser:
             options.precision, max_batch or options.max_batch, options.opt_batch, target,
             keep_float=options.keep_float, pixels=Pixels(**options.pixels) if options.pixels else None,
             timing=self._timing, threads=options.threads, float_type=options.float_type,
+            keep_fp32=options.keep_fp32,
             weight_only=WeightOnly.of(self._plan.metadata))
         types = {io.name: TensorType(dtype_named(io.dtype), io.shape) for io in self._part.declared}
         usual = dict.fromkeys((*open_extents(self._part.declared), *map(value_name, self._part.deciding)), 0)

@@ -250,6 +250,7 @@ class OpenOptions:
     pixels: Mapping[str, tuple[float, ...]] | None = None
     threads: int = 1
     float_type: str = "fp32"
+    keep_fp32: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

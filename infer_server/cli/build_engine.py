@@ -183,7 +183,7 @@ def _config(options: argparse.Namespace) -> BuildConfig:
         precision=options.precision, max_batch=options.max_batch, opt_batch=options.opt_batch,
         target=options.target or "", shapes=_shapes(options), constants=dict(options.constant or ()),
         keep_float=tuple(options.keep_float or ()), float_type=options.float_type,
-        weight_only=weight_only_of(options),
+        keep_fp32=tuple(options.keep_fp32 or ()), weight_only=weight_only_of(options),
         pixels=load_preprocess(options.preprocess).pixels if options.uint8_input else None,
         timing=not options.no_timing, timing_cache=options.timing_cache or "", threads=options.threads,
         profiles=_profiles(options), ragged=tuple(options.ragged or ()), optional=tuple(options.optional or ()),

@@ -206,3 +206,6 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
                              "('head/*'); NODE... also leaves all nodes that follow it; can be repeated")
     parser.add_argument("--float-type", choices=("fp32", "bf16", "fp16"), default="fp32",
                         help="precision of what --int8 leaves in float (default fp32)")
+    parser.add_argument("--keep-fp32", action="append", metavar="NODE",
+                        help="ONNX node of --keep-float that computes in fp32 beside --float-type bf16 or fp16, or a "
+                             "pattern of names; can be repeated")

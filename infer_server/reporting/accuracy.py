@@ -207,14 +207,15 @@ def target(data: ReportData) -> Element:
             "The plan was built without an accuracy target: build-engine --max-drop draws this curve."))
     metric, reference = str(record.get("metric", "")), float(record.get("float", math.nan))
     allowed = reference - float(record.get("max_drop", 0.0))
-    kept = list(record.get("kept", ()))
+    kept, exact = list(record.get("kept", ())), list(record.get("kept_fp32", ()))
     rows = facts((("target", f"{metric} at least {number(allowed, 6)}: {'met' if record.get('met') else 'NOT met'}"),
                   ("float", number(reference, 6)), ("all INT8", number(record.get("int8"), 6)),
                   ("this plan, items that chose the layers",
                    f"{number(float(record['score']), 6)}, {record.get('items', '–')} items"),
                   ("this plan, test items", _tested(record.get("test"))),
                   (f"kept in {record.get('float_type') or 'float'}",
-                   f"{len(kept)} layers: {listed(kept)}" if kept else "none")))
+                   f"{len(kept)} layers: {listed(kept)}" if kept else "none"),
+                  *([("of these in fp32", f"{len(exact)} layers: {listed(exact)}")] if exact else [])))
     points = _points(record)
     curve = charts.target_curve(points, allowed, len(kept), metric) if len(points) > 1 else missing(
         "INT8 alone meets the target, so no other point was measured.")

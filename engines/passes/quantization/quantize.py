@@ -105,7 +105,7 @@ def in_int8(graph: Graph, inputs: Mapping[int, TensorType], weights: Mapping[tup
                          for node, whole in zip(graph.nodes, chosen, strict=True))
 
 
-def set_float_precision(graph: Graph, precision: str, packed: bool = False) -> Graph:
+def set_float_precision(graph: Graph, precision: str, packed: bool = False, keep_fp32: Collection[str] = ()) -> Graph:
     """Return the graph with edges stored, and contractions computed, in a float precision.
 
     fp16 edges have dtype float16, bf16 edges ml_dtypes.bfloat16. Graph inputs and outputs, and tensors of nodes without
@@ -120,6 +120,8 @@ def set_float_precision(graph: Graph, precision: str, packed: bool = False) -> G
     packed : bool
         Keep weights on a grid packed in every precision, by products that compute in float32. Otherwise only fp32
         does, and they become 16-bit floats.
+    keep_fp32 : collection of str
+        Names of ONNX nodes that compute in float32 in every precision, or patterns of them (kept.py).
 
     Raises
     ------
@@ -133,16 +135,19 @@ def set_float_precision(graph: Graph, precision: str, packed: bool = False) -> G
     if precision == "fp32":
         return graph
     dtype = dtype_named("float16" if precision == "fp16" else "bfloat16")
-    types = {name: replace(graph.types[name], dtype=dtype) for group in classes(graph) for name in group
+    kept = kept_nodes(graph, keep_fp32)
+    floats = closed(graph, kept_tensors(graph, kept)) if kept else frozenset()
+    types = {name: replace(graph.types[name], dtype=dtype) for group in classes(graph, floats) for name in group
              if graph.types[name].quant is None}
     graph = graph.rebuild(graph.nodes, types=types)
     anchors = [node for node in contractions(graph, ()) if node.precision != "int8" and not _has_bytes(graph, node)]
-    wanted = {id(node): replace(graph.types[node.anchor.inputs[0]], dtype=dtype) for node in anchors}
+    wanted = {id(node): replace(graph.types[node.anchor.inputs[0]],
+                                dtype=dtype if kept.isdisjoint(node.origin) else FLOAT) for node in anchors}
     wanted |= {id(node): replace(graph.types[node.anchor.inputs[0]], dtype=FLOAT) for node in graph.nodes
                if packed and (node.anchor.op == "MatMulBlocks" or is_weighted(node) and _has_bytes(graph, node))}
     others = [node for node in graph.nodes
               if node.precision != "int8" and (node.op == "Recurrence" or is_product(graph, node))]
-    names = {node.outputs for node in (*anchors, *others)}
+    names = {node.outputs for node in (*anchors, *others) if kept.isdisjoint(node.origin)}
     graph = with_conversions(graph, wanted)
     return graph.rebuild(replace(node, precision=precision) if node.outputs in names else node for node in graph.nodes)
 

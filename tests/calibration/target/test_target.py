@@ -139,10 +139,10 @@ def test_layers_move_to_a_faster_precision_if_the_noise_allows_it(noise_of_bf16,
     ranked = [Sensitivity(layer, 0.0, noises[layer.name], 1.0) for layer in every]
 
     class Sets:
-        layers, in_order, float_type = every, LayerSets.in_order, "fp32"
+        layers, in_order, float_type, fp32 = every, LayerSets.in_order, "fp32", frozenset()
 
         def noise(self, judge, kept):
-            return 1.0 - sum(noises[layer.name] for layer in kept) + len(kept) * noise_of_bf16 * (
+            return 1.0 - sum(noises[layer.name] for layer in kept) + len(kept - self.fp32) * noise_of_bf16 * (
                 self.float_type == "bf16")
 
         drop = partialmethod(noise, None)
@@ -153,6 +153,59 @@ def test_layers_move_to_a_faster_precision_if_the_noise_allows_it(noise_of_bf16,
     sets = Sets()
     chosen = selection.Selection(sets, None, ranked, 0.25, lambda *step: None, ["bf16"]).kept()
     assert sets.float_type == expected and "".join(layer.name for layer in sets.in_order(chosen)) == "ab"
+
+
+@pytest.mark.parametrize(("drop", "expected"), [(0.0, "a"), (9.0, "ab")])
+def test_layers_that_are_too_noisy_in_a_faster_precision_stay_in_float32_alone(drop, expected):
+    """Layer a is noisy in bf16. drop: that of the metric if layer b computes in bf16."""
+    every = [Layer(name, (name,)) for name in "abc"]
+    ranked = [Sensitivity(layer, 0.0, 0.3, 1.0) for layer in every]
+    a, b, _ = every
+
+    class Sets:
+        layers, in_order, float_type, fp32 = every, LayerSets.in_order, "fp32", frozenset()
+
+        def bf16(self, layer, kept):
+            return self.float_type == "bf16" and layer in kept - self.fp32
+
+        def noise(self, judge, kept):
+            return 1.0 - 0.3 * len(kept) + 0.5 * self.bf16(a, kept) + 0.001 * sum(self.bf16(one, kept) for one in every)
+
+        def drop(self, kept):
+            return 0.2 * (3 - len(kept)) + drop * self.bf16(b, kept)
+
+        def us(self, kept):
+            return 100.0 + sum(1.0 if self.bf16(layer, kept) else 5.0 for layer in kept)
+
+    sets = Sets()
+    assert selection.Selection(sets, None, ranked, 0.1, lambda *step: None, ["bf16"]).kept() == frozenset(every)
+    in_float32 = frozenset(every) if sets.float_type == "fp32" else sets.fp32
+    assert "".join(layer.name for layer in sets.in_order(in_float32)) == expected
+
+
+def test_all_layers_but_a_few_move_to_a_faster_precision_if_that_is_faster():
+    """No layer may leave float32 by its noise; the metric misses its target only if layer a computes in bf16."""
+    every = [Layer(name, (name,)) for name in "abc"]
+    ranked = [Sensitivity(layer, 0.0, 0.3, 1.0) for layer in every]
+
+    class Sets:
+        layers, in_order, float_type, fp32 = every, LayerSets.in_order, "fp32", frozenset()
+
+        def bf16(self, kept):
+            return kept - self.fp32 if self.float_type == "bf16" else frozenset()
+
+        def noise(self, judge, kept):
+            return 1.0 - 0.3 * len(kept) + sum(0.9 if layer == every[0] else 0.5 for layer in self.bf16(kept))
+
+        def drop(self, kept):
+            return 0.2 * (3 - len(kept)) + 0.3 * (every[0] in self.bf16(kept))
+
+        def us(self, kept):
+            return 100.0 + 10.0 * len(kept) - 9.0 * len(self.bf16(kept))
+
+    sets = Sets()
+    assert selection.Selection(sets, None, ranked, 0.1, lambda *step: None, ["bf16"]).kept() == frozenset(every)
+    assert (sets.float_type, sets.fp32) == ("bf16", {every[0]})
 
 
 def test_nothing_stays_in_float_if_int8_is_within_the_target():

@@ -153,7 +153,7 @@ def test_a_float_build_says_what_it_has_not(tmp_path: Path) -> None:
 
 
 TARGET = {"metric": "top1", "max_drop": 0.01, "met": False, "items": 200, "float": 0.95, "int8": 0.9, "score": 0.93,
-          "kept": [HOSTILE], "float_type": "bf16",
+          "kept": [HOSTILE, "gemm"], "float_type": "bf16", "kept_fp32": [HOSTILE],
           "tried": [{"kept": 4, "score": 0.95, "us": 20.0}, {"kept": 0, "score": 0.9, "us": 10.0},
                     {"kept": 1, "score": 0.93, "us": 12.5}, {"kept": 1, "score": 0.91, "us": 0.0}],
           "layers": [{"layer": HOSTILE, "sqnr_db": 20.0, "noise": 0.6, "us": 2.5},
@@ -170,6 +170,7 @@ def test_the_curve_of_a_target_has_its_points(int8: tuple[Path, Path]) -> None:
     page = Page(report(plan, Measured()))
     check(page)
     assert "top1 at least 0.94: NOT met" in page.text and "microseconds an item" in page.text
+    assert "of these in fp32" in page.text
     data = ReportData(plan)
     assert [one["layer"] for one in data.sensitivity] == [HOSTILE, "gemm"]
 
