@@ -1,1 +1,1 @@
-"""Constants of the calibration search, each chosen again without one of the models."""
+"""The searches of INT8 builds: constants chosen again without one of the models, and targets beside NNCF's."""
