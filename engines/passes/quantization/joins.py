@@ -153,7 +153,8 @@ def _unlike(graph: Graph, spans: Spans, floats: Collection[str]) -> _Unlike:
     """Return the changes for the tensors of unlike ranges."""
     names = {name for group in classes(graph, floats) for name in group}
     groups, results = _ScaleGroups(graph, spans, names), leads_to_output(graph)
-    movers = [node for node in graph.nodes if node.outputs[0] in names and stored_by(graph, node) is Stored.ALIKE]
+    movers = [node for node in graph.nodes
+              if not names.isdisjoint(node.outputs) and stored_by(graph, node) is Stored.ALIKE]
     for node in movers:
         if node.op != "Concat" and node.op not in SELECTIONS:
             for source in names.intersection(node.inputs):
@@ -165,10 +166,13 @@ def _unlike(graph: Graph, spans: Spans, floats: Collection[str]) -> _Unlike:
             sources = _unlike_sources(groups, node, spans, is_result)
             unlike.coarse.update(node.outputs[:1] if sources and is_result else ())
             unlike.cuts |= {(node.outputs[0], source) for source in sources}
-        elif node.op in SELECTIONS and not all([groups.tie(node.inputs[0], name) for name in node.outputs]):
-            if can_part(graph, node):
+        elif node.op in SELECTIONS:
+            in_bytes = names.intersection(node.outputs)     # other parts stay float32
+            is_fine = all([groups.tie(node.inputs[0], name) for name in node.outputs if name in in_bytes])
+            if not (is_fine and in_bytes.issuperset(node.outputs)) and can_part(graph, node):
                 unlike.parts.update(node.outputs)
-            unlike.coarse |= _moved_from(graph, node.inputs[0])
+            if not is_fine:
+                unlike.coarse |= _moved_from(graph, node.inputs[0])
     return unlike
 
 

@@ -118,6 +118,21 @@ def skip() -> onnx.ModelProto:
     return net.model("y", "z")
 
 
+def residual(shortcut_first: bool) -> onnx.ModelProto:
+    """Return a residual block whose first layer and shortcut read one tensor, so that one kernel computes both."""
+    net = Net()
+    net.conv("x", "stem", 3, 16, kernel=3)
+    branches = [("a", True), ("shortcut", False)]
+    for name, relu in reversed(branches) if shortcut_first else branches:
+        net.conv("stem", name, 16, 16, relu=relu)
+    net.conv("a", "middle", 16, 16, kernel=3)
+    net.conv("middle", "b", 16, 16, relu=False)
+    net("Add", "b shortcut", "sum")
+    net("Relu", "sum", "block")
+    net.conv("block", "y", 16, 4, relu=False)
+    return net.model("y")
+
+
 def shuffle() -> onnx.ModelProto:
     """Return two tensors of different ranges with shuffled channels, one of which is also read alone."""
     net = Net()
@@ -252,6 +267,16 @@ def test_conversions_are_alike_on_every_target_and_in_the_exported_model() -> No
 def test_kept_nodes_are_more_precise() -> None:
     plain, kept, behind = (quality_of(skip(), entries)("z") for entries in ((), ("joined", "u", "d"), ("p...", "a")))
     assert plain < kept < behind - 10, (plain, kept, behind)
+
+
+@pytest.mark.parametrize("shortcut_first", [False, True])
+@pytest.mark.parametrize("kept", ["stem", "a", "shortcut", "middle", "b", "y"])
+def test_any_layer_of_a_residual_block_may_be_kept(kept: str, shortcut_first: bool) -> None:
+    """If b is kept, the shortcut that only b reads stays float32, and what else its kernel computes does not."""
+    model, feeds = residual(shortcut_first), data(8, 1)
+    build = built(model, keep_float=(kept,))
+    assert {step.precision for step in build.plan.machine.steps if kept in step.fuses} == {"fp32"}
+    assert sqnr_db(run(float_graph(model), feeds)["y"], build.engine().run(feeds)["y"]) > LEAST_DB
 
 
 def test_kept_nodes_are_inspected_as_such() -> None:
