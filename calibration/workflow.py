@@ -261,7 +261,7 @@ class Calibration:
                          progress: Progress) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
         """Return the nodes to keep in float for the accuracy target, their precision, and those in float32 in any case.
 
-        It adds to the report.
+        The outcome is added to the report.
         """
         target = self.target
         if target is None:

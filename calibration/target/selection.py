@@ -66,7 +66,9 @@ class Selection:
         sets, grown = self._sets, self._grown()
         self._narrow(grown)
         kept = self._pruned(self._closed(grown))
-        if not self._faster or sets.float_type in self._faster and not sets.fp32 or not (us := sets.us(kept)):
+        if not self._faster or sets.float_type in self._faster and not sets.fp32:
+            return kept         # no layer is in float32 that another precision could serve
+        if not (us := sets.us(kept)):
             return kept
         state = sets.float_type, sets.fp32
         every = self._widened(self._faster[0])
@@ -171,7 +173,7 @@ class Selection:
 
     # ---- widening
     def _widened(self, precision: str) -> Kept:
-        """Return all layers, in a precision except as few as possible in float32."""
+        """Return all layers; as few as possible stay in float32, and the others compute in a faster precision."""
         sets, judge = self._sets, self._judge
         every = frozenset(sets.layers)
         sets.float_type, sets.fp32 = precision, Kept()
