@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,8 +16,10 @@ from infer_server.calibration.open_data import CalibrationData, Feed, Source, di
 from infer_server.calibration.run import FEWEST_ITEMS, CalibrationRun, judge_of, model_hash
 from infer_server.calibration.table import CalibrationTable, load_or_make, merged_table, write_table
 from infer_server.calibration.target.search import AccuracyTarget, TargetSearch
-from infer_server.calibration.target.sensitivity import layers_of, sensitivities
+from infer_server.calibration.target.sensitivity import NoiseMeter, layers_of
+from infer_server.calibration.target.sets import LayerSets, exact_nodes
 from infer_server.calibration.target.split import LabelledItems, Split, for_ranges, split_of
+from infer_server.calibration.target.time_limit import quietest_within
 from infer_server.calibration.weight_only.gptq import GptqRounder
 from infer_server.calibration.weight_only.moments import ProductMoments
 from infer_server.engines.compiler.builder import BuildConfig
@@ -55,6 +58,9 @@ class Calibration:
         Leave out files of the data that cannot be read, with a warning. False: they are an error.
     sensitivity
         Measure the noise that each layer adds, for reports: one more trial for each layer.
+    max_slowdown
+        How much longer than all layers in INT8 a build without a target may take, as a share: within this time the
+        layers stay in float that add most noise. The target has its own limit.
 
     Raises
     ------
@@ -69,8 +75,13 @@ class Calibration:
     allow_corrupt: bool = False
     sensitivity: bool = False
     parts: Sequence[str | Path] = ()
+    max_slowdown: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.max_slowdown < math.inf:
+            raise ConfigError(f"max_slowdown={self.max_slowdown}: it is a share of the INT8 time, at least 0")
+        if self.max_slowdown and self.target:
+            raise ConfigError("the limit of time of an accuracy target is AccuracyTarget.max_slowdown")
         if self.data is None and not self.cache and not self.parts:
             raise ConfigError("calibration needs data, or a cache that exists")
         if self.data is not None and self.parts:
@@ -124,7 +135,7 @@ class Calibration:
         return {"calibrator": self.calibrator, "preprocess": self._declared, "cached": bool(self.cache),
                 "allow_corrupt": self.allow_corrupt,
                 "data": None if self.data is None else digest_of_data(self._source),
-                "target": self._facts_of_target(), "sensitivity": self.sensitivity,
+                "target": self._facts_of_target(), "sensitivity": self.sensitivity, "max_slowdown": self.max_slowdown,
                 "parts": [hashlib.sha256(Path(part).read_bytes()).hexdigest() for part in self.parts
                           if Path(part).is_file()],
                 "code": sources_digest(Path(__file__).parent)}
@@ -239,10 +250,42 @@ class Calibration:
                     table.fault) else []
         for warning in (*table.notes, *lost):
             notify(warning)
-        kept = self._kept_for_target(subject, table, report, notify, progress)
-        if self.sensitivity and self.data is not None and not report.get("target", {}).get("layers"):
+        kept = self._kept(subject, table, report, notify, progress)
+        if self.sensitivity and self.data is not None and not any(
+                report.get(name, {}).get("layers") for name in ("target", "limit")):
             report["sensitivity"] = self._sensitivity(subject, table, progress)
         return Calibrated(table.recipe, report, (*table.notes, *lost), bool(table.fault), *kept)
+
+    def _kept(self, subject: Subject, table: CalibrationTable, report: dict[str, Any], notify: Notify,
+              progress: Progress) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+        """Return the nodes to keep in float, their precision, and those in float32 in any case.
+
+        The choice is added to the report.
+        """
+        precision = subject.builder.config.precision
+        if precision != "int8" and (self.target or self.max_slowdown):
+            raise ConfigError(f"{'an accuracy target' if self.target else 'a limit of time'} is for int8; this build "
+                              f"is {precision}")
+        if self.target is not None:
+            nodes, float_type, fp32 = self._kept_for_target(self.target, subject, table, report, notify, progress)
+        elif self.max_slowdown:
+            nodes, float_type, fp32 = self._kept_within_time(subject, table, report, notify, progress)
+        else:
+            return (), "", ()
+        return (nodes, float_type, (*exact_nodes(subject.builder.config, float_type), *fp32)) if nodes else ((), "", ())
+
+    def _kept_within_time(self, subject: Subject, table: CalibrationTable, report: dict[str, Any], notify: Notify,
+                          progress: Progress) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+        """Return the nodes to keep in float within the limit of time, their precision, and those in float32."""
+        if self.data is None:
+            raise ConfigError("a limit of time needs calibration data: the noise of each layer is measured on them")
+        sets = LayerSets(subject, table.recipe, layers_of(subject.graph, subject.builder.config.keep_float))
+        mix, report["limit"] = quietest_within(self.max_slowdown, subject, table.recipe, sets, lambda trials: judge_of(
+            subject, self._calibration_items(subject), trials), progress)
+        names = [layer.name for layer in sets.in_order(mix.kept)]
+        notify(f"{len(names)} of {len(sets.layers)} layers stay in {sets.float_type}, at "
+               f"{1.0 + report['limit']['slowdown']:.2f} times the time of INT8{': ' * bool(names)}{', '.join(names)}")
+        return sets.precisions(mix)
 
     def _items_of(self, source: Source, subject: Subject) -> CalibrationData:
         pixels = subject.builder.config.pixels is not None
@@ -257,17 +300,10 @@ class Calibration:
             return data
         return for_ranges(data, self._evaluation_source is not None, self._test_source is not None)
 
-    def _kept_for_target(self, subject: Subject, table: CalibrationTable, report: dict[str, Any], notify: Notify,
-                         progress: Progress) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
-        """Return the nodes to keep in float for the accuracy target, their precision, and those in float32 in any case.
-
-        The outcome is added to the report.
-        """
-        target = self.target
-        if target is None:
-            return (), "", ()
-        if (precision := subject.builder.config.precision) != "int8":
-            raise ConfigError(f"an accuracy target is for int8; this build is {precision}")
+    def _kept_for_target(self, target: AccuracyTarget, subject: Subject, table: CalibrationTable,
+                         report: dict[str, Any], notify: Notify, progress: Progress
+                         ) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+        """Return the nodes to keep in float for the accuracy target, their precision, and those in float32."""
         split = self._split(target, subject)
         outcome = TargetSearch(target, subject, split, notify, progress).run(table.recipe, lambda trials: judge_of(
             subject, split.evaluation.data if self.data is None else self._calibration_items(subject), trials))
@@ -285,17 +321,17 @@ class Calibration:
         return split_of(lambda: self._items_of(self._source, subject), evaluation, test)
 
     def _sensitivity(self, subject: Subject, table: CalibrationTable, progress: Progress) -> list[dict[str, Any]]:
-        """Return the noise of the outputs with each layer kept in float32, the largest gain first."""
+        """Return the noise that each layer adds to the outputs, the most first."""
         layers = layers_of(subject.graph, subject.builder.config.keep_float)
         if not layers:
             return []
-        judge = judge_of(subject, self._calibration_items(subject), len(layers))
         try:
-            layer_effects = sensitivities(subject, judge, table.recipe, layers, {}, "fp32",
-                                  lambda done, of, layer: progress("ranking", done, of, layer))
+            meter = NoiseMeter(subject, judge_of(subject, self._calibration_items(subject), len(layers)), table.recipe,
+                               layers)
+            measured = meter.sensitivities({}, lambda done, of, layer: progress("ranking", done, of, layer))
         except CalibrationError:        # no output can be compared
             return []
-        return [{"layer": one.layer.name, "sqnr_db": one.sqnr_db, "noise": one.noise} for one in layer_effects]
+        return [{"layer": one.layer.name, "sqnr_db": one.sqnr_db, "noise": one.noise} for one in measured]
 
 
 def _source_of(data: Any) -> Source:

@@ -2,36 +2,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
 
 from infer_server.calibration.target.metrics import Items, Metric, Outputs, bytes_of, check_bytes, metric_of
+from infer_server.calibration.target.sets import keeping
 from infer_server.calibration.target.split import LabelledItems
 from infer_server.calibration.trials.judge import GraphEngines, Tick, float_engines
 from infer_server.engines.backends.fallback import to_real
-from infer_server.engines.compiler.builder import Builder
 from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.errors import CalibrationError
 from infer_server.engines.ir.graph import Array
 from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.passes.quantization.recipe import prepared
-
-
-@contextmanager
-def keeping(builder: Builder, names: Collection[str], float_type: str, fp32: Collection[str] = ()) -> Iterator[None]:
-    """Keep these ONNX nodes in a float precision in all that the builder compiles inside the block.
-
-    fp32: those of them that compute in float32 in any case.
-    """
-    config = builder.config
-    if names:
-        builder.config = replace(config, keep_float=(*config.keep_float, *names), float_type=float_type,
-                                 keep_fp32=(*config.keep_fp32, *fp32))
-    try:
-        yield
-    finally:
-        builder.config = config
 
 
 class Evaluation:

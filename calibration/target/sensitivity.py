@@ -1,10 +1,16 @@
-"""Sensitivity of a quantised model to its layers: the accuracy gained and the time lost if a layer is kept in float."""
+"""Noise that each INT8 layer adds to the outputs, and the time that it costs in float.
+
+A layer's noise is measured with this layer alone in INT8 and all others in float32. These noise powers add up: the 53
+of MobileNetV2 sum to -23.50 dB, and all layers in INT8 give -23.44 dB. Keeping a layer in float while the others are in
+INT8 measures no more than a few tenths of a dB of change, because any change rounds all later values differently: on
+unseen photos the layers that seemed to remove half of the noise removed 6 %.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from infer_server.calibration.target.evaluation import keeping
+from infer_server.calibration.target.sets import Layer, keeping, nodes_of
 from infer_server.calibration.trials.judge import Judge
 from infer_server.engines.compiler.subject import Subject
 from infer_server.engines.ir.graph import Graph
@@ -12,48 +18,28 @@ from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.passes.quantization.kept import kept_nodes
 from infer_server.engines.passes.quantization.quantize import contractions
 
-LEAST_US = 1.0          # cost of a layer that is as fast in float, so that ratios are finite
-MOST_LAYERS = 128       # more layers are tried in groups of neighbours
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Layers that are kept in float together: most often one.
-
-    Attributes
-    ----------
-    name : str
-        Name of the first ONNX node.
-    nodes : tuple of str
-        Names of all their ONNX nodes.
-    """
-    name: str
-    nodes: tuple[str, ...]
+MOST_LAYERS = 128       # more layers are measured in groups of neighbours
+Costs = Mapping[str, Mapping[str, float]]       # by float precision and kernel, microseconds an item
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Effect of keeping a layer in float, the others in INT8.
+    """Effect of a layer in INT8.
 
     Attributes
     ----------
     layer : Layer
     sqnr_db : float
-        Signal to quantisation noise ratio of the outputs, of the worst part.
+        Signal to quantisation noise ratio of the outputs, of the worst part, with this layer alone in INT8.
     noise : float
-        Share of the all-INT8 noise power that the layer removes; below 0 if the noise grows.
+        Noise power that the layer adds, as a share of that with all layers in INT8.
     us : float
-        Time an item that it costs, in microseconds; 0 without timing.
+        Time an item that it takes more in float, in microseconds; 0 without timing.
     """
     layer: Layer
     sqnr_db: float
     noise: float
     us: float
-
-    @property
-    def efficiency(self) -> float:
-        """Noise removed per microsecond lost."""
-        return self.noise / max(self.us, LEAST_US)
 
 
 def layers_of(graph: Graph, kept: Iterable[str]) -> list[Layer]:
@@ -64,7 +50,7 @@ def layers_of(graph: Graph, kept: Iterable[str]) -> list[Layer]:
     return [Layer(group[0][0], tuple(dict.fromkeys(name for origin in group for name in origin))) for group in groups]
 
 
-def costs_of(subject: Subject, recipe: Recipe) -> dict[str, dict[str, float]]:
+def costs_of(subject: Subject, recipe: Recipe) -> Costs:
     """Return by float precision how many microseconds an item each kernel takes more than in INT8.
 
     Kernels are named by their first ONNX node; all values are 0 without timing.
@@ -76,35 +62,54 @@ def costs_of(subject: Subject, recipe: Recipe) -> dict[str, dict[str, float]]:
             for precision, nodes in times.items() if precision != "int8"}
 
 
-def sensitivities(subject: Subject, judge: Judge, recipe: Recipe, layers: Sequence[Layer], costs: Mapping[str, float],
-                  float_type: str, progress: Callable[[int, int, str], None]) -> list[Sensitivity]:
-    """Measure all layers, and return them by efficiency, the best first.
+def cost_of(layer: Layer, costs: Mapping[str, float]) -> float:
+    """Return how many microseconds an item a layer takes more in float, from the costs of kernels."""
+    return sum(costs.get(name, 0.0) for name in layer.nodes)
 
-    Parameters
-    ----------
-    subject : Subject
-    judge : Judge
-        Measures the outputs on calibration items.
-    recipe : Recipe
-    layers : sequence of Layer
-    costs : mapping of str to float
-        Microseconds by kernel, see `costs_of`.
-    float_type : str
-        Precision of a kept layer.
-    progress : callable
-        Called with (done, of, layer).
-    """
-    int8_noise = noise_power(judge.errors(recipe).sqnr_db)
-    results = []
-    for number, layer in enumerate(layers):
-        progress(number, len(layers), layer.name)
-        with keeping(subject.builder, layer.nodes, float_type):
-            sqnr = judge.errors(recipe).sqnr_db
-        us = sum(costs.get(name, 0.0) for name in layer.nodes)
-        removed = (int8_noise - noise_power(sqnr)) / int8_noise if int8_noise else 0.0
-        results.append(Sensitivity(layer, sqnr, removed, us))
-    progress(len(layers), len(layers), "")
-    return sorted(results, key=lambda one: -one.efficiency)
+
+class NoiseMeter:
+    """Measurements of the noise that single layers add to the outputs, on calibration items."""
+
+    def __init__(self, subject: Subject, judge: Judge, recipe: Recipe, layers: Sequence[Layer]) -> None:
+        self._subject, self._judge, self._recipe, self._layers = subject, judge, recipe, layers
+        self._floor = noise_power(self._sqnr_db(layers))    # of tensors that are stored in INT8 between float layers
+        self._int8 = noise_power(self._sqnr_db(()))
+
+    def sensitivities(self, costs: Mapping[str, float], progress: Callable[[int, int, str], None]
+                      ) -> list[Sensitivity]:
+        """Measure all layers in INT8, and return them by noise, the most first.
+
+        Parameters
+        ----------
+        costs : mapping of str to float
+            Microseconds by kernel, see `costs_of`.
+        progress : callable
+            Called with (done, of, layer).
+        """
+        results, layers = [], self._layers
+        for number, layer in enumerate(layers):
+            progress(number, len(layers), layer.name)
+            sqnr = self._sqnr_db([other for other in self._layers if other is not layer])
+            results.append(Sensitivity(layer, sqnr, self._share(sqnr), cost_of(layer, costs)))
+        progress(len(layers), len(layers), "")
+        return sorted(results, key=lambda one: -one.noise)
+
+    def of_float(self, precision: str, progress: Callable[[int, int, str], None]) -> dict[Layer, float]:
+        """Return the noise that each layer adds in a float precision, as a share of that with all layers in INT8."""
+        shares = {}
+        for number, layer in enumerate(self._layers):
+            progress(number, len(self._layers), layer.name)
+            others = [other for other in self._layers if other is not layer]
+            shares[layer] = self._share(self._sqnr_db(self._layers, precision, others))
+        return shares
+
+    def _share(self, sqnr_db: float) -> float:
+        """Return the noise above the floor as a share of that with all layers in INT8."""
+        return max(noise_power(sqnr_db) - self._floor, 0.0) / self._int8 if self._int8 else 0.0
+
+    def _sqnr_db(self, kept: Iterable[Layer], float_type: str = "fp32", fp32: Iterable[Layer] = ()) -> float:
+        with keeping(self._subject.builder, nodes_of(kept), float_type, nodes_of(fp32)):
+            return self._judge.errors(self._recipe).sqnr_db
 
 
 def noise_power(sqnr_db: float) -> float:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -244,6 +245,10 @@ def _check(options: argparse.Namespace) -> None:
     if options.max_drop is None and any((
             options.metric, options.eval_data, options.labels, options.test, options.test_labels)):
         faults.append("--metric, --eval, --labels and --test are of a target: give --max-drop, too")
+    if options.max_slowdown is not None and options.precision != "int8":
+        faults.append("--max-slowdown limits the layers that an INT8 build keeps in float: it needs --int8")
+    if options.max_slowdown == math.inf and options.max_drop is None:
+        faults.append("--max-slowdown none lets all layers move to float: give it with --max-drop, which says how many")
     if options.max_drop is not None and options.float_type != "fp32":
         faults.append("--max-drop chooses the precision of the layers that it keeps in float: leave --float-type out")
     if options.max_drop is not None and options.precision != "int8":

@@ -11,7 +11,7 @@ from infer_server.calibration.accuracy.verify import Verification, verify
 from infer_server.calibration.calibrators import CALIBRATORS
 from infer_server.calibration.data.items import Feed
 from infer_server.calibration.target.metrics import NAMES as METRICS
-from infer_server.calibration.target.search import AccuracyTarget
+from infer_server.calibration.target.search import MAX_SLOWDOWN, AccuracyTarget
 from infer_server.calibration.target.split import FEWEST_ITEMS
 from infer_server.calibration.workflow import Calibration
 from infer_server.cli.common import table
@@ -88,8 +88,10 @@ def target_of(options: argparse.Namespace) -> AccuracyTarget | None:
     """Return the accuracy target of the options, or None."""
     if options.max_drop is None:
         return None
+    limit = {} if options.max_slowdown is None else {
+        "max_slowdown": options.max_slowdown if math.isfinite(options.max_slowdown) else None}
     return AccuracyTarget(options.max_drop, options.metric or "", options.eval_data, options.labels or "",
-                          options.test, options.test_labels or "")
+                          options.test, options.test_labels or "", **limit)
 
 
 def target_line(target: Mapping[str, Any]) -> str:
@@ -118,6 +120,16 @@ def parse_drop(text: str) -> float:
     raise argparse.ArgumentTypeError(f"'{text}' is not a drop such as 0.5% or 0.005")
 
 
+def parse_slowdown(text: str) -> float:
+    """Parse "25%" or "0.25" to 0.25, and "none" to infinity, as an argparse type."""
+    if text == "none":
+        return math.inf
+    try:
+        return parse_drop(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a share of time such as 25% or 0.25, or \"none\"") from None
+
+
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Add the options of an accuracy target."""
     target = parser.add_argument_group(
@@ -131,6 +143,10 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--eval", dest="eval_data", metavar="PATH",
                         help="items that the layers are chosen on, in the forms of --calib (default: every fourth item "
                              "of --calib, which ranges are not chosen on)")
+    target.add_argument("--max-slowdown", type=parse_slowdown, metavar="LIMIT",
+                        help="how much longer than all layers in INT8 the plan may take: 25%%, 0.25 or none (default "
+                             f"with --max-drop: {100 * MAX_SLOWDOWN:g}%%). Without --max-drop, the layers that add "
+                             "most noise stay in float within this time")
     forms = ("an .npy or .txt file with one number an item, a .csv file with lines path,number, or \"folders\" for a "
              "folder of images per class")
     target.add_argument("--labels", metavar="FILE", help=f"classes of the evaluation items: {forms}")
@@ -149,7 +165,8 @@ def calibration_of(options: argparse.Namespace) -> Calibration | None:
     return Calibration(options.calib, options.calibrator or "", options.calib_cache or "", options.preprocess or "",
                        target_of(options), options.allow_corrupt,
                        sensitivity=bool(options.report) and options.precision == "int8",
-                       parts=tuple(options.calib_part or ()))
+                       parts=tuple(options.calib_part or ()),
+                       max_slowdown=0.0 if options.max_drop is not None else options.max_slowdown or 0.0)
 
 
 def weight_only_of(options: argparse.Namespace) -> WeightOnly | None:

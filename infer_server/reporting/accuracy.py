@@ -160,17 +160,19 @@ def _sensitivity(data: ReportData) -> Iterator[Element]:
     ranked = sorted(data.sensitivity, key=lambda one: -float(one["noise"]))
     yield el("h3", "Sensitivity")
     if not ranked:
-        yield missing("The sensitivity of layers was not measured: an INT8 build with --report or --max-drop does so.")
+        yield missing("The sensitivity of layers was not measured: an INT8 build with --report, --max-drop or "
+                      "--max-slowdown does so.")
         return
-    yield el("p", "How much of the noise of the outputs goes if this layer alone is kept in float. The shares need not "
-             "add up: errors of layers cancel or amplify each other.", class_="about")
+    yield el("p", "Noise power that this layer adds to the outputs, with it alone in INT8 and the others in float, as "
+             "a share of that of all layers in INT8.", class_="about")
     kernel = {name: row.index for row in data.rows for name in row.step.fuses}
     most = max(float(ranked[0]["noise"]), 1e-12)
     rows = [(_link(one["layer"], kernel), (one["noise"], bar(one["noise"] / most, f"{100 * one['noise']:.1f}")),
              (one.get("sqnr_db"), decibels(one.get("sqnr_db"))), (one.get("us"), number(one.get("us"))))
             for one in ranked]
     has_cost = any(one.get("us") for one in ranked)
-    columns = [("layer", "name"), ("accuracy cost, %", "share"), ("SQNR then, dB", "number"), ("costs µs", "number")]
+    columns = [("layer", "name"), ("accuracy cost, %", "share"), ("SQNR alone, dB", "number"),
+               ("in float, +µs", "number")]
     yield table(columns if has_cost else columns[:3], [row if has_cost else row[:3] for row in rows], "sensitivity")
 
 

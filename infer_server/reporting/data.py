@@ -57,7 +57,7 @@ class Row:
     sqnr_db : float, optional
         SQNR of its result against the model; the noise of all layers before it counts.
     noise : float, optional
-        Share of the outputs' noise power that keeping its layer in float removes.
+        Share of the outputs' noise power that its layer adds.
     shape : tuple
         Shape of its result.
     kept : bool
@@ -164,9 +164,10 @@ class ReportData:
 
     @property
     def sensitivity(self) -> Sequence[Mapping[str, Any]]:
-        """Effect of keeping each layer in float, as the build recorded it; () if it was not measured."""
-        layers: Sequence[Mapping[str, Any]] = self.record.get("sensitivity") or self.record.get(
-            "target", {}).get("layers", ())
+        """Noise that each layer adds, as the build recorded it; () if it was not measured."""
+        searches = [self.record.get(name) for name in ("target", "limit")]
+        layers = self.record.get("sensitivity") or next(
+            (one["layers"] for one in searches if isinstance(one, Mapping) and one.get("layers")), ())
         return [one for one in layers if isinstance(one.get("layer"), str) and _is_real(one.get("noise"))]
 
     @cached_property

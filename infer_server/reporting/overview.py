@@ -82,7 +82,8 @@ def _costly(data: ReportData) -> tuple[Child, str]:
         body = [el("li", el("a" if one["layer"] in kernel else "span", one["layer"],
                          href=f"#k{kernel[one['layer']]}" if one["layer"] in kernel else None),
                    el("b", f"{100 * float(one['noise']):.1f} %")) for one in ranked]
-        return el("ol", body), "Share of the outputs' noise that goes if this layer alone is kept in float."
+        return (el("ol", body),
+                "Noise that this layer alone in INT8 adds to the outputs, as a share of that of all layers.")
     known = sorted((row for row in data.rows if row.sqnr_db is not None), key=lambda row: row.sqnr_db or 0.0)[:TOP]
     if known:
         return (el("ol", [el("li", _link(row), el("b", f"{decibels(row.sqnr_db)} dB")) for row in known]),

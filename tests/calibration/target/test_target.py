@@ -1,5 +1,6 @@
 """Builds to an accuracy target keep the layers in float that lose most, and no more."""
-from functools import partialmethod
+import argparse
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,17 +9,21 @@ from onnx import TensorProto, helper, numpy_helper
 
 from infer_server.calibration import Calibration
 from infer_server.calibration.open_data import open_calibration_data
-from infer_server.calibration.target import metrics, selection
+from infer_server.calibration.target import metrics
 from infer_server.calibration.target.labels import read_labels
 from infer_server.calibration.target.metrics import Items, metric_of
+from infer_server.calibration.target.plan_times import PlanTimes
 from infer_server.calibration.target.search import AccuracyTarget
-from infer_server.calibration.target.sensitivity import Layer, Sensitivity
-from infer_server.calibration.target.sets import LayerSets
+from infer_server.calibration.target.sensitivity import layers_of
+from infer_server.calibration.target.sets import LayerSets, Mix
 from infer_server.calibration.target.split import LabelledItems, for_ranges, split_of
 from infer_server.cli.build_engine import main
-from infer_server.cli.verifying import parse_drop, target_line
+from infer_server.cli.verifying import parse_drop, parse_slowdown, target_line
 from infer_server.engines import build_engine
+from infer_server.engines.compiler.builder import BuildConfig, Builder
+from infer_server.engines.compiler.subject import read_subject
 from infer_server.engines.errors import CalibrationError, ConfigError
+from infer_server.engines.ir.recipe import Recipe
 from infer_server.engines.plan.plan import IoTensor
 
 WIDE = ("wide_a", "wide_b")         # layers that meet at a tensor whose channels have unlike ranges
@@ -68,144 +73,21 @@ def test_the_layers_that_lose_most_stay_in_float():
     assert {one["layer"] for one in report["layers"]} == {"first", "wide_a", "wide_b", "last"}
 
 
-def test_each_stage_has_progress_and_trials_are_bounded(monkeypatch):
+def test_each_stage_has_progress():
     told = []
     build(AccuracyTarget(0.002, "cosine"), progress=lambda *step: told.append(step))
     stages = list(dict.fromkeys(stage for stage, *_ in told))
     known = ("calibrating", "searching", "evaluating", "ranking", "growing", "closing", "pruning")
     assert [stage for stage in stages if stage != "compiling"] == list(known)
     assert all(done <= of for _, done, of, _ in told if of)
-    monkeypatch.setattr(selection, "MOST_GROWING", 0)       # the order is that of the layers measured alone
-    assert build(AccuracyTarget(0.002, "cosine"))["target"]["met"]
 
 
-def test_a_layer_that_the_target_does_not_need_returns_to_int8():
-    """The first of three layers is superfluous once the others are there; "c" alone meets the target by chance."""
-    every = [Layer(name, (name,)) for name in "abc"]
-    ranked = [Sensitivity(layer, 0.0, noise, 1.0) for layer, noise in zip(every, (0.5, 0.3, 0.2), strict=True)]
-
-    class Sets:
-        layers, in_order = every, LayerSets.in_order
-        noises = {"": 1.0, "a": 0.5, "b": 0.7, "c": 0.8, "ab": 0.4, "ac": 0.45, "bc": 0.06, "abc": 0.05}
-
-        def key(self, kept):
-            return "".join(layer.name for layer in self.in_order(kept))
-
-        def noise(self, judge, kept):
-            return self.noises[self.key(kept)]
-
-        def drop(self, kept):
-            return 0.0 if self.key(kept) == "c" else self.noises[self.key(kept)]
-
-        def us(self, kept):
-            return 0.0
-
-    for most, expected in ((0.5, "a"), (0.2, "bc"), (0.055, "abc")):
-        sets = Sets()
-        chosen = selection.Selection(sets, None, ranked, most, lambda *step: None)
-        assert sets.key(chosen.kept()) == expected
-
-
-@pytest.mark.parametrize(("noises", "most_drop", "expected"), [
-    ({"a": 0.5, "b": 0.0, "c": 0.4, "d": 0.0}, 0.15, "abc"),            # an INT8 layer between two float ones
-    ({"a": 0.5, "b": 0.0, "c": 0.0, "d": 0.4, "e": 0.0}, 0.15, "abcd"),     # two of them
-    ({"a": 0.5, "b": 0.0, "c": 0.0, "d": 0.0, "e": 0.0, "f": 0.0, "g": 0.0, "h": 0.4}, 0.15, "ah"),     # too many
-    ({"a": 0.3, "b": 0.27, "c": 0.0, "d": 0.0, "e": 0.0, "f": 0.0, "g": 0.28}, 0.45, "ab")])    # a run, no conversion
-def test_layers_that_save_conversions_move_together(noises, most_drop, expected):
-    """Each layer in float takes 1 us more, each conversion 3 us."""
-    every = [Layer(name, (name,)) for name in noises]
-    ranked = sorted((Sensitivity(layer, 0.0, noises[layer.name], 1.0) for layer in every), key=lambda one: -one.noise)
-
-    class Sets:
-        layers, in_order = every, LayerSets.in_order
-
-        def noise(self, judge, kept):
-            return 1.0 - sum(noises[layer.name] for layer in kept)
-
-        drop = partialmethod(noise, None)
-
-        def us(self, kept):
-            conversions = sum((a in kept) != (b in kept) for a, b in zip(every, every[1:], strict=False))
-            return 100.0 + len(kept) + 3.0 * conversions
-
-    chosen = selection.Selection(Sets(), None, ranked, most_drop, lambda *step: None)
-    assert "".join(layer.name for layer in Sets().in_order(chosen.kept())) == expected
-
-
-@pytest.mark.parametrize(("noise_of_bf16", "expected"), [(0.001, "bf16"), (0.2, "fp32")])
-def test_layers_move_to_a_faster_precision_if_the_noise_allows_it(noise_of_bf16, expected):
-    every = [Layer(name, (name,)) for name in "abc"]
-    noises = {"a": 0.5, "b": 0.3, "c": 0.1}
-    ranked = [Sensitivity(layer, 0.0, noises[layer.name], 1.0) for layer in every]
-
-    class Sets:
-        layers, in_order, float_type, fp32 = every, LayerSets.in_order, "fp32", frozenset()
-
-        def noise(self, judge, kept):
-            return 1.0 - sum(noises[layer.name] for layer in kept) + len(kept - self.fp32) * noise_of_bf16 * (
-                self.float_type == "bf16")
-
-        drop = partialmethod(noise, None)
-
-        def us(self, kept):
-            return 0.0
-
-    sets = Sets()
-    chosen = selection.Selection(sets, None, ranked, 0.25, lambda *step: None, ["bf16"]).kept()
-    assert sets.float_type == expected and "".join(layer.name for layer in sets.in_order(chosen)) == "ab"
-
-
-@pytest.mark.parametrize(("drop", "expected"), [(0.0, "a"), (9.0, "ab")])
-def test_layers_that_are_too_noisy_in_a_faster_precision_stay_in_float32_alone(drop, expected):
-    """Layer a is noisy in bf16. drop: that of the metric if layer b computes in bf16."""
-    every = [Layer(name, (name,)) for name in "abc"]
-    ranked = [Sensitivity(layer, 0.0, 0.3, 1.0) for layer in every]
-    a, b, _ = every
-
-    class Sets:
-        layers, in_order, float_type, fp32 = every, LayerSets.in_order, "fp32", frozenset()
-
-        def bf16(self, layer, kept):
-            return self.float_type == "bf16" and layer in kept - self.fp32
-
-        def noise(self, judge, kept):
-            return 1.0 - 0.3 * len(kept) + 0.5 * self.bf16(a, kept) + 0.001 * sum(self.bf16(one, kept) for one in every)
-
-        def drop(self, kept):
-            return 0.2 * (3 - len(kept)) + drop * self.bf16(b, kept)
-
-        def us(self, kept):
-            return 100.0 + sum(1.0 if self.bf16(layer, kept) else 5.0 for layer in kept)
-
-    sets = Sets()
-    assert selection.Selection(sets, None, ranked, 0.1, lambda *step: None, ["bf16"]).kept() == frozenset(every)
-    in_float32 = frozenset(every) if sets.float_type == "fp32" else sets.fp32
-    assert "".join(layer.name for layer in sets.in_order(in_float32)) == expected
-
-
-def test_all_layers_but_a_few_move_to_a_faster_precision_if_that_is_faster():
-    """No layer may leave float32 by its noise; the metric misses its target only if layer a computes in bf16."""
-    every = [Layer(name, (name,)) for name in "abc"]
-    ranked = [Sensitivity(layer, 0.0, 0.3, 1.0) for layer in every]
-
-    class Sets:
-        layers, in_order, float_type, fp32 = every, LayerSets.in_order, "fp32", frozenset()
-
-        def bf16(self, kept):
-            return kept - self.fp32 if self.float_type == "bf16" else frozenset()
-
-        def noise(self, judge, kept):
-            return 1.0 - 0.3 * len(kept) + sum(0.9 if layer == every[0] else 0.5 for layer in self.bf16(kept))
-
-        def drop(self, kept):
-            return 0.2 * (3 - len(kept)) + 0.3 * (every[0] in self.bf16(kept))
-
-        def us(self, kept):
-            return 100.0 + 10.0 * len(kept) - 9.0 * len(self.bf16(kept))
-
-    sets = Sets()
-    assert selection.Selection(sets, None, ranked, 0.1, lambda *step: None, ["bf16"]).kept() == frozenset(every)
-    assert (sets.float_type, sets.fp32) == ("bf16", {every[0]})
+def test_the_noise_of_layers_is_that_of_each_alone_in_int8():
+    layers = build(AccuracyTarget(0.002, "cosine"))["target"]["layers"]
+    (first, *others), noise = layers, [one["noise"] for one in layers]
+    assert first["layer"] == "wide_b" and noise == sorted(noise, reverse=True)      # it reads the tensor of both
+    assert 0.9 < first["noise"] < 1.1 and all(0.0 < one["noise"] < 0.01 for one in others)
+    assert first["sqnr_db"] < 10.0 < 40.0 < others[0]["sqnr_db"]
 
 
 def test_nothing_stays_in_float_if_int8_is_within_the_target():
@@ -228,6 +110,78 @@ def test_a_target_that_cannot_be_met_gives_the_closest_plan(tmp_path):
     assert found["items"] == 8
 
 
+def time_us(builder, graph, ranges):
+    """Return 100 us for all layers in INT8, and 10 us more for each in float."""
+    return 100.0 + 10.0 * sum(not name.endswith("_relu") for name in builder.config.keep_float)
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Set the times of kernels, and the time of a plan to 10 % more than INT8's for each layer in float."""
+    monkeypatch.setattr(Builder, "time_us", time_us)
+    monkeypatch.setattr(PlanTimes, "ratio", lambda self, mix: 1.0 + 0.1 * len(mix.kept))
+
+
+def test_layers_stay_in_float_within_a_limit_of_time(timed):
+    notices = []
+
+    def found(share):
+        return build_engine(model(), precision="int8", timing=False, cache=False, notify=notices.append,
+                            calibration=Calibration(feeds(), "minmax", max_slowdown=share)).plan.metadata
+
+    limited = found(0.1)
+    assert limited["limit"]["kept"] == ["wide_b"] and limited["kept_float"] == ["wide_b", "wide_b_relu"]
+    assert limited["limit"]["us"] == {"int8": 100.0, "chosen": 110.0} and len(limited["limit"]["layers"]) == 4
+    assert "1 of 4 layers stay in fp32, at 1.10 times the time of INT8: wide_b" in notices
+    assert len(found(0.25)["limit"]["kept"]) == 2
+    assert "kept_float" not in found(0.05) and "limit" not in found(0.0)
+
+
+def test_the_whole_plan_is_within_the_limit(timed, monkeypatch):
+    """The kernels of two layers take 20 % more than INT8, and the plan 40 %."""
+    monkeypatch.setattr(PlanTimes, "ratio", lambda self, mix: 1.0 + 0.2 * len(mix.kept))
+    found = build(AccuracyTarget(0.0, "cosine", max_slowdown=0.25))["target"]
+    assert found["kept"] == ["wide_b"] and found["slowdown"] == pytest.approx(0.2)
+
+
+def test_plans_of_mixes_are_run():
+    builder = Builder(BuildConfig(precision="int8", timing=False))
+    subject = read_subject(builder, model().SerializeToString())
+    sets = LayerSets(subject, recipe := Recipe(dict.fromkeys(builder.edges(subject.graph), (-9.0, 9.0))),
+                     layers_of(subject.graph, ()))
+    times, mix = PlanTimes(subject, recipe, sets), Mix().moved(sets.layers[1], "fp32")
+    assert times.ratio(Mix()) == 1.0 and times.ratio(mix) > 0.0 and times.ratio(mix) == times.ratio(mix)
+    assert not builder.config.keep_float and not builder.log
+
+
+def test_a_target_takes_no_longer_than_its_limit_of_time(timed):
+    notices = []
+    limited = build(AccuracyTarget(0.0, "cosine", max_slowdown=0.1), notify=notices.append)["target"]
+    assert not limited["met"] and limited["kept"] == ["wide_b"] and limited["us"]["chosen"] == 110.0
+    assert any("NOT met within 10 % more than the time of INT8" in notice and "at 1.40 times that time" in notice
+               for notice in notices)
+    free = build(AccuracyTarget(0.0, "cosine", max_slowdown=None))["target"]
+    assert free["met"] and len(free["kept"]) > 1
+
+
+def test_a_limit_of_time_needs_times_data_and_int8(tmp_path):
+    def built(calibration, **options):
+        return build_engine(model(), **{"precision": "int8", **options}, timing=False, cache=False,
+                            calibration=calibration)
+
+    with pytest.raises(ConfigError, match="leave --no-timing out"):
+        built(Calibration(feeds(), "minmax", max_slowdown=0.1))
+    with pytest.raises(ConfigError, match="a limit of time is for int8"):
+        built(Calibration(feeds(), "minmax", max_slowdown=0.1), precision="best")
+    built(Calibration(feeds(), "minmax", cache=tmp_path / "ranges"))
+    with pytest.raises(ConfigError, match="needs calibration data"):
+        built(Calibration(cache=tmp_path / "ranges", max_slowdown=0.1))
+    with pytest.raises(ConfigError, match=r"AccuracyTarget\.max_slowdown"):
+        Calibration(feeds(), max_slowdown=0.1, target=AccuracyTarget(0.1))
+    with pytest.raises(ConfigError, match="at least 0"):
+        Calibration(feeds(), max_slowdown=math.inf)
+
+
 def test_the_command_exits_with_3_and_writes_the_plan(tmp_path, capsys):
     import onnx
     onnx.save(model(), tmp_path / "m.onnx")
@@ -248,7 +202,8 @@ def test_the_command_exits_with_3_and_writes_the_plan(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"max_drop": -0.1}, "at least 0"), ({"max_drop": 0.1, "metric": "top2"}, "did you mean 'top1'"),
+    ({"max_drop": -0.1}, "at least 0"), ({"max_drop": 0.1, "max_slowdown": -1.0}, "share of the INT8 time"),
+    ({"max_drop": 0.1, "metric": "top2"}, "did you mean 'top1'"),
     ({"max_drop": 0.1, "metric": "top1"}, "needs labels"), ({"max_drop": 0.1, "labels": [1]}, "give evaluation data"),
     ({"max_drop": 0.1, "test_labels": [1]}, "give test data"),
     ({"max_drop": 0.1, "data": [], "labels": [1], "test": []}, "labels of the test items, too")])
@@ -266,6 +221,10 @@ def test_options_that_would_be_ignored_are_refused(tmp_path, capsys):
     with pytest.raises(ConfigError, match="target is for int8"):
         build_engine(model(), precision="best", timing=False, cache=False,
                      calibration=Calibration(feeds(), "minmax", target=AccuracyTarget(0.1)))
+    for options, message in ((["--max-slowdown", "none", "--int8"], "give it with --max-drop"),
+                             (["--max-slowdown", "25%"], "it needs --int8")):
+        assert main(["m.onnx", "-o", str(tmp_path / "m.plan"), "--calib", "x", *options]) == 2
+        assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match="float_type is the precision"):
         build_engine(model(), precision="fp32", float_type="bf16", cache=False)
     assert main(["m.onnx", "-o", str(tmp_path / "m.plan"), "--int8", "--calib", "x", "--max-drop", "1%",
@@ -385,5 +344,8 @@ def test_no_item_is_in_two_parts():
     assert split_of(lambda: data.limit(127), None, None).test is None
 
 
-def test_drops_are_shares_or_per_cent():
-    assert parse_drop("0.5%") == parse_drop("0.005") == 0.005
+def test_drops_and_slowdowns_are_shares_or_per_cent():
+    assert parse_drop("0.5%") == parse_drop("0.005") == parse_slowdown("0.5%") == 0.005
+    assert parse_slowdown("none") == math.inf
+    with pytest.raises(argparse.ArgumentTypeError, match="'fast' is not a share of time such as 25%"):
+        parse_slowdown("fast")
