@@ -247,6 +247,8 @@ def _check(options: argparse.Namespace) -> None:
         faults.append("--metric, --eval, --labels and --test are of a target: give --max-drop, too")
     if options.max_slowdown is not None and options.precision != "int8":
         faults.append("--max-slowdown limits the layers that an INT8 build keeps in float: it needs --int8")
+    if options.max_slowdown and options.max_drop is None and options.no_timing:
+        faults.append("--max-slowdown without --max-drop needs the times of kernels: leave --no-timing out")
     if options.max_slowdown == math.inf and options.max_drop is None:
         faults.append("--max-slowdown none lets all layers move to float: give it with --max-drop, which says how many")
     if options.max_drop is not None and options.float_type != "fp32":

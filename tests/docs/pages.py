@@ -113,7 +113,8 @@ class Reader:
         output = StringIO()
         with chdir(self._folder), redirect_stdout(output), redirect_stderr(output):
             try:
-                further = shlex.split(self._further.get(command, ""))
+                is_timed = "--max-slowdown" in arguments        # a limit of time needs timings
+                further = () if is_timed else shlex.split(self._further.get(command, ""))
                 status = resolve_name(COMMANDS[command].main)([*arguments, *further])
             except SystemExit as ended:
                 status = ended.code or 0

@@ -222,6 +222,7 @@ def test_options_that_would_be_ignored_are_refused(tmp_path, capsys):
         build_engine(model(), precision="best", timing=False, cache=False,
                      calibration=Calibration(feeds(), "minmax", target=AccuracyTarget(0.1)))
     for options, message in ((["--max-slowdown", "none", "--int8"], "give it with --max-drop"),
+                             (["--max-slowdown", "25%", "--int8", "--no-timing"], "leave --no-timing out"),
                              (["--max-slowdown", "25%"], "it needs --int8")):
         assert main(["m.onnx", "-o", str(tmp_path / "m.plan"), "--calib", "x", *options]) == 2
         assert message in capsys.readouterr().err
