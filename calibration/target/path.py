@@ -38,7 +38,7 @@ class PrecisionPath:
         times : Times
         noises : mapping of str to mapping
             Noise of each layer in INT8 and in the float precisions that it may move to, the fastest first; float32 may
-            have none. Layers without a noise in INT8 stay.
+            have none.
         costs : mapping of str to mapping
             Microseconds by precision and kernel, see `costs_of`.
         most_us : float
@@ -48,7 +48,7 @@ class PrecisionPath:
         """
         self._times, self._noises, self._costs, self._most_us = times, noises, costs, most_us
         self.precisions = tuple(name for name in noises if name != INT8)
-        self._layers = [layer for layer in times.layers if layer in noises[INT8]]
+        self._layers = times.layers
         self._mixes, self._progress = [Mix()], progress
         self._least_us = max(LEAST_US, LEAST_SHARE * times.us(Mix()))
         self._numbers = count()         # order of entries of equal efficiency
@@ -83,7 +83,7 @@ class PrecisionPath:
             return INT8
         return FP32 if layer in mix.fp32 else self.precisions[0]
 
-    def lost_us(self, mix: Mix, layer: Layer, precision: str) -> float:
+    def _lost_us(self, mix: Mix, layer: Layer, precision: str) -> float:
         """Return the time that a mix loses by moving a layer to a precision, conversions included; at least a little.
 
         Without timing all layers take as long.
@@ -133,7 +133,7 @@ class PrecisionPath:
             if timed == UNTIMED:
                 lost = max(self._cost(layer, finer) - self._cost(layer, origin), self._least_us)
             else:
-                lost = self.lost_us(mix, layer, finer)
+                lost = self._lost_us(mix, layer, finer)
             heapq.heappush(self._heap, (-removed / lost, next(self._numbers), layer, origin, finer, timed))
 
     def _cost(self, layer: Layer, precision: str) -> float:

@@ -203,8 +203,8 @@ class TargetSearch:
     def _precisions(self, sets: ScoredSets, costs: Costs) -> list[str]:
         """Return the float precisions to which layers move, the fastest first.
 
-        It is the fastest one that meets the target with all layers in it, and the fastest one of all before float32.
-        If none does, it is the one of the highest score.
+        The last is the fastest that meets the target with all layers in it, or the one of the highest score if none
+        does. If that is float32, layers may also stop at a faster precision.
         """
         scores, every = dict[str, float](), Mix(frozenset(sets.layers))
         for precision in sorted(costs, key=lambda name: sum(costs[name].values())):

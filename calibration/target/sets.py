@@ -44,7 +44,6 @@ class Mix:
 class Times(Protocol):
     """Interface of measured times of mixes of precisions: LayerSets."""
     layers: Sequence[Layer]
-    float_type: str
 
     def us(self, mix: Mix) -> float:
         """Return the time of all kernels in microseconds an item; 0 without timing."""

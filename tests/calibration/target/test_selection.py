@@ -11,8 +11,6 @@ from infer_server.calibration.target.sets import Layer, Mix
 class Network:
     """A chain of layers, each of which takes 1 us more in bf16 and `fp32_us` more in fp32; a conversion takes 3 us."""
 
-    float_type = "fp32"
-
     def __init__(self, int8, bf16=None, conversion_us=0.0, fp32_us=1.0, int8_us=100.0):
         """int8, bf16: noise of each layer, by name. No bf16: layers move to fp32 alone. int8_us: 0 without timing."""
         self.layers = [Layer(name, (name,)) for name in int8]
